@@ -1,0 +1,1 @@
+"""Benchmarks: one file per question, one runner that all of them share."""

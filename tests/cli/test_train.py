@@ -1,0 +1,175 @@
+"""`unison train` as a person runs it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from unison.cli import main
+from unison.models import load
+from unison.train.metrics import read_metrics
+
+FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    return path
+
+
+@pytest.fixture
+def unison(monkeypatch, capsys):
+    """Run the command line in this process; returns exit code, standard output and error."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["unison", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    return run
+
+
+def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):
+    run = tmp_path / "runs" / "first"
+    code, out, err = unison("train", "--data", text, "--out", run, *FAST, "--json")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["world_size"] == 1
+    assert result["eval_loss_after"] < result["eval_loss_before"]
+    names = {path.name for path in run.iterdir()} - {"tensorboard"}
+    assert names == {
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "model.json",
+        "model.safetensors",
+        "loss.png",
+        "result.json",
+    }
+    config = json.loads((run / "config.json").read_text())
+    assert config["mechanism"]["steps"] == 3
+    assert config["model"]["d_model"] == 128
+    losses = [record["train/loss"] for record in read_metrics(run) if "train/loss" in record]
+    assert len(losses) == 3
+    assert load(run).config.d_model == 128
+    for word in (os.environ.get("HOME", "/root"), os.uname().nodename):
+        assert word not in (run / "environment.json").read_text()
+
+
+def test_plain_lines_say_both_losses_and_the_entropy(unison, text, tmp_path):
+    code, out, _ = unison("train", "--data", text, "--out", tmp_path / "run", *FAST)
+    assert code == 0
+    assert "unigram entropy" in out
+    assert "train loss" in out
+    assert "eval loss" in out
+    assert "step 3/3" in out
+
+
+# arguments ({} is a folder with the files below) and what the sentence must say
+BAD_INPUT = {
+    "missing": (["--data", "{}/missing.txt"], "missing.txt"),
+    "empty": (["--data", "{}/empty.txt"], "empty file"),
+    "short": (["--data", "{}/short.txt"], "tokens"),
+    "long": (["--data", "{}/long.jsonl", "--layout", "documents"], "500 tokens"),
+    "broken": (["--data", "{}/broken.jsonl"], "broken.jsonl:2"),
+    "context": (["--row-length", "300"], "longer than the context"),
+    "vocabulary": (["--vocab-size", "100"], "--vocab-size 258"),
+    "preset": (["--preset", "tinny"], "did you mean 'tiny'"),
+    "corpus": (["--data", "stdlb"], "did you mean 'stdlib'"),
+    "lr": (["--lr", "-1"], "lr must be above 0"),
+    "tokenizer": (["--tokenizer", "{}/none.json"], "none.json"),
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("hello")
+    (tmp_path / "long.jsonl").write_text('{"text": "' + "x" * 500 + '"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence_and_code_2(unison, bad_files, case):
+    arguments, expected = BAD_INPUT[case]
+    before = sorted(bad_files.iterdir())
+    arguments = [argument.format(bad_files) for argument in arguments]
+    code, _, err = unison("train", "--out", bad_files / "run", *arguments)
+    assert code == 2
+    assert expected in err
+    assert err.startswith("unison: ")
+    assert len(err.strip().splitlines()) == 1
+    assert sorted(bad_files.iterdir()) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_missing_cuda_is_said(unison, tmp_path):
+    code, _, err = unison("train", "--out", tmp_path / "run", "--device", "cuda")
+    assert (code, "no CUDA device" in err) == (2, True)
+
+
+def test_divergence_is_one_sentence_and_leaves_nothing(unison, text, tmp_path):
+    arguments = ["--lr", "1e30", "--optimizer", "sgd", "--clip-norm", "0", "--warmup-steps", "0"]
+    code, _, err = unison("train", "--data", text, "--out", tmp_path / "run", *FAST, *arguments)
+    assert code == 2
+    assert "lower --lr" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_existing_run_is_kept_without_overwrite(unison, text, tmp_path):
+    train = ["train", "--data", text, "--out", tmp_path / "run", "--no-tensorboard", *FAST]
+    assert unison(*train)[0] == 0
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    code, _, err = unison(*train)
+    assert (code, "--overwrite" in err) == (2, True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+    assert unison(*train, "--overwrite")[0] == 0
+
+
+def test_misspelt_option_is_refused(unison):
+    code, _, err = unison("train", "--step", "3")
+    assert code == 2
+    assert "--steps" in err
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def run_command(*command) -> dict:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_ranks_train_as_one_does(text, tmp_path):
+    launchers = {
+        "one": ["-m", "unison", "train"],
+        "two": ["-m", "unison", "train", "--nproc", "2"],
+        "joined": [*TORCHRUN, "--nproc-per-node", "2", "-m", "unison", "train"],
+    }
+    sizes, losses = {}, {}
+    for name, launcher in launchers.items():
+        run = tmp_path / name
+        options = ["--data", text, "--out", run, *FAST, "--json", "--no-tensorboard"]
+        sizes[name] = run_command(sys.executable, *launcher, *options)["world_size"]
+        losses[name] = [r["train/loss"] for r in read_metrics(run) if "train/loss" in r]
+    assert sizes == {"one": 1, "two": 2, "joined": 2}
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["joined"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+def test_presets_are_listed_with_their_sizes(unison):
+    code, out, _ = unison("presets", "--json")
+    assert code == 0
+    assert json.loads(out)["parameters"]["1t"] == 1_008_014_617_600
+    assert "1,008,014,617,600" in unison("presets")[1].replace("\n", "")

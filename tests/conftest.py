@@ -1,0 +1,55 @@
+"""Settings that hold for every test: fixed keys, no traces left behind, ranks that end."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Before the harness is imported, so that its own asserts show values too.
+pytest.register_assert_rewrite("tests.harness")
+
+from tests.harness import context  # noqa: E402
+from tests.harness.isolation import isolated  # noqa: E402
+from tests.harness.pool import close_pools  # noqa: E402
+
+# The same examples in every run, no stop-watch (machines are shared), no files left behind.
+hypothesis.settings.register_profile("unison", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("unison")
+
+
+@pytest.fixture
+def gen(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator whose seed is a hash of the test's node id."""
+    return torch.Generator().manual_seed(context.seed_of(request.node.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def _told_to_the_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the ranks know which test runs, and which warnings it turns into errors."""
+    config = request.config
+    lines = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]
+    for mark in reversed(list(request.node.iter_markers("filterwarnings"))):
+        lines += mark.args
+    before = context.enter(context.TestContext(request.node.nodeid, tuple(lines)))
+    yield
+    context.enter(before)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed a test from its node id, and undo what it changed in torch's global state."""
+    with isolated(context.seed_of(request.node.nodeid)):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `full` tests in the junit file, where `bench/test_full.py` reads their outcomes."""
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.user_properties.append(("full", True))
+
+
+def pytest_unconfigure() -> None:
+    """End the ranks, after Ctrl-C too."""
+    close_pools()

@@ -1,0 +1,253 @@
+"""Every backend against the reference, to the bit, for every distribution and both ciphers."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unison.errors import BadInput
+from unison.kernels import random
+from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, reference, using_backend
+from unison.kernels.random.recipe import OUTPUT_DTYPES, WORDS_PER_ELEMENT
+
+NUMBERS: dict[Distribution, tuple[tuple[float, ...], tuple[int, ...]]] = {
+    Distribution.WORDS: ((), ()),
+    Distribution.UNIFORM24: ((-1.0, 2.5, -1.0, 1.375), ()),
+    Distribution.UNIFORM53: ((-1.0, 2.5, -1.0, 1.375), ()),
+    Distribution.NORMAL: ((0.1, 1.3), ()),
+    Distribution.TRUNCATED: ((0.1, 1.3, -2.0, 2.0), (123456789, 3123456789)),
+    Distribution.SECURE_NORMAL: ((0.7 * 2.0**20, 2.0**-20), ()),
+    Distribution.BERNOULLI: ((), (2**60,)),
+    Distribution.INTEGERS: ((), (-5, 2**62 + 12345)),
+}
+CASES = [(cipher, kind, dtype) for kind in Distribution for cipher in Cipher
+         for dtype in OUTPUT_DTYPES[kind]]  # fmt: skip
+ROWS = [([0], 5003), ([5 + (1 << 40)], 2050), ([3, 1 << 34, 77], 123), ([9, 4, 1 << 50], 1)]
+
+
+def recipe_of(cipher: Cipher, kind: Distribution) -> Recipe:
+    key = tuple((i * 2654435761) % 2**32 for i in range(1, 1 + cipher.num_key_words))
+    return Recipe(cipher, key, kind, *NUMBERS[kind])
+
+
+def drawn(backend: str, recipe: Recipe, dtype: torch.dtype, starts: list[int], run: int):
+    out = torch.empty(len(starts) * run, dtype=dtype)
+    with using_backend(backend):
+        fill_rows(out, recipe, torch.tensor(starts), run)
+    return out
+
+
+def test_every_distribution_is_covered():
+    assert set(NUMBERS) == set(Distribution) == set(WORDS_PER_ELEMENT) == set(OUTPUT_DTYPES)
+
+
+@pytest.mark.parametrize(("cipher", "kind", "dtype"), CASES)
+def test_numba_equals_reference(cipher, kind, dtype):
+    recipe = recipe_of(cipher, kind)
+    for starts, run in ROWS:
+        expected = drawn("reference", recipe, dtype, starts, run)
+        assert torch.equal(drawn("numba", recipe, dtype, starts, run), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("cipher", "kind", "dtype"), CASES)
+def test_numba_equals_reference_on_many(cipher, kind, dtype):
+    recipe = recipe_of(cipher, kind)
+    starts, run = [(1 << 33) + 1], 2_000_003
+    expected = drawn("reference", recipe, dtype, starts, run)
+    assert torch.equal(drawn("numba", recipe, dtype, starts, run), expected)
+
+
+@pytest.mark.parametrize("cipher", Cipher)
+@pytest.mark.parametrize(("starts", "run"), [([11], 300_001), (list(range(0, 900_000, 700)), 333)])
+def test_threads_do_not_change_a_bit(cipher, starts, run):
+    recipe = recipe_of(cipher, Distribution.NORMAL)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(drawn("numba", recipe, torch.float32, starts, run))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_half_precision_is_float32_rounded_once_more():
+    recipe = recipe_of(Cipher.PHILOX, Distribution.NORMAL)
+    wide = drawn("reference", recipe, torch.float32, [7], 4000)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(drawn("numba", recipe, dtype, [7], 4000), wide.to(dtype))
+
+
+INTERPRETED = """
+import sys, torch
+sys.path.insert(0, {folder!r})
+from test_random_backends import CASES, ROWS, drawn, recipe_of
+from unison.kernels.random import Cipher
+is_full = {is_full}
+seen = set()
+for cipher, kind, dtype in CASES:
+    if dtype == torch.bfloat16:
+        continue  # Triton's interpreter truncates float32 to bfloat16; hardware rounds
+    if not is_full and (cipher, kind) in seen:
+        continue
+    seen.add((cipher, kind))
+    rows = [([5 + (1 << 40)], 701), ([32], 400), ([3, 1 << 34, 77], 23)]
+    for starts, run in rows if is_full else [([5 + (1 << 40), 16], 53)]:
+        recipe = recipe_of(cipher, kind)
+        expected = drawn("reference", recipe, dtype, starts, run)
+        found = drawn("triton", recipe, dtype, starts, run)
+        assert torch.equal(found, expected), (cipher, kind, dtype, starts)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_triton_equals_reference_in_the_interpreter(is_full):
+    pytest.importorskip("triton")
+    script = INTERPRETED.format(folder=str(Path(__file__).parent), is_full=is_full)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+
+
+COMPILED = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from unison.kernels.random import Cipher, Distribution, Recipe
+from unison.kernels.random import triton as kernels
+for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24)]:
+    recipe = Recipe(cipher, tuple(range(cipher.num_key_words)), kind)
+    constants = kernels.compile_options(recipe, 1 << 20, True)
+    options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
+    signature = {"out": "*fp32", "numbers": "*i64", "starts": "*i64", "coefficients": "*fp64",
+                 "run": "i32", "tiles_per_row": "i32", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernels._fill, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    counts = [len(re.findall(name + r"[.a-z]*\\.f64", ptx)) for name in ("fma", "mul")]
+    print(kind.name, *counts)
+"""
+
+
+def test_triton_compiles_without_fused_multiply_adds():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2, result.stderr[-2000:]
+    for line in lines:
+        _, num_fused, num_products = line.split()
+        assert int(num_fused) == 0
+        assert int(num_products) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("cipher", "kind", "dtype"), CASES)
+def test_triton_equals_reference_on_the_gpu(cipher, kind, dtype):
+    recipe = recipe_of(cipher, kind)
+    for starts, run in [*ROWS, ([1 << 35], 1_000_003)]:
+        out = torch.empty(len(starts) * run, dtype=dtype, device="cuda")
+        fill_rows(out, recipe, torch.tensor(starts), run)
+        assert torch.equal(out.cpu(), drawn("reference", recipe, dtype, starts, run))
+
+
+def test_operation_passes_opcheck():
+    recipe = recipe_of(Cipher.PHILOX, Distribution.NORMAL)
+    out = torch.empty(20)
+    arguments = (out, recipe.pack(), torch.tensor([3, 50]), 10)
+    torch.library.opcheck(torch.ops.unison.random_fill.default, arguments)
+
+
+def test_fake_tensors_are_left_alone():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recipe = recipe_of(Cipher.PHILOX, Distribution.NORMAL)
+    packed, starts = recipe.pack(), torch.tensor([0])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = torch.empty(1 << 40)
+        torch.ops.unison.random_fill(out, packed, starts, 1 << 40)
+    assert out.shape == (1 << 40,)
+
+
+def test_meta_tensors_are_left_alone():
+    out = torch.empty(1 << 40, device="meta")
+    fill_rows(out, recipe_of(Cipher.PHILOX, Distribution.NORMAL), torch.tensor([0]), 1 << 40)
+
+
+def test_missing_numba_is_said_once_and_changes_nothing(monkeypatch):
+    recipe = recipe_of(Cipher.PHILOX, Distribution.NORMAL)
+    expected = drawn("reference", recipe, torch.float32, [0], 100)
+    monkeypatch.setattr(random, "find_spec", lambda package: None)
+    monkeypatch.setattr(random, "PATIENCE", 0)
+    random._is_installed.cache_clear()
+    try:
+        out = torch.empty(100)
+        with pytest.warns(RuntimeWarning, match="pip install numba"):
+            fill_rows(out, recipe, torch.tensor([0]), 100)
+        fill_rows(out, recipe, torch.tensor([0]), 100)  # a second warning would be an error
+        assert torch.equal(out, expected)
+    finally:
+        random._is_installed.cache_clear()
+
+
+def test_small_requests_do_not_wait_for_the_compiler(monkeypatch):
+    monkeypatch.setattr(random, "_num_served", 0)
+    assert random._choose(torch.empty(1000)) is reference.fill
+    assert random._choose(torch.empty(random.PATIENCE)) is not reference.fill
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [
+    (Distribution.NORMAL, torch.int64), (Distribution.SECURE_NORMAL, torch.bfloat16),
+    (Distribution.BERNOULLI, torch.float32), (Distribution.UNIFORM24, torch.float64),
+])  # fmt: skip
+def test_wrong_dtype_is_named(kind, dtype):
+    with pytest.raises(BadInput, match=re.escape(str(dtype))):
+        fill_rows(torch.empty(4, dtype=dtype), recipe_of(Cipher.PHILOX, kind), torch.tensor([0]), 4)
+
+
+def test_wrong_shapes_raise():
+    recipe = recipe_of(Cipher.PHILOX, Distribution.NORMAL)
+    with pytest.raises(BadInput, match="2 rows of 3"):
+        fill_rows(torch.empty(5), recipe, torch.tensor([0, 9]), 3)
+    with pytest.raises(BadInput, match="contiguous"):
+        fill_rows(torch.empty(4, 4).t()[:, :2], recipe, torch.tensor([0]), 8)
+    with pytest.raises(BadInput, match="int64"):
+        fill_rows(torch.empty(4), recipe, torch.tensor([0.0]), 4)
+
+
+def test_recipe_hides_its_key():
+    recipe = recipe_of(Cipher.CHACHA20, Distribution.NORMAL)
+    assert not any(str(word) in repr(recipe) for word in recipe.key)
+    again = Recipe.unpack(recipe.pack())
+    assert again.key == recipe.key
+    assert again.floats[:2] == recipe.floats
+
+
+def test_profiler_does_not_see_the_key():
+    recipe = recipe_of(Cipher.CHACHA20, Distribution.NORMAL)
+    with torch.profiler.profile(record_shapes=True, with_stack=False) as profile:
+        fill_rows(torch.empty(8), recipe, torch.tensor([0]), 8)
+    for event in profile.events() or []:
+        for word in recipe.key:
+            assert str(word) not in str(event.concrete_inputs)

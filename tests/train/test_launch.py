@@ -1,0 +1,53 @@
+"""Local ranks from one call: results, agreed errors, and a rank that breaks."""
+
+import os
+
+import pytest
+
+from unison.errors import BadInput, Diverged
+from unison.train.launch import RankFailed, run_on_local_ranks
+from unison.train.world import join_world
+
+
+def add_up(config):
+    with join_world("cpu") as world:
+        sums = world.agree(lambda: world.rank + config)
+        assert world.agree(lambda: "seen", when=world.rank == 1) == [None, "seen"]
+        return sums, world.size
+
+
+def one_rank_finds_fault(_):
+    def check():
+        if world.rank == 1:
+            raise Diverged("rank 1 saw a NaN")
+
+    with join_world("cpu") as world:
+        world.agree(check)
+
+
+def one_rank_breaks(_):
+    with join_world("cpu") as world:
+        if world.rank == 1:
+            raise ZeroDivisionError("a bug on purpose")
+        world.agree(lambda: None)
+
+
+def test_result_of_rank_0_comes_back():
+    assert run_on_local_ranks(add_up, 10, num_ranks=2) == ([10, 11], 2)
+
+
+def test_error_of_one_rank_is_the_error_of_all():
+    with pytest.raises(Diverged, match="rank 1 saw a NaN"):
+        run_on_local_ranks(one_rank_finds_fault, None, num_ranks=2)
+
+
+def test_bug_on_one_rank_shows_its_traceback():
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed:.*one_rank_breaks.*a bug on purpose"):
+        run_on_local_ranks(one_rank_breaks, None, num_ranks=2)
+
+
+def test_ranks_do_not_start_ranks(monkeypatch):
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match="leave --nproc out"):
+        run_on_local_ranks(add_up, 1, num_ranks=2)

@@ -1,0 +1,90 @@
+"""Run folders: nothing half-written, nothing lost."""
+
+import json
+
+import pytest
+
+from unison.errors import BadInput, Diverged
+from unison.train.metrics import open_metrics, read_metrics
+from unison.train.plot import plot_losses
+from unison.train.run_folder import check_free, open_run_folder
+
+
+def make_run(folder, word):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(word))
+
+
+def run_until(error, folder, *, overwrite):
+    """Begin a run that writes its config and then fails."""
+    with open_run_folder(folder, overwrite=overwrite) as run:
+        (run / "config.json").write_text('"new"')
+        raise error
+
+
+def test_failed_run_leaves_nothing(tmp_path):
+    with pytest.raises(Diverged):
+        run_until(Diverged("nan"), tmp_path / "a" / "run", overwrite=False)
+    assert not (tmp_path / "a" / "run").exists()
+
+
+def test_finished_run_replaces_the_old_one(tmp_path):
+    make_run(tmp_path / "run", "old")
+    with open_run_folder(tmp_path / "run", overwrite=True) as run:
+        (run / "config.json").write_text('"new"')
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == "new"
+
+
+def test_failed_run_puts_the_old_one_back(tmp_path):
+    make_run(tmp_path / "run", "old")
+    with pytest.raises(Diverged):
+        run_until(Diverged("nan"), tmp_path / "run", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == "old"
+
+
+def test_interrupted_run_keeps_what_it_wrote(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_until(KeyboardInterrupt(), tmp_path / "run", overwrite=False)
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_existing_run_is_refused(tmp_path):
+    make_run(tmp_path / "run", "old")
+    with pytest.raises(BadInput, match="add --overwrite"):
+        check_free(tmp_path / "run", overwrite=False)
+
+
+def test_folder_that_is_not_a_run_is_never_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(BadInput, match="is not the folder of a run"):
+        check_free(tmp_path / "thesis", overwrite=True)
+
+
+def test_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(BadInput, match="is not the folder of a run"):
+        check_free(tmp_path / "run", overwrite=True)
+
+
+def test_empty_folder_is_taken(tmp_path):
+    with open_run_folder(tmp_path, overwrite=False) as run:
+        (run / "config.json").write_text("{}")
+    assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_metrics_come_back_and_are_drawn(tmp_path, tensorboard):
+    if tensorboard:
+        pytest.importorskip("tensorboard")
+    with open_metrics(tmp_path, tensorboard=tensorboard) as metrics:
+        metrics.write(0, **{"eval/loss": 5.0})
+        metrics.write(1, **{"train/loss": 4.5})
+        metrics.write(2, **{"train/loss": 4.0, "eval/loss": 4.2})
+    records = read_metrics(tmp_path)
+    assert records[2] == {"step": 2, "train/loss": 4.0, "eval/loss": 4.2}
+    assert (tmp_path / "tensorboard").exists() == tensorboard
+    plot_losses(records, tmp_path / "loss.png", unigram_entropy=3.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

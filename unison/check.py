@@ -1,0 +1,91 @@
+"""Checks of arguments that name what they check: `check.positive(lr=lr)`.
+
+Each function takes keyword arguments only, so that the message can name the argument without the
+caller writing it twice, and raises `BadInput` with what was expected and what was found.
+"""
+
+import math
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import torch
+
+from unison.errors import BadInput
+
+
+def positive(**values: float) -> None:
+    """Require every value to be a finite number above zero.
+
+    >>> positive(lr=0.1, steps=3)
+    >>> positive(lr=0.0)
+    Traceback (most recent call last):
+        ...
+    unison.errors.BadInput: lr must be above 0, found 0.0
+    """
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise BadInput(f"{name} must be above 0, found {value!r}")
+
+
+def not_negative(**values: float) -> None:
+    """Require every value to be a finite number of at least zero."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise BadInput(f"{name} must be 0 or more, found {value!r}")
+
+
+def probability(**values: float) -> None:
+    """Require every value to lie in [0, 1].
+
+    >>> probability(dropout=1.5)
+    Traceback (most recent call last):
+        ...
+    unison.errors.BadInput: dropout must lie between 0 and 1, found 1.5
+    """
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise BadInput(f"{name} must lie between 0 and 1, found {value!r}")
+
+
+def one_of(choices: Iterable[str], **values: str) -> None:
+    """Require every value to be one of `choices`, and suggest the nearest one.
+
+    >>> one_of(["adamw", "sgd"], optimizer="adam")
+    Traceback (most recent call last):
+        ...
+    unison.errors.BadInput: optimizer must be one of 'adamw', 'sgd', found 'adam'; did you mean \
+'adamw'?
+    """
+    choices = list(choices)
+    for name, value in values.items():
+        if value not in choices:
+            near = get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            listed = ", ".join(repr(choice) for choice in choices)
+            raise BadInput(f"{name} must be one of {listed}, found {value!r}{hint}")
+
+
+def divides(**values: tuple[int, int]) -> None:
+    """Require of every pair (divisor, number) that the first divides the second.
+
+    >>> divides(heads_of_width=(3, 128))
+    Traceback (most recent call last):
+        ...
+    unison.errors.BadInput: heads_of_width: 3 must divide 128
+    """
+    for name, (divisor, number) in values.items():
+        if divisor <= 0 or number % divisor:
+            raise BadInput(f"{name}: {divisor} must divide {number}")
+
+
+def same_shape(**tensors: torch.Tensor) -> None:
+    """Require all tensors to have one shape.
+
+    >>> same_shape(a=torch.zeros(2, 3), b=torch.zeros(3, 2))
+    Traceback (most recent call last):
+        ...
+    unison.errors.BadInput: expected one shape, found a: [2, 3], b: [3, 2]
+    """
+    if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
+        found = ", ".join(f"{name}: {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise BadInput(f"expected one shape, found {found}")

@@ -1,0 +1,227 @@
+"""`unison train`: the main job."""
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unison import config as settings
+from unison.errors import BadInput
+
+# Typer turns an enum into a checked choice with completion; the names come from one place.
+Optimizer = StrEnum("Optimizer", list(settings.OPTIMIZERS))
+Schedule = StrEnum("Schedule", list(settings.SCHEDULES))
+Precision = StrEnum("Precision", list(settings.PRECISIONS))
+Layout = StrEnum("Layout", list(settings.LAYOUTS))
+LongDocuments = StrEnum("LongDocuments", list(settings.LONG_DOCUMENTS))
+Device = StrEnum("Device", list(settings.DEVICES))
+
+_DEFAULT = settings.Mechanism()
+_OUTPUT = settings.Output(folder="unused")
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Names of presets that begin with what was typed."""
+    from unison.models import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+def _panel(panel: str, *names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **options)
+
+
+_model = partial(_panel, "Model")
+_data = partial(_panel, "Data")
+_optim = partial(_panel, "Optimisation")
+_exec = partial(_panel, "Execution: never changes the experiment")
+_out = partial(_panel, "Output")
+
+
+def train(
+    preset: Annotated[
+        str,
+        _model(
+            "--preset", help="Which model (see `unison presets`).", autocompletion=complete_preset
+        ),
+    ] = _DEFAULT.preset,
+    num_layers: Annotated[
+        int | None, _model("--num-layers", help="Replace the preset's number of blocks.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, _model("--vocab-size", help="Replace the preset's vocabulary size.")
+    ] = None,
+    context_length: Annotated[
+        int | None, _model("--context-length", help="Replace the preset's context length.")
+    ] = None,
+    dropout: Annotated[
+        float | None, _model("--dropout", help="Replace the preset's dropout probability.")
+    ] = None,
+    data: Annotated[
+        str,
+        _data(
+            "--data",
+            help="stdlib (this Python's own source files), records (generated customer records), "
+            "or the path of a text file, a JSONL file or a folder.",
+        ),
+    ] = _DEFAULT.data,
+    tokenizer: Annotated[
+        str, _data("--tokenizer", help="bytes, or the path of a `tokenizers` JSON file.")
+    ] = _DEFAULT.tokenizer,
+    text_field: Annotated[
+        str, _data("--text-field", help="The field of a JSONL line that holds its text.")
+    ] = _DEFAULT.text_field,
+    layout: Annotated[
+        Layout,
+        _data(
+            "--layout",
+            help="packed: documents are joined and cut into full rows. documents: one document "
+            "per row, which is what a row-level privacy guarantee should protect.",
+        ),
+    ] = Layout(_DEFAULT.layout),
+    long_documents: Annotated[
+        LongDocuments,
+        _data("--long-documents", help="With --layout documents: what to do with one too long."),
+    ] = LongDocuments(_DEFAULT.long_documents),
+    row_length: Annotated[
+        int | None, _data("--row-length", help="Tokens per row; the model's context by default.")
+    ] = None,
+    eval_fraction: Annotated[
+        float, _data("--eval-fraction", help="Part of the documents held out for evaluation.")
+    ] = _DEFAULT.eval_fraction,
+    steps: Annotated[int, _optim("--steps", help="Optimizer steps.")] = _DEFAULT.steps,
+    batch_size: Annotated[
+        int, _optim("--batch-size", help="Rows per step, over all ranks.")
+    ] = _DEFAULT.batch_size,
+    optimizer: Annotated[
+        Optimizer, _optim("--optimizer", help="Which of torch's optimizers.")
+    ] = Optimizer(_DEFAULT.optimizer),
+    lr: Annotated[float, _optim("--lr", help="Peak learning rate.")] = _DEFAULT.lr,
+    weight_decay: Annotated[
+        float, _optim("--weight-decay", help="Decay of matrices; vectors are not decayed.")
+    ] = _DEFAULT.weight_decay,
+    schedule: Annotated[
+        Schedule, _optim("--schedule", help="How the learning rate falls after the warm-up.")
+    ] = Schedule(_DEFAULT.schedule),
+    warmup_steps: Annotated[
+        int, _optim("--warmup-steps", help="Steps of linear warm-up.")
+    ] = _DEFAULT.warmup_steps,
+    clip_norm: Annotated[
+        float, _optim("--clip-norm", help="Bound on the batch gradient's norm; 0 for none.")
+    ] = _DEFAULT.clip_norm or 0.0,
+    precision: Annotated[
+        Precision, _optim("--precision", help="bf16 computes under autocast; parameters stay fp32.")
+    ] = Precision(_DEFAULT.precision),
+    seed: Annotated[
+        int, _optim("--seed", help="Seed of initial values, row order and split.")
+    ] = _DEFAULT.seed,
+    nproc: Annotated[
+        int,
+        _exec(
+            "--nproc",
+            min=1,
+            help="Ranks to start on this machine. Leave out under torchrun, which starts them.",
+        ),
+    ] = 1,
+    device: Annotated[
+        Device, _exec("--device", help="auto takes CUDA where there is one.")
+    ] = Device("auto"),
+    micro_batch_size: Annotated[
+        int | None,
+        _exec("--micro-batch-size", help="Rows per forward pass; the rest is accumulated."),
+    ] = None,
+    out: Annotated[
+        str | None, _out("--out", help="Folder of the run; runs/PRESET-DATA-TIME by default.")
+    ] = None,
+    overwrite: Annotated[
+        bool, _out("--overwrite", help="Replace an existing run, once the new one is done.")
+    ] = False,
+    eval_every: Annotated[
+        int, _out("--eval-every", help="Steps between evaluations; 0 for before and after only.")
+    ] = _OUTPUT.eval_every,
+    eval_rows: Annotated[
+        int, _out("--eval-rows", help="Rows per evaluation, at most.")
+    ] = _OUTPUT.eval_rows,
+    log_every: Annotated[
+        int, _out("--log-every", help="Steps between two lines where there is no terminal.")
+    ] = _OUTPUT.log_every,
+    tensorboard: Annotated[
+        bool, _out("--tensorboard/--no-tensorboard", help="Write TensorBoard events too.")
+    ] = True,
+    as_json: Annotated[
+        bool,
+        _out("--json", help="Print the result as one JSON object last; progress goes to stderr."),
+    ] = False,
+) -> None:
+    """Train a language model and leave a run folder with its model, metrics and loss curve.
+
+    \b
+    unison train                      about a minute, nothing to download
+    unison train --nproc 2            the same on two ranks
+    unison train --data notes.jsonl --layout documents --out runs/notes
+    torchrun --nproc-per-node 8 -m unison train --data corpus --out runs/c
+    """
+    from unison.train import check_before_launch, run_on_local_ranks, was_launched
+    from unison.train import train as run
+
+    overrides = {
+        "num_layers": num_layers,
+        "vocab_size": vocab_size,
+        "context_length": context_length,
+        "dropout": dropout,
+    }
+    mechanism = settings.Mechanism(
+        preset=preset,
+        overrides={name: value for name, value in overrides.items() if value is not None},
+        data=data,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        layout=layout.value,
+        long_documents=long_documents.value,
+        row_length=row_length,
+        eval_fraction=eval_fraction,
+        seed=seed,
+        steps=steps,
+        batch_size=batch_size,
+        optimizer=optimizer.value,
+        lr=lr,
+        weight_decay=weight_decay,
+        schedule=schedule.value,
+        warmup_steps=warmup_steps,
+        clip_norm=clip_norm or None,
+        precision=precision.value,
+    )
+    if was_launched() and out is None:
+        raise BadInput("--out must be given under torchrun, so that all ranks name one folder")
+    output = settings.Output(
+        folder=out or default_folder(preset, data),
+        overwrite=overwrite,
+        eval_every=eval_every,
+        eval_rows=eval_rows,
+        log_every=log_every,
+        tensorboard=tensorboard,
+        command=shlex.join(["unison", *sys.argv[1:]]),
+    )
+    config = settings.TrainConfig(
+        mechanism=mechanism,
+        execution=settings.Execution(device=device.value, micro_batch_size=micro_batch_size),
+        output=output,
+    )
+    check_before_launch(config)
+    work = partial(run, on_stderr=as_json)
+    result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
+    if as_json:
+        typer.echo(json.dumps(asdict(result)))
+
+
+def default_folder(preset: str, data: str) -> str:
+    """A folder name that says what the run is and when it began."""
+    source = Path(data).stem or "data"
+    return f"runs/{preset}-{source}-{time.strftime('%Y%m%d-%H%M%S')}"

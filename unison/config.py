@@ -1,0 +1,143 @@
+"""Settings of a training run, grouped by what they may change.
+
+The table "what may change the result" of docs/design.md has one class per column here:
+
+* `Mechanism`: changes the result. Two runs with equal mechanisms are the same experiment.
+* `Execution`: may change rounding, speed and memory, never the experiment.
+* `Output`: what is written and shown.
+
+All are frozen, keyword-only and checked when made, so that a run that starts has valid settings.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from unison import check
+from unison.errors import BadInput
+
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("fp32", "bf16")
+LAYOUTS = ("packed", "documents")
+LONG_DOCUMENTS = ("error", "truncate")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """What is computed: model, data, optimisation.
+
+    Attributes:
+        preset: Name of the model preset.
+        overrides: Fields of the preset's config to replace.
+        data: `"stdlib"`, `"records"` or a path.
+        tokenizer: `"bytes"`, or the path of a `tokenizers` JSON file.
+        text_field: The field that holds the text in JSONL sources.
+        layout: `"packed"` rows or one of `"documents"` per row.
+        long_documents: What to do with a document that does not fit its row.
+        row_length: Tokens per row; None for the model's context.
+        eval_fraction: Part of the documents held out for evaluation.
+        seed: Seed of initial values, order of rows and split.
+        steps: Number of optimizer steps.
+        batch_size: Rows per step, over all ranks.
+        optimizer: `"adamw"` or `"sgd"`.
+        lr: Peak learning rate.
+        weight_decay: Decay of parameters with two or more dimensions.
+        schedule: How the learning rate falls after the warm-up.
+        warmup_steps: Steps of linear warm-up.
+        clip_norm: Bound on the norm of the batch's gradient; None for no bound.
+        precision: `"fp32"`, or `"bf16"` for autocast with float32 parameters.
+    """
+
+    preset: str = "tiny"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    data: str = "stdlib"
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    layout: str = "packed"
+    long_documents: str = "error"
+    row_length: int | None = None
+    eval_fraction: float = 0.05
+    seed: int = 0
+    steps: int = 300
+    batch_size: int = 16
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    clip_norm: float | None = 1.0
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
+        check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        check.not_negative(seed=self.seed)
+        check.one_of(OPTIMIZERS, optimizer=self.optimizer)
+        check.one_of(SCHEDULES, schedule=self.schedule)
+        check.one_of(PRECISIONS, precision=self.precision)
+        check.one_of(LAYOUTS, layout=self.layout)
+        check.one_of(LONG_DOCUMENTS, long_documents=self.long_documents)
+        if not 0 < self.eval_fraction < 1:
+            raise BadInput(f"eval_fraction must lie between 0 and 1, found {self.eval_fraction}")
+        if self.row_length is not None:
+            check.positive(row_length=self.row_length)
+        if self.clip_norm is not None:
+            check.positive(clip_norm=self.clip_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How it is computed: device and memory.
+
+    Attributes:
+        device: `"cpu"`, `"cuda"`, or `"auto"` for CUDA where there is one.
+        micro_batch_size: Rows per forward pass on one rank; None for all of the rank's rows.
+            Smaller ones are accumulated before the optimizer steps.
+    """
+
+    device: str = "auto"
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check.one_of(DEVICES, device=self.device)
+        if self.micro_batch_size is not None:
+            check.positive(micro_batch_size=self.micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is written and shown.
+
+    Attributes:
+        folder: The folder of the run; it must not exist unless `overwrite` is set.
+        overwrite: Whether an existing run may be replaced; it is kept until the new one is done.
+        eval_every: Steps between evaluations; 0 for only before and after.
+        eval_rows: Rows per evaluation, at most.
+        log_every: Steps between two plain progress lines when there is no terminal.
+        tensorboard: Whether to write TensorBoard events too.
+        command: The command line that started the run, for the record.
+    """
+
+    folder: str
+    overwrite: bool = False
+    eval_every: int = 50
+    eval_rows: int = 64
+    log_every: int = 10
+    tensorboard: bool = True
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        check.not_negative(eval_every=self.eval_every)
+        check.positive(eval_rows=self.eval_rows, log_every=self.log_every)
+        if not self.folder.strip():
+            raise BadInput("folder must name the folder of the run, found an empty name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of one run."""
+
+    mechanism: Mechanism
+    execution: Execution
+    output: Output

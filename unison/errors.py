@@ -1,0 +1,23 @@
+"""The exceptions unison raises on purpose.
+
+Every message is written for the person who reads it: what was expected, what was found, which
+parameter or file it concerns by its full name, and what to do. The command line prints the message
+of a `UnisonError` as one sentence and exits with code 2; anything else is a bug and keeps its
+traceback.
+"""
+
+
+class UnisonError(Exception):
+    """Base of the errors that a user can cause and mend."""
+
+
+class BadInput(UnisonError, ValueError):
+    """An argument, file or setting that cannot be used as given."""
+
+
+class UnsupportedOperation(UnisonError, NotImplementedError):
+    """Something unison knows about and declines to do wrongly."""
+
+
+class Diverged(UnisonError, ArithmeticError):
+    """Training produced a value that is not finite."""

@@ -1,0 +1,337 @@
+"""Random fills for CUDA in Triton, bit-equal to `reference`.
+
+One program handles a tile of cipher blocks of one row and all their words. Words are interleaved in
+registers, so that a thread owns consecutive elements and stores them wide. The kernels are compiled
+with `enable_fp_fusion=False`: a fused multiply-add rounds once where the definition rounds twice,
+and would change one float32 in about 10^8.
+
+Every number travels in one small tensor. As scalar arguments, 32-bit key words would make Triton
+compile variants by their divisibility, and Python floats would arrive as float32.
+"""
+
+# Triton's own annotations do not describe what its compiler accepts.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from unison.kernels.random.ciphers import CHACHA_CONSTANTS, PHILOX_M0, PHILOX_M1
+from unison.kernels.random.ciphers import PHILOX_W0 as W0
+from unison.kernels.random.ciphers import PHILOX_W1 as W1
+from unison.kernels.random.recipe import FLOATS_AT as FLOATS
+from unison.kernels.random.recipe import INTS_AT as INTS
+from unison.kernels.random.recipe import Cipher, Distribution, Recipe
+from unison.kernels.random.reference import ROUND_MAGIC
+from unison.kernels.random.tables import (
+    FRACTION_MASK,
+    MIDDLE,
+    ONE_BITS,
+    ORDINARY,
+    SECURE,
+    SEGMENT_OFFSET,
+    SEGMENT_SHIFT,
+    table,
+)
+
+M32 = tl.constexpr(0xFFFFFFFF)
+PM0, PM1 = tl.constexpr(PHILOX_M0), tl.constexpr(PHILOX_M1)
+PW0, PW1 = tl.constexpr(W0), tl.constexpr(W1)
+C0, C1, C2, C3 = (tl.constexpr(c) for c in CHACHA_CONSTANTS)
+FLOATS_AT, INTS_AT = tl.constexpr(FLOATS), tl.constexpr(INTS)
+SHIFT, OFFSET = tl.constexpr(SEGMENT_SHIFT), tl.constexpr(SEGMENT_OFFSET)
+FRACTION, ONE = tl.constexpr(FRACTION_MASK), tl.constexpr(ONE_BITS)
+MID, MAGIC = tl.constexpr(MIDDLE), tl.constexpr(ROUND_MAGIC)
+UNIFORM24 = tl.constexpr(int(Distribution.UNIFORM24))
+UNIFORM53 = tl.constexpr(int(Distribution.UNIFORM53))
+NORMAL, TRUNCATED = (
+    tl.constexpr(int(Distribution.NORMAL)),
+    tl.constexpr(int(Distribution.TRUNCATED)),
+)
+SECURE_NORMAL = tl.constexpr(int(Distribution.SECURE_NORMAL))
+WORDS, BERNOULLI = tl.constexpr(int(Distribution.WORDS)), tl.constexpr(int(Distribution.BERNOULLI))
+
+
+@triton.jit
+def _number(numbers, at):
+    return tl.load(numbers + at)
+
+
+@triton.jit
+def _real(numbers, i):
+    return tl.load(numbers + FLOATS_AT + i).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _philox(block, numbers):
+    k0 = _number(numbers, 2).to(tl.uint32)
+    k1 = _number(numbers, 3).to(tl.uint32)
+    c0 = block.to(tl.uint32)
+    c1 = (block >> 32).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + _number(numbers, 4).to(tl.uint32)
+    c3 = tl.zeros_like(c0) + _number(numbers, 5).to(tl.uint32)
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * PM0
+        p1 = c2.to(tl.uint64) * PM1
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = p1.to(tl.uint32)
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + PW0).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + PW1).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _rotate(x, n: tl.constexpr):
+    return (x << n) | (x >> (32 - n))
+
+
+@triton.jit
+def _quarter_round(a, b, c, d):
+    a = a + b
+    d = _rotate(d ^ a, 16)
+    c = c + d
+    b = _rotate(b ^ c, 12)
+    a = a + b
+    d = _rotate(d ^ a, 8)
+    c = c + d
+    b = _rotate(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def _chacha(block, numbers):
+    low = block.to(tl.uint32)
+    high = (block >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    s4 = _number(numbers, 2).to(tl.uint32)
+    s5 = _number(numbers, 3).to(tl.uint32)
+    s6 = _number(numbers, 4).to(tl.uint32)
+    s7 = _number(numbers, 5).to(tl.uint32)
+    s8 = _number(numbers, 6).to(tl.uint32)
+    s9 = _number(numbers, 7).to(tl.uint32)
+    s10 = _number(numbers, 8).to(tl.uint32)
+    s11 = _number(numbers, 9).to(tl.uint32)
+    s14 = _number(numbers, 10).to(tl.uint32)
+    s15 = _number(numbers, 11).to(tl.uint32)
+    x0, x1, x2, x3 = zero + C0, zero + C1, zero + C2, zero + C3
+    x4, x5, x6, x7 = zero + s4, zero + s5, zero + s6, zero + s7
+    x8, x9, x10, x11 = zero + s8, zero + s9, zero + s10, zero + s11
+    x12, x13, x14, x15 = low, high, zero + s14, zero + s15
+    for _ in tl.static_range(10):
+        x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
+    x0, x1, x2, x3 = x0 + C0, x1 + C1, x2 + C2, x3 + C3
+    x4, x5, x6, x7 = x4 + s4, x5 + s5, x6 + s6, x7 + s7
+    x8, x9, x10, x11 = x8 + s8, x9 + s9, x10 + s10, x11 + s11
+    x12, x13, x14, x15 = x12 + low, x13 + high, x14 + s14, x15 + s15
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@triton.jit
+def _weave4(a, b, c, d):
+    """Interleave four vectors: a[0], b[0], c[0], d[0], a[1], ..."""
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def _weave8(a, b, c, d, e, f, g, h):
+    return tl.interleave(_weave4(a, c, e, g), _weave4(b, d, f, h))
+
+
+@triton.jit
+def _inverse_tail(v, coefficients, SEGMENTS: tl.constexpr, DEGREE: tl.constexpr):
+    """Return |z| for each integer v: see `reference.inverse_tail`."""
+    bits = v.to(tl.float64).to(tl.int64, bitcast=True)
+    segment = ((bits >> SHIFT) - OFFSET).to(tl.int32)
+    u = ((bits & FRACTION) | ONE).to(tl.float64, bitcast=True) - MID
+    z = tl.load(coefficients + DEGREE * SEGMENTS + segment)
+    for d in tl.static_range(DEGREE):
+        z = z * u + tl.load(coefficients + (DEGREE - 1 - d) * SEGMENTS + segment)
+    return z
+
+
+@triton.jit
+def _multiply(a, n):
+    """Return upper and lower 64 bits of a · n, all unsigned."""
+    a1, a0, n1, n0 = a >> 32, a & M32, n >> 32, n & M32
+    p00, p01, p10 = a0 * n0, a0 * n1, a1 * n0
+    middle = (p00 >> 32) + (p01 & M32) + (p10 & M32)
+    upper = a1 * n1 + (p01 >> 32) + (p10 >> 32) + (middle >> 32)
+    return upper, (middle << 32) | (p00 & M32)
+
+
+@triton.jit
+def _draw1(w, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr, DEG: tl.constexpr):
+    """Values of elements that consume one word."""
+    word = w.to(tl.int64)
+    if DIST == WORDS:
+        return word
+    elif DIST == UNIFORM24:  # noqa: RET505 - Triton needs the branches apart
+        x = (word >> 8).to(tl.float64) * 5.9604644775390625e-08  # 2^-24
+        x = x * _real(numbers, 1) + _real(numbers, 0)
+        return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
+    elif DIST == NORMAL:
+        z = _inverse_tail((w << 1) | 1, coefficients, SEGMENTS, DEG)  # 32 bits: the sign falls out
+        return tl.where((w >> 31) == 1, -z, z) * _real(numbers, 1) + _real(numbers, 0)
+    else:
+        tl.static_assert(DIST == TRUNCATED)
+        n = _number(numbers, INTS_AT + 1)
+        rank = (word * (n >> 16) + ((word * (n & 0xFFFF)) >> 16)) >> 16
+        rank += _number(numbers, INTS_AT)
+        is_negative = (rank >> 31) == 0
+        from_tail = tl.where(is_negative, rank, 4294967295 - rank).to(tl.uint32)
+        z = _inverse_tail((from_tail << 1) | 1, coefficients, SEGMENTS, DEG)
+        x = tl.where(is_negative, -z, z) * _real(numbers, 1) + _real(numbers, 0)
+        return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
+
+
+@triton.jit
+def _draw2(
+    w0, w1, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr, DEG: tl.constexpr
+):
+    """Values of elements that consume two words."""
+    upper = w0.to(tl.int64)
+    lower = w1.to(tl.int64)
+    if DIST == UNIFORM53:
+        x = ((upper << 21) | (lower >> 11)).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+        x = x * _real(numbers, 1) + _real(numbers, 0)
+        return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
+    elif DIST == SECURE_NORMAL:  # noqa: RET505
+        v = ((upper & 0x7FFFFFFF) << 32) | lower | 1
+        z = _inverse_tail(v, coefficients, SEGMENTS, DEG)
+        x = tl.where((upper >> 31) == 1, -z, z) * _real(numbers, 0)
+        return ((x + MAGIC) - MAGIC) * _real(numbers, 1)
+    else:
+        tl.static_assert(DIST == BERNOULLI)
+        return ((upper << 31) | (lower >> 1)) <= _number(numbers, INTS_AT)
+
+
+@triton.jit
+def _draw4(w0, w1, w2, w3, numbers):
+    """Integers: the elements that consume four words."""
+    n = _number(numbers, INTS_AT + 1).to(tl.uint64)
+    upper, lower = _multiply((w0.to(tl.uint64) << 32) | w1.to(tl.uint64), n)
+    carried, _unused = _multiply((w2.to(tl.uint64) << 32) | w3.to(tl.uint64), n)
+    overflowed = (lower + carried) < carried
+    return _number(numbers, INTS_AT) + (upper + overflowed.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _fill(
+    out,
+    numbers,
+    starts,
+    coefficients,
+    run,
+    tiles_per_row,
+    CHACHA: tl.constexpr,
+    DIST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEGREE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Fill one tile of one row; `ALIGNED` says that every row begins at a block boundary."""
+    row = tl.program_id(0) // tiles_per_row
+    tile = (tl.program_id(0) % tiles_per_row).to(tl.int64)
+    PER_BLOCK: tl.constexpr = (16 if CHACHA else 4) // WIDTH
+    start = tl.load(starts + row)
+    block = start // PER_BLOCK + tile * TILE + tl.arange(0, TILE)
+    if CHACHA:
+        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
+            block, numbers
+        )
+        if WIDTH == 1:
+            w = tl.interleave(
+                _weave8(w0, w2, w4, w6, w8, w10, w12, w14),
+                _weave8(w1, w3, w5, w7, w9, w11, w13, w15),
+            )
+            value = _draw1(w, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+        elif WIDTH == 2:
+            a = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
+            b = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
+            value = _draw2(a, b, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+        else:
+            a, b = _weave4(w0, w4, w8, w12), _weave4(w1, w5, w9, w13)
+            c, d = _weave4(w2, w6, w10, w14), _weave4(w3, w7, w11, w15)
+            value = _draw4(a, b, c, d, numbers)
+    else:
+        w0, w1, w2, w3 = _philox(block, numbers)
+        if WIDTH == 1:
+            w = _weave4(w0, w1, w2, w3)
+            value = _draw1(w, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+        elif WIDTH == 2:
+            a, b = tl.interleave(w0, w2), tl.interleave(w1, w3)
+            value = _draw2(a, b, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+        else:
+            value = _draw4(w0, w1, w2, w3, numbers)
+    column = tile * (TILE * PER_BLOCK) + tl.arange(0, TILE * PER_BLOCK)
+    if not ALIGNED:
+        column -= start % PER_BLOCK
+    if value.dtype == tl.float64 and out.dtype.element_ty != tl.float64:
+        value = value.to(tl.float32)
+    mask = (column >= 0) & (column < run)
+    tl.store(out + row.to(tl.int64) * run + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+# Cipher blocks in a tile and warps, by cipher: one ChaCha20 block, or two Philox blocks, a thread.
+LAUNCH: dict[Cipher, dict[str, int]] = {
+    Cipher.PHILOX: {"TILE": 256, "num_warps": 4},
+    Cipher.CHACHA20: {"TILE": 128, "num_warps": 4},
+}
+
+
+def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any]:
+    """Return the constants and launch options of the kernel for a recipe."""
+    shape = SECURE if recipe.distribution is Distribution.SECURE_NORMAL else ORDINARY
+    options = dict(LAUNCH[recipe.cipher])
+    blocks_in_row = -(-run // recipe.elements_per_block) + (not is_aligned)
+    while options["TILE"] > 32 and options["TILE"] >= 2 * blocks_in_row:
+        options["TILE"] //= 2  # short rows: no more threads than blocks, but a full warp
+    options["num_warps"] = max(1, min(options["num_warps"], options["TILE"] // 32))
+    return {
+        "CHACHA": recipe.cipher is Cipher.CHACHA20,
+        "DIST": int(recipe.distribution),
+        "WIDTH": recipe.words_per_element,
+        "SEGMENTS": shape.num_segments,
+        "DEGREE": shape.num_coefficients - 1,
+        "ALIGNED": is_aligned,
+        "enable_fp_fusion": False,
+        **options,
+    }
+
+
+def fill(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int) -> None:
+    """Fill `out` as `reference.fill` does; `starts` lives on the CPU, where its alignment shows."""
+    per_block = recipe.elements_per_block
+    is_aligned = bool((starts % per_block == 0).all())
+    options = compile_options(recipe, run, is_aligned)
+    num_blocks = (run + (0 if is_aligned else per_block - 1) + per_block - 1) // per_block
+    tiles_per_row = -(-num_blocks // options["TILE"])
+    shape = SECURE if recipe.distribution is Distribution.SECURE_NORMAL else ORDINARY
+    flat = out.view(-1)
+    rows_at_once = max(1, (2**31 - 1) // tiles_per_row)  # a grid has fewer than 2^31 programs
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        # non_blocking: pageable memory is staged before the call returns, so the source may go,
+        # and the host does not wait for the stream (noise is drawn while a backward pass runs).
+        numbers = recipe.pack().to(out.device, non_blocking=True)
+        coefficients = table(shape, out.device)
+        for row in range(0, len(starts), rows_at_once):
+            begin = starts[row : row + rows_at_once].to(out.device, non_blocking=True)
+            part = flat[row * run : (row + len(begin)) * run]
+            _fill[(len(begin) * tiles_per_row,)](
+                part, numbers, begin, coefficients, run, tiles_per_row, **options
+            )
+        numbers.zero_()  # in stream order: the key does not stay behind in device memory

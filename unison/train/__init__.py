@@ -1,0 +1,15 @@
+"""Training runs: from settings to a folder with a model, metrics and a loss curve."""
+
+from unison.train.launch import RankFailed, run_on_local_ranks, was_launched
+from unison.train.loop import train
+from unison.train.report import TrainResult
+from unison.train.setup import check_before_launch
+
+__all__ = [
+    "RankFailed",
+    "TrainResult",
+    "check_before_launch",
+    "run_on_local_ranks",
+    "train",
+    "was_launched",
+]
