@@ -9,4 +9,29 @@ writes into its arguments does no harm.
 
 from typing import Any
 
-SAMPLES: dict[str, list[tuple[Any, ...]]] = {}
+import torch
+
+from unison.kernels.random import Cipher, Distribution, Recipe
+
+
+def _normal_recipe(cipher: Cipher) -> torch.Tensor:
+    key = tuple(range(1, cipher.num_key_words + 1))
+    return Recipe(cipher, key, Distribution.NORMAL, (0.5, 2.0)).pack()
+
+
+def _fill(shape: tuple[int, ...], starts: list[int], run: int, cipher: Cipher) -> tuple[Any, ...]:
+    return torch.empty(shape), _normal_recipe(cipher), torch.tensor(starts, dtype=torch.int64), run
+
+
+SAMPLES: dict[str, list[tuple[Any, ...]]] = {
+    "unison::random_fill": [
+        _fill((3, 7), [0, 100, 2**34], 7, Cipher.PHILOX),
+        _fill((123,), [5], 123, Cipher.CHACHA20),
+        _fill((0,), [], 0, Cipher.PHILOX),
+    ],
+    "unison::permute": [
+        (torch.arange(11), torch.tensor([1, 2, 3, 4]), 11, [4, 3], False),
+        (torch.tensor([[0, 5], [9, 3]]), torch.tensor([1, 2, 3, 4]), 10, [4, 3], True),
+        (torch.empty(0, dtype=torch.int64), torch.tensor([1, 2, 3, 4]), 3, [2, 2], False),
+    ],
+}

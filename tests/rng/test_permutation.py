@@ -45,7 +45,8 @@ def test_spot_checks_on_many_rows(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_every_order_is_equally_likely(n):
-    num_keys = 20_000
+    torch.set_num_threads(1)  # the tensors are too small to share; undone after the test
+    num_keys = 8000
     p = permutation(n)
     keys = torch.randint(0, 1 << 32, (4, num_keys, 1), generator=torch.Generator().manual_seed(n))
     network = dataclasses.replace(p.network, words=tuple(keys))  # one key to a row

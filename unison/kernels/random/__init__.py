@@ -82,7 +82,8 @@ def _choose(out: torch.Tensor) -> Fill:
 
 @torch.library.custom_op("unison::random_fill", mutates_args={"out"})
 def _random_fill(out: torch.Tensor, recipe: torch.Tensor, starts: torch.Tensor, run: int) -> None:
-    _choose(out)(out, Recipe.unpack(recipe), starts, run)
+    if out.numel():
+        _choose(out)(out, Recipe.unpack(recipe), starts, run)
 
 
 @_random_fill.register_fake
