@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 install: $(READY)  ## create .venv and install unison with its development tools
 
 demo: $(READY)  ## train a small model on two ranks, start to finish, about a minute
-	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --steps 150 --out runs/demo --overwrite
+	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo --overwrite
 
 test: $(READY)  ## the test suite with doctests, at most 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120

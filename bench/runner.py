@@ -159,11 +159,17 @@ def command_line() -> str:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit's hash and whether the tree differs from it; None outside of git."""
+    """Return the commit's hash and whether the tree differs from it.
+
+    A copy of the tree without its history (on a GPU machine, say) takes the hash from the
+    environment variable UNISON_COMMIT; without that, both are None.
+    """
     full = _git("rev-parse", "HEAD")
+    if full is None:
+        return {"commit": os.environ.get("UNISON_COMMIT"), "dirty": None}
     # A result file just written does not make the code that wrote it another one.
     changes = _git("status", "--porcelain", "--", ".", ":!bench/results")
-    return {"commit": full, "dirty": None if full is None else bool(changes)}
+    return {"commit": full, "dirty": bool(changes)}
 
 
 def short_commit() -> str:

@@ -4,7 +4,47 @@ This module holds the public names and nothing else. Importing it needs torch an
 """
 
 from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
+from unison.models import per_sample_loss
+from unison.shard import (
+    BatchPlan,
+    CollectiveMismatch,
+    RankLost,
+    auto_shard,
+    batch_mean,
+    clip_grad_norm_,
+    current_plan,
+    deal,
+    digest,
+    fingerprint,
+    fully_shard,
+    grad_norm,
+    guard,
+    param_groups,
+    param_norm,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["BadInput", "Diverged", "UnisonError", "UnsupportedOperation", "__version__"]
+__all__ = [
+    "BadInput",
+    "BatchPlan",
+    "CollectiveMismatch",
+    "Diverged",
+    "RankLost",
+    "UnisonError",
+    "UnsupportedOperation",
+    "__version__",
+    "auto_shard",
+    "batch_mean",
+    "clip_grad_norm_",
+    "current_plan",
+    "deal",
+    "digest",
+    "fingerprint",
+    "fully_shard",
+    "grad_norm",
+    "guard",
+    "param_groups",
+    "param_norm",
+    "per_sample_loss",
+]

@@ -21,6 +21,8 @@ PRECISIONS = ("fp32", "bf16")
 LAYOUTS = ("packed", "documents")
 LONG_DOCUMENTS = ("error", "truncate")
 DEVICES = ("auto", "cpu", "cuda")
+SHARDINGS = ("full", "zero2", "ddp", "none")
+REDUCERS = ("fast", "ordered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,11 @@ class Mechanism:
         warmup_steps: Steps of linear warm-up.
         clip_norm: Bound on the norm of the batch's gradient; None for no bound.
         precision: `"fp32"`, or `"bf16"` for autocast with float32 parameters.
+        reducer: `"fast"`, or `"ordered"` for the same bits at every world size.
+        granule: Rows per granule of the ordered reducer.
+        threads: CPU threads per rank, which change the bits of some sums. None takes one with the
+            ordered reducer, since its result must not depend on how many ranks share the cores, and
+            leaves it to the launcher otherwise.
     """
 
     preset: str = "tiny"
@@ -68,8 +75,15 @@ class Mechanism:
     warmup_steps: int = 20
     clip_norm: float | None = 1.0
     precision: str = "fp32"
+    reducer: str = "fast"
+    granule: int = 1
+    threads: int | None = None
 
     def __post_init__(self) -> None:
+        check.one_of(REDUCERS, reducer=self.reducer)
+        check.positive(granule=self.granule)
+        if self.threads is not None:
+            check.positive(threads=self.threads)
         check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
         check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         check.not_negative(seed=self.seed)
@@ -94,13 +108,19 @@ class Execution:
         device: `"cpu"`, `"cuda"`, or `"auto"` for CUDA where there is one.
         micro_batch_size: Rows per forward pass on one rank; None for all of the rank's rows.
             Smaller ones are accumulated before the optimizer steps.
+        shard: How the model lies on the ranks: `"full"` (ZeRO-3), `"zero2"`, `"ddp"` (a copy on
+            each), `"none"` (one rank only).
+        guard: Whether ranks compare their collectives and raise instead of hanging.
     """
 
     device: str = "auto"
     micro_batch_size: int | None = None
+    shard: str = "full"
+    guard: bool = False
 
     def __post_init__(self) -> None:
         check.one_of(DEVICES, device=self.device)
+        check.one_of(SHARDINGS, shard=self.shard)
         if self.micro_batch_size is not None:
             check.positive(micro_batch_size=self.micro_batch_size)
 
@@ -141,3 +161,10 @@ class TrainConfig:
     mechanism: Mechanism
     execution: Execution
     output: Output
+
+    def __post_init__(self) -> None:
+        is_sharded = self.execution.shard in ("full", "zero2")
+        if self.mechanism.reducer == "ordered" and not is_sharded:
+            raise BadInput(
+                f"the ordered reducer needs shard 'full' or 'zero2', found {self.execution.shard!r}"
+            )

@@ -84,6 +84,7 @@ BAD_INPUT = {
     "preset": (["--preset", "tinny"], "did you mean 'tiny'"),
     "corpus": (["--data", "stdlb"], "did you mean 'stdlib'"),
     "lr": (["--lr", "-1"], "lr must be above 0"),
+    "ordered ddp": (["--shard", "ddp", "--reducer", "ordered"], "needs shard 'full' or 'zero2'"),
     "tokenizer": (["--tokenizer", "{}/none.json"], "none.json"),
 }
 
@@ -152,20 +153,23 @@ def run_command(*command) -> dict:
 
 
 def test_two_ranks_train_as_one_does(text, tmp_path):
+    ordered = ["-m", "unison", "train", "--reducer", "ordered"]
     launchers = {
-        "one": ["-m", "unison", "train"],
-        "two": ["-m", "unison", "train", "--nproc", "2"],
-        "joined": [*TORCHRUN, "--nproc-per-node", "2", "-m", "unison", "train"],
+        "one": ordered,
+        "two": [*ordered, "--nproc", "2"],
+        "joined": [*TORCHRUN, "--nproc-per-node", "2", *ordered],
+        "ddp": ["-m", "unison", "train", "--nproc", "2", "--shard", "ddp"],
     }
-    sizes, losses = {}, {}
+    results, losses = {}, {}
     for name, launcher in launchers.items():
         run = tmp_path / name
         options = ["--data", text, "--out", run, *FAST, "--json", "--no-tensorboard"]
-        sizes[name] = run_command(sys.executable, *launcher, *options)["world_size"]
+        results[name] = run_command(sys.executable, *launcher, *options)
         losses[name] = [r["train/loss"] for r in read_metrics(run) if "train/loss" in r]
-    assert sizes == {"one": 1, "two": 2, "joined": 2}
-    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
-    assert losses["joined"] == pytest.approx(losses["one"], rel=1e-5)
+    assert [results[name]["world_size"] for name in launchers] == [1, 2, 2, 2]
+    assert losses["one"] == losses["two"] == losses["joined"]
+    assert len({results[name]["digest"] for name in ("one", "two", "joined")}) == 1
+    assert losses["ddp"] == pytest.approx(losses["one"], rel=1e-5)
 
 
 def test_presets_are_listed_with_their_sizes(unison):

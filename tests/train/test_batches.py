@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from unison.config import Mechanism
-from unison.errors import BadInput
-from unison.train.batches import RowOrder, num_micro_batches, part_of_rank
+from unison.train.batches import RowOrder, part_of_rank
 from unison.train.optimization import lr_factor
 
 
@@ -35,15 +34,6 @@ def test_ranks_cut_the_global_batch_into_contiguous_parts(world_size):
     rows = RowOrder(num_rows=100, batch_size=7, seed=0).rows_of_step(2)
     parts = [part_of_rank(rows, rank=r, world_size=world_size) for r in range(world_size)]
     assert np.concatenate(parts).tolist() == rows.tolist()
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "world_size", "micro", "message"),
-    [(1, 2, None, "at least the number of ranks"), (5, 2, 1, "do not give every rank 3")],
-)
-def test_a_rank_without_rows_is_refused(batch_size, world_size, micro, message):
-    with pytest.raises(BadInput, match=message):
-        num_micro_batches(batch_size, world_size=world_size, micro_batch_size=micro)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -1,20 +1,23 @@
 """One step over a global batch: the same update however its rows are spread."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+import unison
 from tests.harness import World, assert_close, mean_gradient, run_on_ranks
 from unison.config import Mechanism
-from unison.errors import Diverged
+from unison.errors import BadInput, Diverged
 from unison.models import ModelConfig, build
 from unison.rng import Key
-from unison.train.batches import num_micro_batches, part_of_rank
+from unison.shard import full_parameters
+from unison.train.batches import to_device
 from unison.train.optimization import make_optimizer, make_schedule
-from unison.train.step import count_targets, mean_loss, train_step
+from unison.train.parallel import Parallel
+from unison.train.step import mean_loss, train_step
 from unison.train.world import World as TrainWorld
 
 CONFIG = ModelConfig(
@@ -27,59 +30,59 @@ CONFIG = ModelConfig(
     d_ff=24,
 )
 MECHANISM = Mechanism(optimizer="sgd", schedule="constant", warmup_steps=0, weight_decay=0.0, lr=1)
+CPU = torch.device("cpu")
 
 
-def batch_of(num_rows: int) -> dict[str, torch.Tensor]:
+def batch_of(num_rows: int) -> dict:
     """Rows with unequal numbers of targets, as documents of unequal length have them."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, CONFIG.vocab_size, (num_rows, 12), generator=generator)
     labels = ids[:, 1:].clone()
     for row in range(num_rows):
         labels[row, 11 - row % 5 :] = -100
-    return {"input_ids": ids[:, :-1], "labels": labels, "sample_ids": torch.arange(num_rows)}
+    return {
+        "input_ids": ids[:, :-1],
+        "labels": labels,
+        "sample_ids": torch.arange(num_rows),
+        "num_targets": int((labels != -100).sum()),
+    }
 
 
-def part(batch: dict[str, torch.Tensor], rows) -> dict[str, torch.Tensor]:
-    return {name: tensor[torch.as_tensor(rows)] for name, tensor in batch.items()}
+def passes_of(batch: dict, **options) -> Iterator[dict]:
+    for dealt in unison.deal([batch], **options):
+        yield to_device(dealt, CPU)
 
 
-def world_of(world: World) -> TrainWorld:
-    return TrainWorld(
-        rank=world.rank,
-        size=world.size,
-        local_rank=world.rank,
-        node=0,
-        device=torch.device("cpu"),
-    )
-
-
-def step_on_ranks(world: World, num_rows: int, passes: int, dropout: float = 0.0):
+def step_on_ranks(
+    world: World,
+    num_rows: int,
+    shard: str,
+    reducer: str = "fast",
+    micro_batch: int | None = None,
+    dropout: float = 0.0,
+):
     """Take one float64 SGD step with step length 1; the update is then the gradient itself."""
     model = build(replace(CONFIG, dropout=dropout)).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    batch = batch_of(num_rows)
-    rows = part_of_rank(torch.arange(num_rows).numpy(), rank=world.rank, world_size=world.size)
-    pieces = [part(batch, piece) for piece in torch.tensor_split(torch.from_numpy(rows), passes)]
+    parallel = Parallel(model, shard, reducer=reducer, world_size=world.size)
     optimizer = make_optimizer(model, MECHANISM)
+    granule = 1 if reducer == "ordered" else None
     result = train_step(
-        DistributedDataParallel(model),
+        parallel,
         optimizer,
         make_schedule(optimizer, MECHANISM),
-        pieces,
+        passes_of(batch_of(num_rows), granule=granule, micro_batch=micro_batch),
         step=1,
-        world=world_of(world),
         key=Key.from_seed(0),
     )
-    gradient = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    after = dict(full_parameters(model))
+    gradient = {name: before[name] - after[name] for name in before}
     return gradient, result.loss, result.num_targets
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_rows", "passes"), [(1, 6, 1), (1, 6, 3), (2, 6, 1), (2, 7, 3), (3, 7, 2)]
-)
-def test_update_is_the_gradient_of_the_global_mean(world_size, num_rows, passes):
+def expected_gradient(num_rows: int) -> tuple[dict, int]:
     batch = batch_of(num_rows)
-    num_targets = int(count_targets(batch))
+    num_targets = batch.pop("num_targets")
 
     def share_of_loss(model, sample):
         logits = model(sample["input_ids"])
@@ -88,43 +91,59 @@ def test_update_is_the_gradient_of_the_global_mean(world_size, num_rows, passes)
         )
         return loss * num_rows / num_targets
 
-    expected = mean_gradient(build(CONFIG), share_of_loss, batch)
-    results = run_on_ranks(world_size, step_on_ranks, num_rows, passes)
+    return mean_gradient(build(CONFIG), share_of_loss, batch), num_targets
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("size", "num_rows", "shard", "reducer"),
+    [
+        (1, 6, "none", "fast"),
+        (1, 6, "ddp", "fast"),
+        (2, 7, "ddp", "fast"),
+        (3, 7, "full", "fast"),
+        (3, 7, "zero2", "fast"),
+        (3, 7, "full", "ordered"),
+        (3, 2, "full", "fast"),
+    ],
+)
+def test_update_is_the_gradient_of_the_global_mean(size, num_rows, shard, reducer, micro_batch):
+    expected, num_targets = expected_gradient(num_rows)
+    results = run_on_ranks(size, step_on_ranks, num_rows, shard, reducer, micro_batch)
     for gradient, loss, counted in results:
         assert_close(gradient, expected)
         assert counted == num_targets
-        # float32 holds the reported loss
-        assert loss == pytest.approx(results[0][1], rel=1e-6)
+        assert loss == pytest.approx(results[0][1], rel=1e-12)
 
 
-def test_dropout_is_the_same_on_any_number_of_ranks():
-    alone = run_on_ranks(1, step_on_ranks, 6, 1, 0.3)[0]
-    without = run_on_ranks(1, step_on_ranks, 6, 1, 0.0)[0]
+@pytest.mark.parametrize(
+    ("shard", "reducer"), [("full", "fast"), ("full", "ordered"), ("ddp", "fast")]
+)
+def test_dropout_is_the_same_on_any_number_of_ranks(shard, reducer):
+    run = partial(step_on_ranks, num_rows=6, dropout=0.3)
+    alone = run_on_ranks(1, partial(run, shard="none"))[0]
+    without = run_on_ranks(1, partial(step_on_ranks, num_rows=6, shard="none"))[0]
     assert abs(alone[1] - without[1]) > 1e-3
-    for gradient, loss, _ in run_on_ranks(3, step_on_ranks, 6, 2, 0.3):
+    for gradient, loss, _ in run_on_ranks(3, partial(run, shard=shard, reducer=reducer)):
         assert_close(gradient, alone[0])
-        assert loss == pytest.approx(alone[1], rel=1e-6)
+        assert loss == pytest.approx(alone[1], rel=1e-9)
 
 
-def diverge(world: World) -> str:
+def diverge(world: World, shard: str) -> str:
     model = build(CONFIG)
-    with torch.no_grad():
-        if world.rank == world.size - 1:  # only one rank meets the NaN
-            model.get_parameter("ln_final.weight").fill_(float("nan"))
-    before = [p.detach().clone() for p in model.parameters()]
+    parallel = Parallel(model, shard, reducer="fast", world_size=world.size)
     optimizer = make_optimizer(model, MECHANISM)
-    ddp = DistributedDataParallel(model)
-    if world.rank == world.size - 1:  # DDP copied rank 0's parameters
-        model.get_parameter("ln_final.weight").data.fill_(float("nan"))
-        before = [p.detach().clone() for p in model.parameters()]
+    if world.rank == world.size - 1:  # only one rank meets the NaN
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(Diverged, match="the loss became nan at step 7; lower --lr"):
         train_step(
-            ddp,
+            parallel,
             optimizer,
             make_schedule(optimizer, MECHANISM),
-            [batch_of(2)],
+            passes_of(batch_of(4)),
             step=7,
-            world=world_of(world),
             key=Key.from_seed(0),
         )
     unchanged = zip(before, model.parameters(), strict=True)
@@ -132,31 +151,33 @@ def diverge(world: World) -> str:
     return "raised"
 
 
-def test_not_a_number_on_one_rank_stops_all_before_the_update():
-    assert run_on_ranks(2, diverge) == ["raised", "raised"]
+@pytest.mark.parametrize("shard", ["ddp", "full"])
+def test_not_a_number_on_one_rank_stops_all_before_the_update(shard):
+    assert run_on_ranks(2, diverge, shard) == ["raised", "raised"]
 
 
-def evaluate(world: World, num_rows: int) -> float:
+def evaluate(world: World, num_rows: int, shard: str) -> float:
     batch = batch_of(num_rows)
-    rows = part_of_rank(torch.arange(num_rows).numpy(), rank=world.rank, world_size=world.size)
-    mine = [part(batch, [int(row)]) for row in rows]
+    rows = torch.arange(num_rows).tensor_split(world.size)[world.rank]
+    most = -(-num_rows // world.size)
+    mine = [
+        {name: batch[name][rows[i : i + 1]] for name in ("input_ids", "labels")}
+        for i in range(most)
+    ]
     model = build(CONFIG).double()
-    model.train()
-    loss = mean_loss(model, mine, world=world_of(world))
-    assert model.training
-    assert dist.get_world_size() == world.size
-    return loss
+    Parallel(model, shard, reducer="fast", world_size=world.size)
+    train_world = TrainWorld(
+        rank=world.rank, size=world.size, local_rank=world.rank, node=0, device=CPU
+    )
+    return mean_loss(model, mine, world=train_world)
 
 
-def test_evaluation_with_a_rank_that_has_no_rows():
-    alone = run_on_ranks(1, evaluate, 2)[0]
-    assert run_on_ranks(3, evaluate, 2) == pytest.approx([alone] * 3, rel=1e-12)
+@pytest.mark.parametrize("shard", ["ddp", "full"])
+def test_evaluation_with_a_rank_that_has_no_rows(shard):
+    alone = run_on_ranks(1, evaluate, 2, "none")[0]
+    assert run_on_ranks(3, evaluate, 2, shard) == pytest.approx([alone] * 3, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "world_size", "micro", "expected"),
-    [(16, 2, None, 1), (16, 2, 8, 1), (16, 2, 3, 3), (7, 2, 2, 2), (5, 5, 1, 1)],
-)
-def test_same_number_of_passes_everywhere(batch_size, world_size, micro, expected):
-    passes = num_micro_batches(batch_size, world_size=world_size, micro_batch_size=micro)
-    assert passes == expected
+def test_none_is_for_one_rank():
+    with pytest.raises(BadInput, match="shard 'none' is for one rank, found 2"):
+        Parallel(build(CONFIG), "none", reducer="fast", world_size=2)

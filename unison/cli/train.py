@@ -22,6 +22,8 @@ Precision = StrEnum("Precision", list(settings.PRECISIONS))
 Layout = StrEnum("Layout", list(settings.LAYOUTS))
 LongDocuments = StrEnum("LongDocuments", list(settings.LONG_DOCUMENTS))
 Device = StrEnum("Device", list(settings.DEVICES))
+Shard = StrEnum("Shard", list(settings.SHARDINGS))
+Reducer = StrEnum("Reducer", list(settings.REDUCERS))
 
 _DEFAULT = settings.Mechanism()
 _OUTPUT = settings.Output(folder="unused")
@@ -119,6 +121,21 @@ def train(
     precision: Annotated[
         Precision, _optim("--precision", help="bf16 computes under autocast; parameters stay fp32.")
     ] = Precision(_DEFAULT.precision),
+    reducer: Annotated[
+        Reducer,
+        _optim("--reducer", help="ordered gives the same bits on any number of ranks."),
+    ] = Reducer(_DEFAULT.reducer),
+    granule: Annotated[
+        int, _optim("--granule", help="Rows per granule of the ordered reducer.")
+    ] = _DEFAULT.granule,
+    threads: Annotated[
+        int | None,
+        _optim(
+            "--threads",
+            help="CPU threads per rank; they change bits. 1 with --reducer ordered, otherwise the "
+            "cores divided by --nproc.",
+        ),
+    ] = None,
     seed: Annotated[
         int, _optim("--seed", help="Seed of initial values, row order and split.")
     ] = _DEFAULT.seed,
@@ -130,6 +147,22 @@ def train(
             help="Ranks to start on this machine. Leave out under torchrun, which starts them.",
         ),
     ] = 1,
+    shard: Annotated[
+        Shard,
+        _exec(
+            "--shard",
+            help="full: parameters, gradients and optimizer state split over ranks (ZeRO-3). "
+            "zero2: parameters kept between forward and backward. ddp: a copy on each rank. "
+            "none: one rank.",
+        ),
+    ] = Shard("full"),
+    guard: Annotated[
+        bool,
+        _exec(
+            "--guard/--no-guard",
+            help="Compare the ranks' collectives while they run; raise on all instead of hanging.",
+        ),
+    ] = False,
     device: Annotated[
         Device, _exec("--device", help="auto takes CUDA where there is one.")
     ] = Device("auto"),
@@ -197,6 +230,9 @@ def train(
         warmup_steps=warmup_steps,
         clip_norm=clip_norm or None,
         precision=precision.value,
+        reducer=reducer.value,
+        granule=granule,
+        threads=threads,
     )
     if was_launched() and out is None:
         raise BadInput("--out must be given under torchrun, so that all ranks name one folder")
@@ -211,7 +247,12 @@ def train(
     )
     config = settings.TrainConfig(
         mechanism=mechanism,
-        execution=settings.Execution(device=device.value, micro_batch_size=micro_batch_size),
+        execution=settings.Execution(
+            device=device.value,
+            micro_batch_size=micro_batch_size,
+            shard=shard.value,
+            guard=guard,
+        ),
         output=output,
     )
     check_before_launch(config)

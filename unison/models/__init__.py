@@ -8,6 +8,7 @@ from unison.models.decoder import DecoderLM
 from unison.models.gpt2 import GPT2LM
 from unison.models.initialize import initialize, named_inits
 from unison.models.language_model import LanguageModel
+from unison.models.losses import per_sample_loss, token_loss_sums
 from unison.models.storage import allocate, construct, load, save
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "initialize",
     "load",
     "named_inits",
+    "per_sample_loss",
     "preset",
     "save",
+    "token_loss_sums",
 ]
 
 

@@ -1,10 +1,12 @@
 """A model on disk: its config as JSON beside its parameters as safetensors; never a pickle."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unison.errors import BadInput
 from unison.models.config import ModelConfig
@@ -33,15 +35,20 @@ def allocate(model: LanguageModel, device: str | torch.device) -> None:
     model.tie_head_if_asked()  # to_empty gives every use of a tied parameter its own memory
 
 
-def save(model: LanguageModel, folder: str | Path) -> None:
-    """Write the model into an existing folder; a tied parameter is stored once."""
+def save(config: ModelConfig, parameters: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write a model into an existing folder.
+
+    Args:
+        config: The model's shape.
+        parameters: Its full parameters by name, a tied one once: `dict(model.named_parameters())`,
+            or `dict(unison.shard.full_parameters(model))` where the model is sharded.
+        folder: Where to write model.json and model.safetensors.
+    """
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    tensors = {
-        name: parameter.detach().contiguous().cpu() for name, parameter in model.named_parameters()
-    }
-    (folder / CONFIG_FILE).write_text(json.dumps(asdict(model.config), indent=2) + "\n")
+    tensors = {name: value.detach().contiguous().cpu() for name, value in parameters.items()}
+    (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     save_file(tensors, folder / WEIGHTS_FILE)
 
 

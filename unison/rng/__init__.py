@@ -10,7 +10,7 @@ from unison.rng.distributions import (
     uniform,
     words,
 )
-from unison.rng.dropout import Dropout, dropout_context, name_dropouts
+from unison.rng.dropout import Dropout, dropout_context, name_dropouts, rows_of_granule
 from unison.rng.fill import fill_
 from unison.rng.keys import Key
 from unison.rng.permutation import Permutation
@@ -43,6 +43,7 @@ __all__ = [
     "normal",
     "poisson_sample",
     "round_to_grid",
+    "rows_of_granule",
     "secure_normal",
     "truncated_normal",
     "uniform",

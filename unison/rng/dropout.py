@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from unison import check
 from unison.errors import BadInput
@@ -36,6 +37,14 @@ class DropoutContext:
     step: int
     sample_ids: torch.Tensor  # int64 [batch], CPU
     counts: dict[str, int] = field(default_factory=dict)
+    parts: dict[tuple[int, int], "DropoutContext"] = field(default_factory=dict)
+
+    def part(self, index: int, num_parts: int) -> "DropoutContext":
+        """Return the context of one of equal parts of the rows; the same object each time."""
+        if (index, num_parts) not in self.parts:
+            ids = self.sample_ids.view(num_parts, -1)[index]
+            self.parts[index, num_parts] = DropoutContext(self.key, self.step, ids)
+        return self.parts[index, num_parts]
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,25 @@ def dropout_context(
         _current = previous
 
 
+@contextmanager
+def rows_of_granule(index: int, num_granules: int) -> Iterator[None]:
+    """Let the rows of one granule be the batch, where a batch is computed granule by granule.
+
+    Calls of a layer are numbered within each granule, so that a row's mask is the one it would get
+    in the whole batch. Outside of a `dropout_context` this does nothing.
+    """
+    global _current
+    whole = _current
+    if whole is None:
+        yield
+        return
+    _current = whole.part(index, num_granules)
+    try:
+        yield
+    finally:
+        _current = whole
+
+
 class Dropout(nn.Module):
     """A drop-in for `nn.Dropout` whose masks do not depend on the rank or the micro-batch.
 
@@ -104,6 +132,8 @@ class Dropout(nn.Module):
         """Zero elements with probability p and scale the others by 1 / (1 - p), in training."""
         if not self.training or self.p == 0.0:
             return x
+        if has_torch_function_unary(x):  # for example one value per granule: each has its own rows
+            return handle_torch_function(Dropout.forward, (x,), self, x)
         result = _Drop.apply(x, self._mask_source(x), self.p)
         return x.copy_(result) if self.inplace else result
 

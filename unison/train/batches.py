@@ -4,15 +4,17 @@ The rows of a step are a function of (seed, step) alone. Ranks cut that one glob
 contiguous parts, so that adding ranks never changes what a step is made of.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unison.data import RowDataset
-from unison.errors import BadInput
 from unison.rng import Key, Permutation, Stream
+from unison.shard import PerGranule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,31 @@ class RowOrder:
         return rows
 
 
+def global_batches(
+    data: RowDataset, order: RowOrder, num_steps: int
+) -> Iterator[dict[str, Tensor | int]]:
+    """The global batch of every step, the same on every rank; `unison.deal` cuts it up.
+
+    Beside the rows it has `num_targets`, the targets that count, and `sample_ids` [rows], the data
+    set's own numbers of the rows.
+    """
+    for step in range(num_steps):
+        rows = order.rows_of_step(step)
+        yield {
+            **data.rows(rows),
+            "sample_ids": torch.from_numpy(rows),
+            "num_targets": int(data.num_targets(rows).sum()),
+        }
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move what the model computes with; `sample_ids` stays on the CPU, as one plain tensor."""
+    moved = {name: batch[name].to(device) for name in ("input_ids", "labels")}
+    ids = batch["sample_ids"]
+    ids = torch.cat(ids.parts) if isinstance(ids, PerGranule) else ids
+    return {**batch, **moved, "sample_ids": ids}
+
+
 def part_of_rank(rows: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
     """This rank's contiguous part of a global list; the parts differ by at most one row.
 
@@ -53,36 +80,3 @@ def part_of_rank(rows: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
     [[0, 1, 2], [3, 4], [5, 6]]
     """
     return np.array_split(rows, world_size)[rank]
-
-
-def num_micro_batches(batch_size: int, *, world_size: int, micro_batch_size: int | None) -> int:
-    """Forward passes per step on every rank: the same number everywhere, and no empty one.
-
-    >>> num_micro_batches(16, world_size=2, micro_batch_size=3)
-    3
-
-    Raises:
-        BadInput: If some rank, or some forward pass, would get no row.
-    """
-    if batch_size < world_size:
-        raise BadInput(
-            f"batch_size must be at least the number of ranks, found {batch_size} rows for "
-            f"{world_size} ranks; raise --batch-size or lower --nproc"
-        )
-    most, fewest = -(-batch_size // world_size), batch_size // world_size
-    passes = -(-most // (micro_batch_size or most))
-    if passes > fewest:
-        raise BadInput(
-            f"{batch_size} rows on {world_size} ranks do not give every rank {passes} micro-batches"
-            f" of {micro_batch_size}; choose a --batch-size that is a multiple of the ranks"
-        )
-    return passes
-
-
-def load_rows(data: RowDataset, rows: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """Fetch rows as tensors of [rows, tokens] on the device, with the rows' own numbers.
-
-    `sample_ids` [rows] stays on the CPU: it says which samples these are, whatever rank holds them.
-    """
-    tensors = {name: tensor.to(device) for name, tensor in data.rows(rows).items()}
-    return {**tensors, "sample_ids": torch.from_numpy(rows)}

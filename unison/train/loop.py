@@ -1,31 +1,37 @@
 """A training run from settings to result."""
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch.nn.parallel import DistributedDataParallel
 
+import unison
 from unison.config import TrainConfig
 from unison.data import RowDataset
 from unison.models import LanguageModel, build, count_parameters, save
 from unison.rng import Key
+from unison.shard import full_parameters
 from unison.train import report
-from unison.train.batches import RowOrder, load_rows, num_micro_batches, part_of_rank
+from unison.train.batches import RowOrder, global_batches, part_of_rank, to_device
 from unison.train.metrics import Metrics, has_tensorboard, open_metrics, read_metrics
 from unison.train.optimization import make_optimizer, make_schedule
+from unison.train.parallel import Parallel
 from unison.train.plot import CURVE_FILE, plot_losses
 from unison.train.progress import ProgressView
 from unison.train.report import TrainResult
 from unison.train.run_folder import check_free, open_run_folder, write_json
 from unison.train.setup import Rows, open_rows, plan_model
 from unison.train.step import mean_loss, train_step
-from unison.train.world import World, join_world
+from unison.train.world import World, join_world, num_threads
+
+EVAL_ROWS_PER_PASS = 16
 
 
 def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
@@ -43,13 +49,11 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
     overwrite = config.output.overwrite
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.execution.device))
+        stack.enter_context(num_threads(mechanism))
+        if config.execution.guard:
+            stack.enter_context(unison.guard())
         world.agree(partial(check_free, folder, overwrite=overwrite), when=world.is_main)
         model_config, row_length = plan_model(mechanism)
-        passes = num_micro_batches(
-            mechanism.batch_size,
-            world_size=world.size,
-            micro_batch_size=config.execution.micro_batch_size,
-        )
         rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
         model = build(model_config, seed=mechanism.seed, device=world.device)
 
@@ -64,10 +68,10 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
             )
             report.say_start(console, config, model, rows, world)
         with ProgressView(console, mechanism.steps, config.output.log_every) as view:
-            run = Run(config, model, rows, world, num_micro_batches=passes)
-            result = run.train(view, metrics)
+            result = Run(config, model, rows, world).train(view, metrics)
+        parameters = dict(full_parameters(model))
         if world.is_main:
-            save(model, folder)
+            save(model.config, parameters, folder)
             plot_losses(
                 read_metrics(folder), folder / CURVE_FILE, unigram_entropy=rows.unigram_entropy
             )
@@ -78,27 +82,28 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
 
 
 class Run:
-    """One model being trained on this rank's part of every batch."""
+    """One model being trained, seen from one rank."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: LanguageModel,
-        rows: Rows,
-        world: World,
-        *,
-        num_micro_batches: int,
-    ) -> None:
-        mechanism = config.mechanism
+    def __init__(self, config: TrainConfig, model: LanguageModel, rows: Rows, world: World) -> None:
+        mechanism, execution = config.mechanism, config.execution
         self.config, self.model, self.rows, self.world = config, model, rows, world
-        self.num_micro_batches = num_micro_batches
-        self.order = RowOrder(
-            num_rows=rows.train.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
+        self.num_parameters = count_parameters(model)  # before a rank keeps only its part
+        self.parallel = Parallel(
+            model, execution.shard, reducer=mechanism.reducer, world_size=world.size
         )
-        self.key = Key.from_seed(mechanism.seed)
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
-        self.ddp = DistributedDataParallel(model)
+        self.key = Key.from_seed(mechanism.seed)
+        order = RowOrder(
+            num_rows=rows.train.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
+        )
+        self.passes = iter(
+            unison.deal(
+                global_batches(rows.train, order, mechanism.steps),
+                granule=mechanism.granule if mechanism.reducer == "ordered" else None,
+                micro_batch=execution.micro_batch_size,
+            )
+        )
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
@@ -117,12 +122,11 @@ class Run:
         for step in range(1, mechanism.steps + 1):
             step_started = time.perf_counter()
             result = train_step(
-                self.ddp,
+                self.parallel,
                 self.optimizer,
                 self.scheduler,
-                self.micro_batches(step),
+                self.passes_of_step(),
                 step=step,
-                world=self.world,
                 key=self.key,
                 cast=self.cast,
                 clip_norm=mechanism.clip_norm,
@@ -150,8 +154,11 @@ class Run:
         return TrainResult(
             folder=output.folder,
             preset=mechanism.preset,
-            parameters=count_parameters(self.model),
+            parameters=self.num_parameters,
             world_size=self.world.size,
+            shard=self.config.execution.shard,
+            reducer=mechanism.reducer,
+            digest=unison.digest(self.model),
             steps=mechanism.steps,
             train_loss_before=train_before,
             train_loss_after=train_after,
@@ -162,23 +169,29 @@ class Run:
             seconds=time.perf_counter() - started,
         )
 
-    def micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """This rank's rows of a step (counted from 1), cut into forward passes."""
-        mine = self._mine(self.order.rows_of_step(step - 1))
-        parts = np.array_split(mine, self.num_micro_batches)
-        return [load_rows(self.rows.train, part, self.world.device) for part in parts]
+    def passes_of_step(self) -> Iterator[dict[str, Any]]:
+        """This rank's passes of the next logical batch, up to the one that closes it."""
+        for batch in self.passes:
+            yield to_device(batch, self.world.device)
+            plan = unison.current_plan()
+            if plan is None or plan.closes_logical_batch:
+                return
 
     def evaluate(self, data: RowDataset) -> float:
         """Mean loss on a fixed choice of rows, spread evenly over the data set."""
         count = min(self.config.output.eval_rows, data.num_rows)
         chosen = np.linspace(0, data.num_rows - 1, num=count).astype(np.int64)
-        mine = self._mine(chosen)
-        per_pass = -(-self.config.mechanism.batch_size // self.world.size // self.num_micro_batches)
+        mine = part_of_rank(chosen, rank=self.world.rank, world_size=self.world.size)
+        most = -(-count // self.world.size)  # rows of the rank that has most: all run its passes
+        per_pass = self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
         batches = (
-            load_rows(data, mine[start : start + per_pass], self.world.device)
-            for start in range(0, len(mine), per_pass)
+            to_device(
+                {**data.rows(mine[start : start + per_pass]), "sample_ids": torch.empty(0)},
+                self.world.device,
+            )
+            for start in range(0, most, per_pass)
         )
-        return mean_loss(self.model, batches, world=self.world, cast=self.cast)
-
-    def _mine(self, rows: np.ndarray) -> np.ndarray:
-        return part_of_rank(rows, rank=self.world.rank, world_size=self.world.size)
+        self.model.eval()
+        loss = mean_loss(self.model, batches, world=self.world, cast=self.cast)
+        self.model.train()
+        return loss

@@ -6,17 +6,13 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+import unison
 from unison.config import Mechanism
 
 
 def make_optimizer(model: nn.Module, mechanism: Mechanism) -> Optimizer:
     """Make the optimizer; norm gains and biases (one dimension) are not decayed."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": mechanism.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = unison.param_groups(model, mechanism.weight_decay)
     match mechanism.optimizer:
         case "adamw":
             return AdamW(groups, lr=mechanism.lr, betas=(0.9, 0.95))

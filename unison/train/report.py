@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import unison
 from unison.config import TrainConfig
 from unison.models import LanguageModel, ModelConfig, count_parameters
 from unison.train.environment import describe_environment
@@ -19,13 +20,17 @@ class TrainResult:
     """What a run came to. Losses are in nats per token, before the first and after the last step.
 
     `train_loss_*` and `eval_loss_*` are both measured on fixed rows, with the same code.
-    `unigram_entropy` is the loss of the best model that ignores context.
+    `unigram_entropy` is the loss of the best model that ignores context. `digest` is one hash of
+    all parameters; with the ordered reducer it does not depend on the number of ranks.
     """
 
     folder: str
     preset: str
     parameters: int
     world_size: int
+    shard: str
+    reducer: str
+    digest: str
     steps: int
     train_loss_before: float
     train_loss_after: float
@@ -42,6 +47,10 @@ def write_start(
     """Write what the run is made of: config.json and environment.json."""
     settings = asdict(config)
     settings["model"] = asdict(model_config)
+    settings["fingerprint"] = unison.fingerprint(
+        granule=config.mechanism.granule if config.mechanism.reducer == "ordered" else None,
+        device=world.device,
+    )
     settings["rows"] = {"train": rows.train.summary(), "eval": rows.eval.summary()}
     write_json(folder / "config.json", settings)
     write_json(folder / "environment.json", describe_environment(world.size, world.device))
@@ -55,7 +64,8 @@ def say_start(
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     console.print(
         f"[bold]unison train[/]  {mechanism.preset}: {count_parameters(model):,} parameters, "
-        f"{ranks} on {world.device.type}",
+        f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
+        f"{mechanism.reducer} reducer",
         highlight=False,
         soft_wrap=True,
     )
@@ -84,6 +94,10 @@ def say_end(console: Console, result: TrainResult) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if result.reducer == "ordered":
+        console.print(
+            f"digest {result.digest[:16]}, the same on any number of ranks", highlight=False
+        )
     console.print(
         f"run folder [bold]{result.folder}[/]: config.json, environment.json, metrics.jsonl, "
         f"model.safetensors, loss.png",

@@ -4,20 +4,27 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import unison
 from unison.data import IGNORE_INDEX
 from unison.errors import Diverged
+from unison.models import token_loss_sums
 from unison.rng import Key, dropout_context
+from unison.train.parallel import Parallel
 from unison.train.world import World
 
-Batch = dict[str, Tensor]  # input_ids, labels: [rows, tokens]; sample_ids: [rows]
+Batch = dict[str, Any]
+"""One pass of a dealt batch.
+
+input_ids, labels: [rows, tokens], plain or one value per granule. num_targets: int, the targets of
+the whole logical batch. sample_ids: [rows], the data set's own numbers of the rows, on the CPU.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,103 +37,76 @@ class StepResult:
     num_targets: int
 
 
-def loss_sum(model: torch.nn.Module, batch: Batch, cast: AbstractContextManager) -> Tensor:
-    """Sum of the cross-entropy over the targets of some rows, in nats."""
-    with cast:
-        logits = model(batch["input_ids"])  # [rows, tokens, vocab]
-    precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
-    return F.cross_entropy(
-        logits.flatten(0, 1).to(precise),
-        batch["labels"].flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
-
-
-def count_targets(batch: Batch) -> Tensor:
-    """Number of targets that count, as a tensor of no dimensions."""
-    return (batch["labels"] != IGNORE_INDEX).sum()
-
-
 def train_step(
-    model: DistributedDataParallel,
+    parallel: Parallel,
     optimizer: Optimizer,
     scheduler: LRScheduler,
-    micro_batches: list[Batch],
+    passes: Iterable[Batch],
     *,
     step: int,
-    world: World,
     key: Key,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
 ) -> StepResult:
-    """Take one optimizer step on the global batch of which this rank holds `micro_batches`.
+    """Take one optimizer step on the global batch of which this rank gets `passes`.
 
     The loss is the sum over *all* ranks' targets divided by *their* number, so it does not matter
-    how rows are spread over ranks and micro-batches. Every rank must bring the same number of
-    micro-batches, at least one.
+    how rows are spread over ranks and passes. `passes` ends with the logical batch.
 
     Raises:
         Diverged: On every rank, before the parameters change, if loss or gradient is not finite.
     """
-    # 1. How many targets the whole batch has: the one divisor of everything below.
-    num_targets = world.sum(sum_of(count_targets(batch) for batch in micro_batches)).clamp(min=1)
-
-    # 2. Forward and backward, micro-batch by micro-batch; ranks talk in the last backward only.
     optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=world.device)
-    for index, batch in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        # Dropout's masks hang on the key, the step and the samples, not on who computes them.
-        masks = dropout_context(key, step, batch["sample_ids"])
-        with masks, nullcontext() if is_last else model.no_sync():
-            loss = loss_sum(model, batch, cast()) / num_targets
-            # DDP divides the summed gradient by the number of ranks; undo it here, once.
-            (loss * world.size).backward()
-        total += loss.detach()
-    loss_value = world.sum(total).item()
+    loss, num_targets = 0.0, 0
+    for batch in passes:
+        plan = unison.current_plan()
+        assert plan is not None
+        num_targets = batch["num_targets"]
+        # 1. Forward: each sample's own sum. Dropout's masks hang on the key, the step and the
+        #    samples, not on who computes them.
+        with dropout_context(key, step, batch["sample_ids"]), cast():
+            logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
+        sums = token_loss_sums(logits, batch["labels"], IGNORE_INDEX)  # [rows]
+        # 2. One divisor: the mean over samples times samples per target is the mean over targets.
+        share = unison.batch_mean(sums * (plan.num_samples / max(num_targets, 1)))
+        # 3. Backward; ranks sum their gradients here.
+        with parallel.passes_on(plan.closes_logical_batch):
+            (share * parallel.gradient_scale).backward()
+        loss += share.item()
 
-    # 3. The gradient's norm, which every rank computes from the same all-reduced gradient.
-    bound = float("inf") if clip_norm is None else clip_norm
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item()
-    for name, value in {"loss": loss_value, "gradient norm": grad_norm}.items():
+    # 4. The gradient's norm, the same on every rank.
+    grad_norm = parallel.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
+    for name, value in {"loss": loss, "gradient norm": grad_norm}.items():
         if not math.isfinite(value):
             raise Diverged(
                 f"the {name} became {value} at step {step}; lower --lr, lengthen --warmup-steps or "
                 f"tighten --clip-norm"
             )
 
-    # 4. The update.
+    # 5. The update.
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
-    return StepResult(loss=loss_value, grad_norm=grad_norm, lr=lr, num_targets=int(num_targets))
+    return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, num_targets=num_targets)
 
 
 @torch.no_grad()
 def mean_loss(
-    model: torch.nn.Module,
+    model: Callable[[Tensor], Tensor],
     batches: Iterable[Batch],
     *,
     world: World,
     cast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> float:
-    """Mean loss per target over all ranks' batches; a rank may bring none.
+    """Mean loss per target over all ranks' batches; every rank must bring the same number.
 
-    Give the bare module, not its DDP wrapper: ranks may hold different numbers of batches, and the
-    wrapper would talk to the others in each of them.
+    A rank without rows brings empty batches: a sharded model gathers its parameters in each pass.
     """
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, targets
     for batch in batches:
-        sums[0] += loss_sum(model, batch, cast())
-        sums[1] += count_targets(batch)
-    model.train(was_training)
+        with cast():
+            logits = model(batch["input_ids"])
+        sums[0] += token_loss_sums(logits, batch["labels"], IGNORE_INDEX).sum()
+        sums[1] += (batch["labels"] != IGNORE_INDEX).sum()
     loss, targets = world.sum(sums).tolist()
     return loss / max(targets, 1)
-
-
-def sum_of(values: Iterable[Tensor]) -> Tensor:
-    """Sum of a non-empty sequence of tensors."""
-    return torch.stack(list(values)).sum()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unison.config import Mechanism
 from unison.errors import BadInput, UnisonError
 
 T = TypeVar("T")
@@ -122,3 +123,15 @@ def join_world(device_name: str) -> Iterator[World]:
         # others would fail first, with "connection reset", and hide the cause from the launcher.
         if size == 1 or not is_bug:
             dist.destroy_process_group()
+
+
+@contextmanager
+def num_threads(mechanism: Mechanism) -> Iterator[None]:
+    """Compute with the threads that the settings ask for, and put the old number back."""
+    before = torch.get_num_threads()
+    wanted = 1 if mechanism.reducer == "ordered" else before
+    torch.set_num_threads(mechanism.threads or wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,387 @@
+"""What `fully_shard` promises about names, ownership and errors."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import World, assert_close, ranks, run_on_ranks
+from tests.shard.common import DECODER, GPT2, per_sample_loss, shard, tokens
+from unison.errors import BadInput, UnsupportedOperation
+from unison.models import build
+from unison.shard import (
+    auto_shard,
+    batch_mean,
+    clip_grad_norm_,
+    deal,
+    digest,
+    find_blocks,
+    fingerprint,
+    full_parameters,
+    fully_shard,
+    grad_norm,
+    param_groups,
+    param_norm,
+    units_of,
+)
+
+
+def owners(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each unit."""
+    names = {id(piece): name for name, piece in model.named_parameters()}
+    return [
+        [names[id(piece)] for group in unit.groups for piece in group.pieces]
+        for unit in units_of(model)
+    ]
+
+
+def test_names_of_the_reference_notes_are_each_owned_once():
+    """Note 002: parameters of wrapped children were owned by the root too."""
+    model = build(DECODER)
+    names = [name for name, _ in model.named_parameters()]
+    for part in (*model.layers, model.token_embeddings, model.ln_final, model.lm_head):
+        fully_shard(part)
+    fully_shard(model)
+    owned = owners(model)
+    assert [len(each) for each in owned] == [0, 1, 9, 9, 9, 1, 1]
+    assert sorted(name for each in owned for name in each) == sorted(names)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(5))
+        self.middle = nn.Module()
+        self.middle.scale = nn.Parameter(torch.ones(3))
+        self.middle.inner = nn.Linear(2, 2)
+        self.middle.other = nn.Linear(2, 2)
+
+
+def test_wrapped_grandchild_does_not_hide_its_parents_parameters():
+    model = Nested()
+    fully_shard(model.middle.inner)
+    fully_shard(model)
+    root, inner = owners(model)
+    assert inner == ["middle.inner.weight", "middle.inner.bias"]
+    assert root == ["own", "middle.scale", "middle.other.weight", "middle.other.bias"]
+
+
+def test_auto_shard_finds_the_repeated_blocks():
+    model = build(DECODER)
+    assert find_blocks(model) == list(model.layers)
+    auto_shard(model)
+    assert [unit.module for unit in units_of(model)] == [model, *model.layers]
+
+
+def test_auto_shard_by_policy():
+    model = build(GPT2)
+    auto_shard(model, policy=lambda module: type(module).__name__ == "FeedForward")
+    assert len(units_of(model)) == 1 + GPT2.num_layers
+
+
+def state_dict_keys(world: World) -> bool:
+    plain, sharded = build(GPT2), auto_shard(build(GPT2))
+    same = list(plain.state_dict()) == list(sharded.state_dict())
+    return same and all(tensor.ndim == 1 for tensor in sharded.state_dict().values())
+
+
+def test_state_dict_keeps_its_keys():
+    assert run_on_ranks(2, state_dict_keys) == [True, True]
+
+
+def test_tied_across_units_is_refused_with_the_remedy():
+    model = build(GPT2)
+    fully_shard(model.token_embeddings)
+    with pytest.raises(BadInput, match=r"'lm_head.weight' is tied .* leave that unit out"):
+        fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reducer": "orderd"}, "did you mean 'ordered'"),
+        ({"reducer": "ordered"}, "gradient_divisor=1"),
+        ({"gradient_divisor": "mean"}, "'world_size' or a number"),
+        ({"gradient_divisor": 0}, "must be above 0"),
+        ({"reshard_after_forward": 3.5}, "True, False or a number"),
+        ({"reshard_after_forward": 2}, "must divide the number of ranks, 1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(BadInput, match=message):
+        fully_shard(nn.Linear(2, 2), **options)
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="reshard_after_foward"):
+        fully_shard(nn.Linear(2, 2), reshard_after_foward=True)  # type: ignore[call-arg]
+
+
+def test_module_without_parameters():
+    with pytest.raises(BadInput, match="has no parameters"):
+        fully_shard(nn.ReLU())
+
+
+def test_twice():
+    module = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(BadInput, match="sharded already"):
+        fully_shard(module)
+
+
+def test_not_a_module():
+    with pytest.raises(BadInput, match="takes a module, found list"):
+        fully_shard([nn.Linear(2, 2)])  # type: ignore[type-var]
+
+
+def replace_parameter(model: nn.Module) -> None:
+    model.get_submodule("0").weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def move_parameter(model: nn.Module) -> None:
+    model.to(torch.float64)
+
+
+def freeze_parameter(model: nn.Module) -> None:
+    model.get_submodule("0").weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_parameter, "'0.weight' was replaced"),
+        (move_parameter, "'0.weight' was moved"),
+        (freeze_parameter, "requires_grad of '0.weight' was changed"),
+    ],
+)
+def test_parameters_changed_afterwards(change, message):
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    change(model)
+    with pytest.raises(BadInput, match=message):
+        model(torch.zeros(1, 2))
+
+
+def test_ordered_needs_a_dealt_batch():
+    model = fully_shard(nn.Linear(2, 2), reducer="ordered", gradient_divisor=1)
+    with pytest.raises(BadInput, match=r"feed the model from unison.deal\(loader, granule="):
+        model(torch.zeros(1, 2))
+    with torch.no_grad():
+        assert model(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def divided_twice(world: World) -> str:
+    model = fully_shard(nn.Linear(2, 2))
+    for x in deal([torch.ones(4, 2)]):
+        with pytest.raises(BadInput) as met:
+            batch_mean(model(x).sum(dim=1)).backward()
+    return str(met.value)
+
+
+def test_batch_mean_with_another_divisor_is_refused():
+    assert all("pass gradient_divisor=1" in text for text in run_on_ranks(2, divided_twice))
+
+
+def clip(world: World, how: str | None, max_norm: float) -> dict[str, Tensor]:
+    model = build(GPT2).double()
+    if how:
+        shard(model, how)
+    rows = tokens(4, GPT2)
+    mine = rows.chunk(world.size)[world.rank] if how else rows
+    per_sample_loss(model, mine).mean().backward()
+    if how:
+        assert_close(grad_norm(model), clip_grad_norm_(model, max_norm))
+        found = {"param_norm": param_norm(model), "after": grad_norm(model)}
+    else:
+        before = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        squares = sum(p.detach().square().sum() for p in model.parameters())
+        found = {"param_norm": squares.sqrt(), "after": before.clamp(max=max_norm)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    values = full_parameters(model) if how else model.named_parameters()
+    return {**found, **{name: value.detach() for name, value in values}}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+def test_clipping_uses_the_norm_of_the_whole(size, max_norm):
+    """Note 000, bug 2, and note 001: a norm of local shards is not the norm."""
+    expected = run_on_ranks(1, clip, None, max_norm)[0]
+    for found in run_on_ranks(size, clip, "auto", max_norm):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@ranks(2)
+def test_torchs_own_clipping_raises(world):
+    model = auto_shard(build(GPT2))
+    per_sample_loss(model, tokens(2, GPT2, world.rank)).mean().backward()
+    with pytest.raises(UnsupportedOperation, match=r"use unison.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 2**-10)
+    largest = max(p.grad.abs().max().item() for p in model.parameters() if p.numel())
+    assert largest <= 2**-10
+
+
+def test_torchs_own_clipping_is_right_on_one_rank():
+    model = auto_shard(build(GPT2))
+    per_sample_loss(model, tokens(2, GPT2)).mean().backward()
+    expected = grad_norm(model)
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_whole_matrix_optimizers_are_refused(name):
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    with pytest.raises(UnsupportedOperation, match=f"{name} needs"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_muon_refuses_shards_by_itself():
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    with pytest.raises(ValueError, match="2D"):
+        torch.optim.Muon(model.parameters())
+
+
+@ranks(3)
+def test_pointwise_optimizers_work(world):
+    for make in (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad):
+        model = auto_shard(build(GPT2))
+        before = digest(model)
+        optimizer = make(model.parameters(), lr=0.1)
+        per_sample_loss(model, tokens(3, GPT2, world.rank)).mean().backward()
+        optimizer.step()
+        assert digest(model) != before
+
+
+def test_param_groups_know_original_shapes():
+    model = auto_shard(build(GPT2))
+    decayed, others = param_groups(model, 0.1, no_decay=["*embeddings*"])
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1
+    assert {names[id(p)].rsplit(".", 1)[1] for p in decayed["params"]} == {"weight"}
+    plain = {id(p) for p in others["params"]}
+    for name, parameter in model.named_parameters():
+        is_vector = name.endswith("bias") or ".ln" in name or name.startswith("ln")
+        assert (id(parameter) in plain) == (is_vector or "embeddings" in name), name
+
+
+def digest_of(world: World, how: str | None) -> str:
+    model = build(GPT2, seed=5)
+    if how:
+        shard(model, how)
+    return digest(model)
+
+
+def test_digest_knows_neither_ranks_nor_units():
+    found = {run_on_ranks(1, digest_of, None)[0]}
+    for size in (1, 2, 3, 8):
+        for how in ("auto", "root"):
+            found |= set(run_on_ranks(size, digest_of, how))
+    assert len(found) == 1
+    model = build(GPT2, seed=5)
+    with torch.no_grad():
+        model.get_parameter("layers.0.ln1.bias")[3] = 1e-30
+    assert digest(model) not in found
+
+
+def test_fingerprint_names_what_changes_bits():
+    found = fingerprint(granule=2)
+    assert found["granule"] == 2
+    assert found["threads"] == torch.get_num_threads()
+    assert {"torch", "instruction_set", "blas", "gpu", "attention"} <= found.keys()
+
+
+def bytes_on_the_wire(world: World, options: dict) -> dict[str, int]:
+    model = build(GPT2)
+    auto_shard(model, **options)
+    is_ordered = options.get("reducer") == "ordered"
+    for _ in range(2):  # the second step is the steady state
+        for unit in units_of(model):
+            unit.ranks.bytes_sent.clear()
+        for rows in deal([tokens(4, GPT2)], granule=1 if is_ordered else None):
+            loss = per_sample_loss(model, rows)
+            (batch_mean(loss) if is_ordered else loss.mean()).backward()
+    total: dict[str, int] = {}
+    for unit in units_of(model):
+        for kind, count in unit.ranks.bytes_sent.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
+
+
+def test_bytes_on_the_wire():
+    """Note 001: ZeRO-2 costs what DDP costs, ZeRO-3 half as much again."""
+    size = 2
+    zero2 = run_on_ranks(size, bytes_on_the_wire, {"reshard_after_forward": False})[0]
+    zero3 = run_on_ranks(size, bytes_on_the_wire, {})[0]
+    ordered = run_on_ranks(size, bytes_on_the_wire, {"reducer": "ordered", "gradient_divisor": 1})[
+        0
+    ]
+    model = auto_shard(build(GPT2))
+    root, *blocks = [sum(len(group.shard) for group in u.groups) * 4 for u in units_of(model)]
+    # A ring all-reduce of n bytes sends 2 n (size - 1) / size.
+    of_ddp = 2 * (root + sum(blocks)) * (size - 1) // size
+    flags = 4 * 256 * (1 + len(blocks)) * (size - 1)
+    assert sum(zero2.values()) - flags == of_ddp
+    # The root is kept between forward and backward, so only the blocks are gathered twice.
+    assert sum(zero3.values()) - sum(zero2.values()) == sum(blocks) * (size - 1) // size
+    assert ordered["exchange"] == zero3["reduce_scatter"]
+    assert ordered["gather"] == zero3["gather"]
+
+
+@ranks(2)
+def test_ddp_agrees(world):
+    """The usual loop, a mean over the rank's own samples, gives what DDP gives."""
+    ours, theirs = auto_shard(build(GPT2).double()), build(GPT2).double()
+    ddp = DistributedDataParallel(theirs)
+    mine = tokens(4, GPT2).chunk(world.size)[world.rank]
+    for model, optimizer in (
+        (ours, torch.optim.SGD(ours.parameters(), lr=0.1)),
+        (ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)),
+    ):
+        per_sample_loss(model, mine).mean().backward()
+        optimizer.step()
+    expected = dict(theirs.named_parameters())
+    assert_close(dict(full_parameters(ours)), {name: expected[name] for name in expected})
+
+
+def other_model(world: World) -> str:
+    model = fully_shard(nn.Linear(4, 4 if world.rank == 0 else 6))
+    with pytest.raises(BadInput) as met:
+        model(torch.zeros(1, 4))
+    return str(met.value)
+
+
+def test_different_models_are_refused_on_every_rank():
+    for text in run_on_ranks(2, other_model):
+        assert "the sharded model" in text
+        assert "weight" in text
+
+
+def feed(world: World, is_same: bool) -> int:
+    model = fully_shard(nn.Linear(4, 4))
+    x = torch.ones(2, 4) * (1 if is_same else world.rank + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x).sum().backward()
+        model(x).sum().backward()
+    return sum("fed the same batch" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_ranks_fed_the_same_batch_are_warned_once(is_same):
+    """Note 000: every rank had the whole data set."""
+    assert run_on_ranks(2, feed, is_same) == [int(is_same)] * 2
+
+
+def different_batches(world: World) -> str:
+    with pytest.raises(BadInput) as met:
+        list(deal([torch.full((4, 2), float(world.rank))]))
+    return str(met.value)
+
+
+def test_deal_refuses_different_batches():
+    assert all("without a DistributedSampler" in t for t in run_on_ranks(2, different_batches))

@@ -1,0 +1,97 @@
+"""The flat layout and the canonical tree: arithmetic that must not know the world size."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness import assert_same_bits
+from unison.shard.layout import ALIGNMENT, FlatLayout
+from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
+
+SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
+WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 64)
+
+
+def layout_of(shapes) -> FlatLayout:
+    return FlatLayout.of((f"p{index}", shape) for index, shape in enumerate(shapes))
+
+
+@given(SHAPES)
+def test_pieces_cover_every_parameter_once(shapes):
+    layout = layout_of(shapes)
+    for world_size in WORLD_SIZES:
+        pieces = [layout.pieces(rank, world_size) for rank in range(world_size)]
+        for slot, *parts in zip(layout.slots, *pieces, strict=True):
+            held = [index for part in parts for index in range(part.start, part.stop)]
+            assert held == list(range(slot.numel))
+
+
+@given(SHAPES)
+def test_pieces_lie_where_the_layout_says(shapes):
+    layout = layout_of(shapes)
+    flat = torch.arange(layout.length + 64 * ALIGNMENT * 2)
+    for world_size in WORLD_SIZES:
+        length = layout.shard_length(world_size)
+        for rank in range(world_size):
+            shard = flat[rank * length : (rank + 1) * length]
+            for piece in layout.pieces(rank, world_size):
+                held = shard[piece.shard_offset : piece.shard_offset + piece.numel]
+                expected = range(piece.slot.offset + piece.start, piece.slot.offset + piece.stop)
+                assert held.tolist() == list(expected)
+
+
+@given(SHAPES)
+def test_cuts_are_aligned(shapes):
+    layout = layout_of(shapes)
+    for world_size in WORLD_SIZES:
+        assert layout.shard_length(world_size) % ALIGNMENT == 0
+        assert layout.padded_length(world_size) >= layout.length
+        for rank in range(world_size):
+            for piece in layout.pieces(rank, world_size):
+                if piece.numel:
+                    assert piece.start % ALIGNMENT == 0
+                    assert piece.shard_offset % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("num_leaves", [0, 1, 2, 3, 5, 7, 8, 13, 16, 33])
+def test_any_cut_of_the_leaves_gives_the_same_bits(num_leaves, gen):
+    leaves = torch.randn(num_leaves, 5, generator=gen)
+    whole = TreeSum()
+    for leaf in leaves:
+        whole.push(leaf.clone())
+    expected = whole.finish()
+    shuffle = random.Random(0)
+    for world_size in (1, 2, 3, 4, 6, 8, 11):
+        edges = [rank * num_leaves // world_size for rank in range(world_size + 1)]
+        total = TreeSum()
+        for low, high in itertools.pairwise(edges):
+            part = SubtreeSum(low, high)
+            order = list(range(low, high))
+            shuffle.shuffle(order)
+            for index in order:
+                part.put(index, leaves[index].clone())
+            nodes = part.take()
+            assert [level for level, _ in nodes] == aligned_levels(low, high)
+            for level, node in nodes:
+                total.push(node, level)
+        found = total.finish()
+        if expected is None:
+            assert found is None
+        else:
+            assert_same_bits(found, expected)
+
+
+def test_another_order_of_adding_has_other_bits(gen):
+    leaves = torch.randn(13, 1000, generator=gen)
+    tree = TreeSum()
+    for leaf in leaves:
+        tree.push(leaf.clone())
+    chain = leaves[0].clone()
+    for leaf in leaves[1:]:
+        chain += leaf
+    with pytest.raises(AssertionError):
+        assert_same_bits(tree.finish(), chain)

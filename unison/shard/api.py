@@ -1,0 +1,186 @@
+"""`fully_shard` and `auto_shard`: from a module to units."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unison import check
+from unison.errors import BadInput
+from unison.shard.engine import install
+from unison.shard.flat_group import ParameterInfo, Use
+from unison.shard.names import canonical_name
+from unison.shard.optimizers import watch_optimizers
+from unison.shard.ranks import Ranks
+from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of
+
+M = TypeVar("M", bound=nn.Module)
+
+REDUCERS = ("fast", "ordered")
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int = True,
+    reducer: str = "fast",
+    gradient_divisor: str | float = "world_size",
+) -> M:
+    """Split a module's parameters, gradients and optimizer state over ranks, in place.
+
+    Call it on the parts that should be gathered together (usually the blocks), then on the root,
+    which takes what is left. Make the optimizer afterwards. The module keeps its class and the
+    names of its parameters; each parameter becomes this rank's one-dimensional piece of it.
+
+    Args:
+        module: What to shard. A parameter belongs to the first call that reaches it.
+        mesh: A one-dimensional device mesh; all ranks of the default group by default. Without a
+            process group the world has one rank.
+        reshard_after_forward: True frees the full parameters after the forward pass and gathers
+            them again for the backward pass (ZeRO-3); False keeps them (ZeRO-2); a number n keeps
+            them split over n neighbouring ranks in between. The root keeps them in any case, since
+            its backward pass comes first.
+        reducer: `"fast"`, the backend's own reduce-scatter, or `"ordered"`, the same bits at every
+            world size; that one needs a loader from `unison.deal(loader, granule=...)` and
+            `gradient_divisor=1`.
+        gradient_divisor: What the sum of the ranks' gradients is divided by: `"world_size"`, which
+            is right for a loss that is a mean over the rank's own samples (as DDP and FSDP2 do), or
+            a number; 1 for losses already divided by the global count.
+
+    Returns:
+        The same module.
+
+    Raises:
+        BadInput: If the module cannot be sharded as asked; nothing is changed then.
+    """
+    check.one_of(REDUCERS, reducer=reducer)
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"fully_shard takes a module, found {type(module).__name__}")
+    if unit_of(module) is not None:
+        raise BadInput(
+            f"{type(module).__name__} is sharded already; call fully_shard once per module, "
+            "children before their parents"
+        )
+    ranks = Ranks.of(mesh)
+    divisor = _checked_divisor(gradient_divisor, ranks)
+    if reducer == "ordered" and gradient_divisor != 1:  # on one rank too: the loop must not differ
+        raise BadInput(
+            "the ordered reducer needs gradient_divisor=1 and a loss made by unison.batch_mean: a "
+            "mean over one rank's samples has other bits at other world sizes"
+        )
+    options = UnitOptions(
+        reshard_after_forward=_checked_reshard(reshard_after_forward, ranks),
+        reducer=reducer,
+        gradient_divisor=divisor,
+    )
+    parameters = collect_parameters(module)
+    if not parameters and not any(unit_of(child) for child in module.modules()):
+        raise BadInput(f"{type(module).__name__} has no parameters to shard")
+    name = type(module).__name__
+    unit = Unit(module, name, parameters, ranks, options)
+    module.__dict__[UNIT_ATTRIBUTE] = unit
+    install(unit)
+    watch_optimizers()
+    return module
+
+
+def auto_shard(
+    module: M, policy: Callable[[nn.Module], bool] | None = None, **options: object
+) -> M:
+    """Call `fully_shard` on the repeated blocks of a model, then on the model itself.
+
+    Args:
+        module: The model.
+        policy: Which submodules become units; by default the members of a `ModuleList` or
+            `Sequential` of at least two modules of one class that hold parameters.
+        options: Passed on to `fully_shard`.
+
+    Returns:
+        The same module.
+    """
+    for block in find_blocks(module) if policy is None else _chosen(module, policy):
+        fully_shard(block, **options)  # type: ignore[arg-type]
+    return fully_shard(module, **options)  # type: ignore[arg-type]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks of a model.
+
+    >>> model = nn.ModuleDict(
+    ...     {"in": nn.Linear(2, 2), "layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))}
+    ... )
+    >>> len(find_blocks(model))
+    3
+    """
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        members = list(child.children())
+        classes = Counter(type(member) for member in members)
+        is_list = isinstance(child, nn.ModuleList | nn.Sequential)
+        if is_list and classes and classes.most_common(1)[0][1] >= 2:
+            blocks += [member for member in members if any(True for _ in member.parameters())]
+        else:
+            blocks += find_blocks(child)
+    return blocks
+
+
+def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
+    """The parameters below a module that no unit owns yet, each once, with all its uses.
+
+    Raises:
+        BadInput: If one of them is tied to a parameter that a unit owns already, or lies on
+            another device than the rest.
+    """
+    found: dict[int, ParameterInfo] = {}
+    owned = {
+        id(piece)
+        for child in module.modules()
+        if (unit := unit_of(child)) is not None
+        for group in unit.groups
+        for piece in group.pieces
+    }
+    for path, submodule in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is None or id(parameter) in owned:
+                continue
+            name = canonical_name(f"{path}.{attribute}" if path else attribute)
+            owner = getattr(parameter, TAKEN_BY, None)
+            if owner is not None:
+                raise BadInput(
+                    f"parameter {name!r} is tied to one that the unit {owner!r} owns already; "
+                    "leave that unit out, so that the module that holds both takes the parameter"
+                )
+            info = found.setdefault(id(parameter), ParameterInfo(name, parameter))
+            info.uses.append(Use(submodule, attribute))
+    devices = {info.value.device for info in found.values()}
+    if len(devices) > 1:
+        raise BadInput(f"expected all parameters on one device, found {sorted(map(str, devices))}")
+    return list(found.values())
+
+
+def _chosen(module: nn.Module, policy: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    # Children before parents; the root itself comes last in any case.
+    chosen = [child for child in module.modules() if child is not module and policy(child)]
+    return list(reversed(chosen))
+
+
+def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:
+    if not isinstance(value, bool | int):
+        raise BadInput(f"reshard_after_forward must be True, False or a number, found {value!r}")
+    if not isinstance(value, bool) and (value < 1 or ranks.size % value):
+        raise BadInput(
+            f"reshard_after_forward={value} must divide the number of ranks, {ranks.size}"
+        )
+    return value
+
+
+def _checked_divisor(value: str | float, ranks: Ranks) -> float:
+    if value == "world_size":
+        return float(ranks.size)
+    if isinstance(value, str):
+        raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {value!r}")
+    check.positive(gradient_divisor=value)
+    return float(value)

@@ -1,0 +1,301 @@
+"""One global batch, dealt to ranks in granules; and its mean, which knows nothing of ranks."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from unison import check
+from unison.errors import BadInput
+from unison.shard.granules import PerGranule
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.tree import TreeSum
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What a global batch is, and which part of it this rank computes in one pass.
+
+    Attributes:
+        step: Number of the logical batch, counted from 0 by the loader that dealt it.
+        num_samples: Samples in the logical batch, over all ranks and passes.
+        granule: Samples per granule.
+        edges: Rank r holds the granules [edges[r], edges[r + 1]) of the logical batch.
+        rank: This rank.
+        granule_ids: Global numbers of the granules of this pass; a ghost past the end where the
+            rank has none.
+        is_granular: Whether the batch's tensors come as one value per granule.
+        closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
+    """
+
+    step: int
+    num_samples: int
+    granule: int
+    edges: tuple[int, ...]
+    rank: int
+    granule_ids: tuple[int, ...]
+    is_granular: bool
+    closes_logical_batch: bool
+
+    @property
+    def num_granules(self) -> int:
+        """Granules in the logical batch."""
+        return self.edges[-1]
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """Position in the global batch of each row of this pass [rows]; -1 for a row of padding."""
+        first = torch.tensor(self.granule_ids) * self.granule
+        ids = (first[:, None] + torch.arange(self.granule)).view(-1)
+        is_real = (ids < self.num_samples) & (ids < self.edges[self.rank + 1] * self.granule)
+        return torch.where(is_real, ids, -1)
+
+    @property
+    def weights(self) -> Tensor:
+        """1 for a row that counts and 0 for one that does not [rows], float64."""
+        return (self.sample_ids >= 0).double()
+
+
+_current: BatchPlan | None = None
+_mean_was_used = False  # whether the running backward pass began at a `batch_mean`
+
+
+def take_mean_was_used() -> bool:
+    """Whether a backward pass went through `batch_mean` since the last time this was asked."""
+    global _mean_was_used
+    was_used, _mean_was_used = _mean_was_used, False
+    return was_used
+
+
+def current_plan() -> BatchPlan | None:
+    """The plan of the batch that a dealt loader handed out last."""
+    return _current
+
+
+def plan_batch(
+    num_samples: int,
+    *,
+    granule: int,
+    ranks: Ranks,
+    step: int,
+    is_granular: bool,
+    granules_per_pass: int | None = None,
+) -> list[BatchPlan]:
+    """Cut a global batch into granules and deal them: contiguous runs, as even as can be.
+
+    Returns:
+        One plan per pass; every rank has the same number of passes.
+    """
+    num_granules = -(-num_samples // granule)
+    edges = tuple(rank * num_granules // ranks.size for rank in range(ranks.size + 1))
+    most = max(1, *(high - low for low, high in itertools.pairwise(edges)))
+    per_pass = granules_per_pass or most
+    num_passes = -(-most // per_pass)
+    mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
+    return [
+        BatchPlan(
+            step=step,
+            num_samples=num_samples,
+            granule=granule,
+            edges=edges,
+            rank=ranks.rank,
+            granule_ids=tuple(mine[index * per_pass : (index + 1) * per_pass]) or (num_granules,),
+            is_granular=is_granular,
+            closes_logical_batch=index == num_passes - 1,
+        )
+        for index in range(num_passes)
+    ]
+
+
+class DealtLoader:
+    """A loader of this rank's part of every global batch; see `deal`."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        mesh: DeviceMesh | None,
+        granule: int | None,
+        micro_batch: int | None,
+    ) -> None:
+        if granule is not None:
+            check.positive(granule=granule)
+        if micro_batch is not None:
+            check.positive(micro_batch=micro_batch)
+            if micro_batch % (granule or 1):
+                raise BadInput(
+                    f"micro_batch must be a multiple of granule, found {micro_batch=} {granule=}"
+                )
+        self.loader, self.mesh, self.granule = loader, mesh, granule
+        self._granules_per_pass = micro_batch // (granule or 1) if micro_batch else None
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        global _current
+        ranks = Ranks.of(self.mesh)
+        try:
+            for batch in self.loader:
+                for plan, dealt in self._dealt(batch, ranks):
+                    _current = plan
+                    yield dealt
+        finally:
+            _current = None  # what comes after the loop is not this batch
+
+    def _dealt(self, batch: Any, ranks: Ranks) -> Iterator[tuple[BatchPlan, Any]]:
+        """Each pass of one global batch: its plan, and this rank's part."""
+        flat, spec = tree_flatten(batch)
+        num_samples = _num_samples(flat)
+        _check_same_batch(flat, ranks)
+        plans = plan_batch(
+            num_samples,
+            granule=self.granule or 1,
+            ranks=ranks,
+            step=self._step,
+            is_granular=self.granule is not None,
+            granules_per_pass=self._granules_per_pass,
+        )
+        self._step += 1
+        for plan in plans:
+            dealt = [_part(item, plan) if isinstance(item, Tensor) else item for item in flat]
+            yield plan, tree_unflatten(dealt, spec)
+
+
+def deal(
+    loader: Iterable[Any],
+    mesh: DeviceMesh | None = None,
+    granule: int | None = None,
+    micro_batch: int | None = None,
+) -> DealtLoader:
+    """Cut each global batch into granules and hand every rank its own.
+
+    The loader must give the *same global batch* on every rank (build it with one seed everywhere
+    and without a distributed sampler). The dealt loader hands out this rank's rows, padded with
+    rows of weight zero to whole granules, and publishes a `BatchPlan`, which `batch_mean` and
+    ordered units read. A rank without samples gets one granule of weight zero, so that all ranks
+    run the same passes.
+
+    Args:
+        loader: Any iterable of tensors, or of tuples, lists and dicts of them, with samples along
+            dimension 0.
+        mesh: The ranks to deal to; all by default.
+        granule: Samples per granule. Given, tensors come as one value per granule, which the
+            ordered reducer needs; the size is part of the experiment and changes the bits. None
+            hands out plain tensors.
+        micro_batch: At most this many rows per pass, where a rank's part does not fit at once. A
+            global batch then comes in several passes, of which the last has
+            `current_plan().closes_logical_batch`: step the optimizer there. It changes no bit with
+            the ordered reducer.
+
+    Returns:
+        The loader of this rank's part.
+    """
+    return DealtLoader(loader, mesh=mesh, granule=granule, micro_batch=micro_batch)
+
+
+def batch_mean(per_sample_losses: Tensor) -> Tensor:
+    """The mean over the *global* batch; its gradient is this rank's part of it.
+
+    Where a batch comes in several passes this is the pass's share of the mean: the shares add up.
+    Use it with `gradient_divisor=1`: the losses are divided by the global count here, once. The
+    value is the same number on every rank, and at every world size if the losses are.
+
+    Args:
+        per_sample_losses: One loss per row of the batch that the dealt loader handed out last
+            [rows], rows of weight zero included.
+
+    Returns:
+        A scalar. Every rank must call this: it is a collective.
+
+    Raises:
+        BadInput: If there is no dealt batch, or the losses do not fit it.
+    """
+    plan = current_plan()
+    if plan is None:
+        raise BadInput("batch_mean needs a batch from unison.deal(loader), found none dealt yet")
+    is_granular = isinstance(per_sample_losses, PerGranule)
+    parts = per_sample_losses.parts if is_granular else [per_sample_losses]
+    rows = plan.granule if is_granular else len(plan.sample_ids)
+    for part in parts:
+        if part.shape != (rows,):
+            raise BadInput(
+                f"expected one loss per sample, [{rows}], found {list(part.shape)}; use "
+                "reduction='none' and average over each sample's own tokens"
+            )
+    return _BatchMean.apply(plan, *parts)  # type: ignore[return-value]
+
+
+class _BatchMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: BatchPlan, *losses: Tensor) -> Tensor:
+        count = max(plan.num_samples, 1)
+        flat = torch.cat([loss.detach().reshape(-1) for loss in losses])
+        weights = plan.weights.to(flat.device)
+        ctx.scales = [
+            (weight / count).to(loss.dtype)
+            for weight, loss in zip(
+                weights.split([len(loss) for loss in losses]), losses, strict=True
+            )
+        ]
+        # A row of weight zero may hold anything, NaN included: select, do not multiply.
+        counted = torch.where(weights > 0, flat.double(), 0.0)
+        sums = counted.view(-1, plan.granule).sum(dim=1)  # [granules of this rank]
+        return (_sum_of_granules(sums, plan) / count).to(flat.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        global _mean_was_used
+        _mean_was_used = True
+        return None, *(gradient * scale for scale in ctx.scales)
+
+
+def _sum_of_granules(sums: Tensor, plan: BatchPlan) -> Tensor:
+    """Add the granules' sums of all ranks in the canonical tree."""
+    slots = sums.new_zeros(plan.num_granules + 1)  # the last one takes a ghost's
+    slots[list(plan.granule_ids)] = sums
+    if len(plan.edges) > 2:
+        dist.all_reduce(slots)  # each slot has one owner, all others add 0.0: exact
+    total = TreeSum()
+    for value in slots[:-1]:
+        total.push(value.clone())
+    return total.finish() if plan.num_granules else sums.new_zeros(())  # type: ignore[return-value]
+
+
+def _num_samples(flat: list[Any]) -> int:
+    counts = {value.shape[0] if value.ndim else None for value in flat if isinstance(value, Tensor)}
+    if len(counts) != 1 or None in counts:
+        raise BadInput(
+            "deal expects tensors with the batch's samples along dimension 0, found sizes "
+            f"{sorted(map(str, counts))}"
+        )
+    return counts.pop()  # type: ignore[return-value]
+
+
+def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
+    """Refuse batches that differ between ranks: then nobody holds the global batch."""
+    if ranks.size == 1:
+        return
+    sums = [checksum(value) for value in flat if isinstance(value, Tensor)]
+    if not same_on_every_rank(ranks, torch.stack(sums).sum(dim=0)):
+        raise BadInput(
+            "deal found different batches on different ranks; build the loader with the same seed "
+            "on every rank and without a DistributedSampler, deal does the splitting"
+        )
+
+
+def _part(value: Tensor, plan: BatchPlan) -> Tensor:
+    """This pass's rows of a tensor of the global batch, filled up with zeros."""
+    ids = plan.sample_ids
+    rows = value.new_zeros(len(ids), *value.shape[1:])
+    rows[ids >= 0] = value[ids[ids >= 0]]
+    if not plan.is_granular:
+        return rows
+    return PerGranule.of([part.clone() for part in rows.split(plan.granule)])

@@ -1,0 +1,106 @@
+"""One hash of all parameters, and a record of what the bits depend on."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unison.shard.names import canonical_name
+from unison.shard.unit import Unit, units_of
+
+
+def digest(module: nn.Module) -> str:
+    """One hash of all parameters: names, shapes, dtypes and bits.
+
+    It is the same at every world size, and the same for a sharded module and a plain one that hold
+    equal parameters. On a sharded module every rank must call it; one unit is gathered at a time.
+    """
+    hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
+    return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
+
+
+def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, full parameter), unit by unit; every rank must iterate to the end.
+
+    A tied parameter comes once, under its first name.
+    """
+    units = units_of(module)
+    names = {id(value): canonical_name(name) for name, value in module.named_parameters()}
+    owned = set()
+    for unit in units:
+        yield from _of_unit(unit, names)
+        owned |= {id(piece) for group in unit.groups for piece in group.pieces}
+    for _, value in module.named_parameters():
+        if id(value) not in owned:
+            yield names[id(value)], value.detach()
+
+
+def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
+    unit.finish_gather()
+    try:
+        for group in unit.groups:
+            for slot, piece in zip(group.slots, group.pieces, strict=True):
+                flat = group.full.detach()[slot.offset : slot.offset + slot.numel]
+                # A copy: a numpy view of the buffer itself would keep it from being freed.
+                yield names[id(piece)], flat.view(slot.shape).clone()
+    finally:
+        unit.free()
+
+
+def _hash(name: str, value: Tensor) -> str:
+    header = f"{name} {value.dtype} {list(value.shape)}\0"
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(header.encode() + content.tobytes()).hexdigest()
+
+
+def fingerprint(
+    *, granule: int | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
+    """What the bits of a run depend on besides its settings.
+
+    Equality of digests is promised between runs with equal fingerprints, and between no others:
+    each of these was seen to change bits.
+    """
+    is_cuda = device is not None and device.type == "cuda"
+    capability = torch.backends.cuda
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "blas": _blas(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "cudnn": torch.backends.cudnn.version() if is_cuda else None,
+        "attention": {
+            "flash": capability.flash_sdp_enabled(),
+            "memory_efficient": capability.mem_efficient_sdp_enabled(),
+            "cudnn": capability.cudnn_sdp_enabled(),
+            "math": capability.math_sdp_enabled(),
+        },
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": {name: os.environ[name] for name in _SWITCHES if name in os.environ},
+        "granule": granule,
+    }
+
+
+_SWITCHES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+
+
+def _blas() -> str:
+    for line in torch.__config__.show().splitlines():
+        if "BLAS_INFO" in line:
+            return line.partition("BLAS_INFO=")[2].partition(",")[0]
+    return "unknown"

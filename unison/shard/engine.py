@@ -1,0 +1,347 @@
+"""When parameters are gathered and freed, and when gradients are summed.
+
+[Note: the life of a unit in one step]
+
+    forward        gather ─ compute ─ free            (free: unless reshard_after_forward=False)
+    backward       gather ─ compute ─ gradients arrive ─ free ─ start to sum over ranks
+    end            finish the sums; every piece has its gradient
+
+The module's `forward` is wrapped; its outputs carry a hook that fires before the unit's backward
+pass begins; each leaf carries a hook that fires when its gradient is complete; and a callback of
+the autograd engine ends the backward pass. Collectives are issued in an order that every rank
+shares: the order of the forward pass, its reverse in the backward pass, and at the end what is left
+in the order of the units. A unit must therefore be entered by every rank or by none.
+
+[Note: recompute] Activation checkpointing runs a unit's forward again inside the backward pass. The
+parameters are then full, or are gathered, and stay so: the unit's backward follows at once.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._pytree import tree_iter
+
+from unison.errors import BadInput, UnsupportedOperation
+from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
+from unison.shard.first_use import check_same_model, warn_of_same_data
+from unison.shard.granules import (
+    Bypassed,
+    PerGranule,
+    check_not_bypassed,
+    join,
+    num_granules_of,
+    rows_of_granule,
+    split,
+)
+from unison.shard.names import canonical_name
+from unison.shard.unit import PLAIN, Unit, per_granule, units_of
+
+NO_TASK = -1
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+def backward_task() -> int:
+    """The number of the running backward pass, or NO_TASK."""
+    return torch._C._current_graph_task_id()
+
+
+class Context:
+    """What the units of one model share: their order and the state of the running pass."""
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        self.units = units_of(root.module)
+        paths = {module: path for path, module in root.module.named_modules()}
+        for unit in self.units:
+            unit.name = canonical_name(paths[unit.module]) or "root"
+        self.order: list[Unit] = []  # units in the order of the running forward pass
+        self.last_order: list[Unit] = []  # and of the one before, for prefetching
+        self._depth = 0
+        self._is_in_backward = False
+        self._reducing: list[Unit] = []
+        self._plan: BatchPlan | None = None
+        self._has_compared_models = self._has_compared_data = False
+        self.loop_granule: int | None = None  # see [Note: the whole-model loop]
+        self.ran_without_grad: set[Unit] = set()
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def entered(self, unit: Unit) -> Iterator[None]:
+        """Keep count of nested units; the outermost one starts and ends a forward pass."""
+        if self._depth == 0 and backward_task() == NO_TASK:
+            self._begin_forward()
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            # Not in a recompute: checkpointing ends one early by an exception, once it has what
+            # it needs, and the unit's backward follows.
+            if backward_task() == NO_TASK:
+                unit.free()
+            raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
+                for each in self.units:
+                    each.free()  # no backward pass will come to do it
+
+    def _begin_forward(self) -> None:
+        if self._is_in_backward:  # the last backward pass ended in an exception
+            self.abandon()
+        for unit in self.units:
+            unit.check_untouched()
+        if self.order:
+            self.last_order = self.order
+        self.order = []
+        self.ran_without_grad = set()
+
+    def check_first_use(self, inputs: Any) -> None:
+        """Before the first pass, and the first training pass, compare model and data of ranks."""
+        if not self._has_compared_models:
+            self._has_compared_models = True
+            check_same_model(self.units)
+        if not self._has_compared_data and torch.is_grad_enabled():
+            self._has_compared_data = True
+            if current_plan() is None:
+                warn_of_same_data(self.root.ranks, inputs)
+
+    def note_forward(self, unit: Unit) -> None:
+        """Put a unit into the order of the forward pass, and start to gather its successor."""
+        self.order.append(unit)
+        place = len(self.order)
+        follows_last = place < len(self.last_order) and self.last_order[place - 1] is unit
+        if follows_last:
+            self.last_order[place].start_gather()
+
+    def keeps_full(self, unit: Unit) -> bool:
+        """Whether a unit's parameters stay after its forward pass."""
+        if self.loop_granule is not None:
+            return True  # ranks loop over different numbers of granules, but gather equally often
+        is_kept = unit is self.root or unit.options.reshard_after_forward is False
+        return is_kept and torch.is_grad_enabled()
+
+    def free_after_loop(self, unit: Unit) -> None:
+        """Free the units below one whose forward ran once per granule."""
+        for below in units_of(unit.module)[1:]:
+            if not self.keeps_full(below):
+                below.free_after_forward()
+
+    def granules(self, num_granules: int) -> list[int]:
+        """Global numbers of the granules of the running pass."""
+        plan = current_plan()
+        if plan is None or len(plan.granule_ids) != num_granules:
+            found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
+            raise BadInput(
+                f"expected the plan of a batch of {num_granules} granules, found {found}"
+            )
+        if plan is not self._plan:
+            self._plan = plan
+            for unit in self.units:
+                unit.begin_pass(plan.edges)
+        return list(plan.granule_ids)
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def begin_backward_of(self, unit: Unit) -> None:
+        """Have a unit's parameters full, and start to gather the unit whose turn is next."""
+        self._ensure_callback()
+        unit.begin_backward()
+        place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
+        if place > 0:
+            self.order[place - 1].start_gather()
+
+    def _ensure_callback(self) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def gradients_complete(self, unit: Unit) -> None:
+        """All leaves of a unit have their gradients: free it and start to sum."""
+        self._ensure_callback()
+        if unit.can_free_early:
+            unit.free()
+        if not self._waits_for_more(unit):
+            self._start_reduce(unit)
+
+    def _waits_for_more(self, unit: Unit) -> bool:
+        """Whether the sum over ranks must wait for later passes of the logical batch.
+
+        The canonical tree is one over all granules of the batch, so it is finished once. The fast
+        reducer sums after each pass instead and so never holds a whole gradient.
+        """
+        is_open = self._plan is not None and not self._plan.closes_logical_batch
+        return is_open and unit.options.reducer == "ordered"
+
+    def _start_reduce(self, unit: Unit) -> None:
+        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self.finish_reduce(self._reducing[0])
+        unit.start_reduce()
+        self._reducing.append(unit)
+
+    def finish_reduce(self, unit: Unit) -> None:
+        """Wait for a unit's sum and hand out its gradients."""
+        self._reducing.remove(unit)
+        unit.finish_reduce()
+
+    def _end_backward(self) -> None:
+        divisor = self.root.options.gradient_divisor
+        if take_mean_was_used() and divisor != 1:
+            self.abandon()
+            raise BadInput(
+                "the loss was made by unison.batch_mean, which divides by the global batch, "
+                f"and fully_shard would divide by {divisor:g} again; pass gradient_divisor=1"
+            )
+        # Units that did not get all their gradients: a parameter or a whole branch was not used.
+        for unit in reversed(self.units):
+            if unit.has_gradients and not unit.is_reducing and not self._waits_for_more(unit):
+                self._start_reduce(unit)
+        while self._reducing:
+            self.finish_reduce(self._reducing[0])
+        for unit in self.units:
+            unit.end_backward()
+        self._is_in_backward = False
+
+    def abandon(self) -> None:
+        """Drop what a broken pass left behind."""
+        self._reducing = []
+        self._is_in_backward = False
+        for unit in self.units:
+            unit.forget_gradients()
+            unit.end_backward()
+
+
+def context_of(unit: Unit) -> Context:
+    """The context of a unit's model; the first unit to run outside any other becomes the root."""
+    context = unit.module.__dict__.get("_unison_context")
+    if context is None:
+        context = Context(unit)
+        for each in context.units:
+            each.module.__dict__["_unison_context"] = context
+            each.on_complete = context.gradients_complete
+            each.on_late = context.finish_reduce
+    return context
+
+
+def install(unit: Unit) -> None:
+    """Wrap the module's forward."""
+
+    @functools.wraps(unit.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(unit, args, kwargs)
+
+    unit.module.forward = forward
+
+
+def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a unit's forward with its full parameters in place."""
+    context = context_of(unit)
+    is_recompute = backward_task() != NO_TASK
+    context.check_first_use((args, kwargs))
+    with context.entered(unit):
+        unit.finish_gather()
+        if not is_recompute:
+            context.note_forward(unit)
+            if not torch.is_grad_enabled():
+                context.ran_without_grad.add(unit)
+        output = _compute(unit, context, args, kwargs)
+        if not is_recompute and not context.keeps_full(unit):
+            unit.free_after_forward()
+        return before_backward(output, functools.partial(context.begin_backward_of, unit))
+
+
+def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call the module's own forward, once or granule by granule."""
+    num_granules = num_granules_of((args, kwargs))
+    is_recompute = backward_task() != NO_TASK
+    if num_granules == 0:
+        granule = _granule_of_plain(unit, context)
+        if not is_recompute:
+            unit.last_granules = None if granule == PLAIN else [granule]
+        with unit.parameters_in_place(unit.leaves(granule)):
+            return unit.forward(*args, **kwargs)
+    granules = unit.last_granules = context.granules(num_granules)
+    if unit.has_children and not unit.loops_over_model:
+        try:
+            return _map_operations(unit, granules, args, kwargs)
+        except Bypassed as error:
+            warnings.warn(
+                f"{unit.name}: {error}. Falling back to one forward pass of the whole model per "
+                "granule, which is right but keeps all units' parameters in memory meanwhile",
+                stacklevel=2,
+            )
+            unit.loops_over_model = True
+    return _loop_over_granules(unit, context, granules, args, kwargs)
+
+
+def _granule_of_plain(unit: Unit, context: Context) -> int:
+    """Which leaves a pass over plain tensors uses."""
+    if unit.options.reducer != "ordered" or not torch.is_grad_enabled():
+        return PLAIN
+    if backward_task() != NO_TASK:
+        if unit in context.ran_without_grad:
+            raise UnsupportedOperation(
+                f"{unit.name} is under reentrant checkpointing, which hides from the ordered "
+                "reducer which granule it computes; pass use_reentrant=False"
+            )
+        return PLAIN  # a recompute: only values are used, the graph has its own leaves
+    if context.loop_granule is None:
+        raise BadInput(
+            f"the ordered reducer of {unit.name!r} needs a batch cut into granules; feed the model "
+            "from unison.deal(loader, granule=...), or evaluate under torch.no_grad()"
+        )
+    return context.loop_granule
+
+
+def _loop_over_granules(
+    unit: Unit, context: Context, granules: list[int], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run the unit's whole forward once per granule.
+
+    [Note: the whole-model loop] With units below, this is the fallback where mapping operations is
+    not possible. They then see plain tensors, learn from `loop_granule` whose turn it is, and keep
+    their parameters until the loop ends.
+    """
+    outputs, before = [], context.loop_granule
+    parts = split((args, kwargs), len(granules))
+    for index, (granule_args, granule_kwargs) in enumerate(parts):
+        context.loop_granule = granules[index]
+        try:
+            with (
+                unit.parameters_in_place(unit.leaves(granules[index])),
+                rows_of_granule(index, len(granules)),
+            ):
+                outputs.append(unit.forward(*granule_args, **granule_kwargs))
+        finally:
+            context.loop_granule = before
+    if before is None:
+        context.free_after_loop(unit)
+    return join(outputs, unit.name)
+
+
+def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the unit's forward once, each of its own operations granule by granule.
+
+    A forward per granule would gather every unit below once per granule. So values and parameters
+    are one tensor per granule here, and every torch function maps over them.
+    """
+    leaves = [unit.leaves(granule) for granule in granules]
+    with unit.parameters_in_place(per_granule(leaves)):
+        output = unit.forward(*args, **kwargs)
+    check_not_bypassed(output, unit.name)
+    return output
+
+
+def before_backward(output: Any, act: Callable[[], None]) -> Any:
+    """Call `act` when the first gradient of any tensor in `output` arrives."""
+    for value in tree_iter(output):
+        for tensor in value.parts if isinstance(value, PerGranule) else [value]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: act())
+    return output

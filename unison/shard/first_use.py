@@ -1,0 +1,51 @@
+"""What ranks check together before the first pass: the same model, and not the same data."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from unison.shard.guard import compare_across_ranks
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.unit import Unit
+
+
+def check_same_model(units: list[Unit]) -> None:
+    """Refuse ranks that hold different models or settings; a collective.
+
+    Raises:
+        BadInput: On every rank, naming what differs.
+    """
+    items: dict[str, object] = {}
+    for unit in units:
+        items[f"options of {unit.name}"] = unit.options
+        for group in unit.groups:
+            for slot in group.slots:
+                items[f"{unit.name}: {slot.name}"] = (slot.shape, group.dtype, group.requires_grad)
+    compare_across_ranks("the sharded model", items, units[0].ranks.group)
+
+
+def warn_of_same_data(ranks: Ranks, inputs: Any) -> None:
+    """Warn if every rank was handed the very same batch; a collective.
+
+    Ranks that all compute the same samples look like a run on a larger batch and are not one (the
+    reference note 000 compared such a run with a single process).
+    """
+    if ranks.size == 1:
+        return
+    total = torch.zeros(2, dtype=torch.int64)
+    for value in tree_iter(inputs):
+        if isinstance(value, Tensor):
+            total += checksum(value)
+    if int(total[0]) > 0 and same_on_every_rank(ranks, total.to(_device(inputs))):
+        warnings.warn(
+            f"all {ranks.size} ranks were fed the same batch, so that they repeat one another's "
+            "work; feed the model from unison.deal(loader), or use a DistributedSampler",
+            stacklevel=2,
+        )
+
+
+def _device(inputs: Any) -> torch.device:
+    return next(value.device for value in tree_iter(inputs) if isinstance(value, Tensor))

@@ -1,0 +1,161 @@
+"""A tensor that is one value per granule, so that no shape ever depends on the world size.
+
+[Note: per granule] Kernels round differently at different shapes: a GEMM's rows at another batch
+size, a vector loop's tail at another length, a sum with another split. A rank that holds more
+samples would therefore get other bits for the *same* sample. So every operation between the data
+loader and the loss runs granule by granule, each at the one shape that all granules have.
+
+`PerGranule` does this by provenance: it holds one tensor per granule, and every torch function maps
+over them. Nothing is guessed from shapes. To the model's own code it looks like a single granule:
+`x.shape` is the shape of one.
+
+What goes past torch functions (an `autograd.Function` applied at the root, reentrant checkpointing,
+vmap, compiled code) would see only the outer shell. The shell is a tripwire: it requires a gradient
+without being the result of anything, so whatever was computed from it has a history, and raises at
+the next torch function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from unison.errors import BadInput, UnsupportedOperation
+from unison.rng import rows_of_granule
+
+
+class Bypassed(UnsupportedOperation):
+    """A value was computed from the shell of a `PerGranule`, past torch functions."""
+
+
+class PerGranule(Tensor):
+    """One tensor per granule; every torch function maps over them.
+
+    Attributes:
+        parts: The granules' tensors, all of one shape and dtype.
+    """
+
+    parts: list[Tensor]
+
+    @staticmethod
+    def of(parts: Sequence[Tensor]) -> "PerGranule":
+        """Hold tensors of one shape, one per granule."""
+        assert parts, "a rank has at least one granule, a ghost if need be"
+        first = parts[0]
+        if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
+            shapes = [list(part.shape) for part in parts]
+            raise BadInput(f"expected granules of one shape and dtype, found {shapes}")
+        can_require_grad = first.is_floating_point() or first.is_complex()
+        shell = torch.Tensor._make_subclass(PerGranule, first.detach(), can_require_grad)
+        shell.parts = list(parts)
+        return shell
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Map a torch function over the granules."""
+        name = getattr(func, "__name__", repr(func))
+        if name in _REFUSED:
+            raise UnsupportedOperation(f"{name} of a per-granule value: {_REFUSED[name]}")
+        flat, spec = tree_flatten((args, kwargs or {}))
+        _check_shells(flat, name)
+        num_granules = next(len(value.parts) for value in flat if isinstance(value, PerGranule))
+        _check_in_place(name, flat)
+        columns = [
+            value.parts if isinstance(value, PerGranule) else [value] * num_granules
+            for value in flat
+        ]
+        results = []
+        for index, row in enumerate(zip(*columns, strict=True)):
+            row_args, row_kwargs = tree_unflatten(list(row), spec)
+            with rows_of_granule(index, num_granules):
+                results.append(func(*row_args, **row_kwargs))
+        return join(results, name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Show how many granules there are, and the first."""
+        return f"PerGranule({len(self.parts)} granules, the first: {self.parts[0]!r})"
+
+
+_REFUSED = {
+    "backward": "make it one number first with unison.batch_mean(per_sample_losses)",
+    "item": "make it one number first with unison.batch_mean(per_sample_losses)",
+    "__bool__": "each granule may have another truth; make it one number with unison.batch_mean",
+}
+
+
+def _check_shells(flat: list[Any], name: str) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for value in flat:
+            if isinstance(value, PerGranule) and value.grad_fn is not None:
+                raise Bypassed(
+                    f"{name}: an input was computed past torch functions (an autograd.Function, "
+                    "reentrant checkpointing, vmap or compiled code) outside the units; put that "
+                    "part of the model into a unit of its own with fully_shard"
+                )
+
+
+def _check_in_place(name: str, flat: list[Any]) -> None:
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_in_place |= name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    is_in_place |= name in ("__setitem__", "__set__")
+    if is_in_place and isinstance(flat[0], Tensor) and not isinstance(flat[0], PerGranule):
+        raise UnsupportedOperation(
+            f"{name}: a tensor that all granules share is changed by values of one granule"
+        )
+
+
+def join(results: list[Any], name: str) -> Any:
+    """Turn one result per granule into one result of `PerGranule`s.
+
+    Raises:
+        UnsupportedOperation: If a Python value differs between granules, since the model's code can
+            follow only one of them.
+    """
+    columns, specs = zip(*(tree_flatten(result) for result in results), strict=True)
+    joined = []
+    for values in zip(*columns, strict=True):
+        if isinstance(values[0], Tensor):
+            joined.append(PerGranule.of(values))
+        elif all(value == values[0] for value in values):
+            joined.append(values[0])
+        else:
+            raise UnsupportedOperation(
+                f"{name} gives different Python values for different granules: {values[:3]}"
+            )
+    return tree_unflatten(joined, specs[0])
+
+
+def split(value: Any, num_granules: int) -> list[Any]:
+    """One copy of a nested value per granule, each with its own parts."""
+    flat, spec = tree_flatten(value)
+    columns = [
+        item.parts if isinstance(item, PerGranule) else [item] * num_granules for item in flat
+    ]
+    if not columns:
+        return [value] * num_granules
+    return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def num_granules_of(value: Any) -> int:
+    """The number of granules of the first `PerGranule` in a nested value; 0 if there is none."""
+    for item in tree_flatten(value)[0]:
+        if isinstance(item, PerGranule):
+            return len(item.parts)
+    return 0
+
+
+def check_not_bypassed(value: Any, name: str) -> None:
+    """Refuse a result that was computed from shells.
+
+    Raises:
+        Bypassed: If it was.
+    """
+    flat = tree_flatten(value)[0]
+    _check_shells(flat, name)
+    for item in flat:
+        if isinstance(item, Tensor) and not isinstance(item, PerGranule) and item.requires_grad:
+            raise Bypassed(f"the output of {name} is not one value per granule")

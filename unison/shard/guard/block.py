@@ -1,0 +1,319 @@
+"""The guarded block: attaches, watches, raises, detaches."""
+
+import atexit
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from unison import check
+from unison.errors import BadInput, UnisonError
+from unison.shard.guard.channel import Channel, identity
+from unison.shard.guard.intercept import Interceptor, park_terminating_threads
+from unison.shard.guard.judge import Detail, GroupState, RankLost, RankState, Status
+from unison.shard.guard.records import Call, Journal, caller, lines_of
+from unison.shard.guard.signals import Interrupts
+from unison.shard.guard.watcher import Watcher
+
+EXIT_CODE = 86
+"""The exit code of every process whose guard has raised, or could not raise and ended it."""
+
+# Of `timeout`, the part that a rank may lag; the rest is for the report to reach every rank.
+_PATIENCE = 0.5
+_GRACE = 2.0
+# How gloo, NCCL and the stores word the loss of a peer.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|gloo|NCCL|Socket|timed out", re.IGNORECASE
+)
+
+_active: "Guard | None" = None
+_num_entered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_kept: list[Any] = []
+
+
+def guard(timeout: float = 15.0, group: dist.ProcessGroup | None = None) -> "Guard":
+    """Make every rank raise when ranks disagree about collectives or one of them is lost.
+
+    Use it as a context manager, entered by all ranks at the same place. World size 1, or no process
+    group, is a block that does nothing.
+
+    Args:
+        timeout: Seconds within which all ranks raise. A rank that lags behind another for more than
+            half of it counts as stuck, so it must be twice what a rank may lawfully do alone while
+            others wait for it (writing a checkpoint, say).
+        group: The ranks that take part; all by default. Collectives of every group are seen.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        BadInput: If `timeout` is not above 0, or this rank is not in `group`.
+        CollectiveMismatch: Inside the block, on every rank: ranks called different collectives, or
+            a rank skipped one. The message has each rank's call and call site.
+        RankLost: Inside the block, on every rank: a rank died or is silent.
+
+    Guarantees:
+        - The results of the block are the same bits with and without it.
+        - All ranks show the same message, unless the store that carries it is lost.
+        - A rank that is blocked outside of Python prints the message and exits with `EXIT_CODE`.
+          A process that has raised also ends with it, because its groups cannot be freed.
+    """
+    check.positive(timeout=timeout)
+    return Guard(timeout, group)
+
+
+class Guard:
+    """One guarded block; see `guard`."""
+
+    def __init__(self, timeout: float, group: dist.ProcessGroup | None) -> None:
+        self._timeout = timeout
+        self._patience = _PATIENCE * timeout
+        self._group = group
+        self._watcher: Watcher | None = None
+        self._verdict: UnisonError | None = None
+        self._decided, self._delivered = threading.Event(), threading.Event()
+        self._status, self._note = Status.INSIDE, ""
+        self._stack: list[str] = []
+        self._waiting: Call | None = None
+        self._thread = 0
+        self._beat = 0
+        self._identity = identity()
+        self._log: deque[Call] = deque()
+        self._members: dict[str, list[int]] = {}
+        self._journals: dict[str, Journal] = {}
+        self._interceptor = Interceptor(self)
+        self._interrupts = Interrupts(self._on_interrupt, self._on_terminate)
+        self._restore_terminate = lambda: None
+
+    @property
+    def num_collectives(self) -> dict[str, int]:
+        """Collectives that this rank has issued in the block, by the name of the group."""
+        return dict(self._interceptor.numbers)
+
+    def __repr__(self) -> str:
+        return f"Guard(timeout={self._timeout}, num_collectives={self.num_collectives})"
+
+    def __enter__(self) -> "Guard":
+        global _active
+        if _active is not None:
+            raise BadInput("guard() is already on in this process; one guard sees all collectives")
+        if self._delivered.is_set() or self._thread:
+            raise BadInput("this guard was used before; call guard() for a new one")
+        _active = self
+        try:
+            self._thread = threading.get_ident()
+            if dist.is_initialized() and dist.get_world_size(self._group) != 1:
+                self._attach()
+        except BaseException:
+            self._detach()
+            raise
+        return self
+
+    def _attach(self) -> None:
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        rank = dist.get_rank()
+        if dist.get_rank(group) < 0:
+            raise BadInput(f"rank {rank} is not in the group it guards; enter on its members only")
+        number = _num_entered[group] = _num_entered.get(group, 0) + 1
+        prefix = f"unison/guard/{group.group_name}/{number}"
+        store = dist.distributed_c10d._get_default_store()
+        ranks = dist.get_process_group_ranks(group)
+        channel = Channel(store, prefix, rank)
+        self._watcher = Watcher(channel, self, rank, ranks, self._patience, self._timeout)
+        self._restore_terminate = park_terminating_threads(self._on_park)
+        self._interrupts.attach()
+        self._interceptor.attach()
+        self._watcher.start()
+
+    def _detach(self) -> None:
+        global _active
+        _active = None
+        self._interceptor.detach()
+        self._interrupts.detach()
+        self._restore_terminate()
+        if self._watcher is not None and self._watcher.is_alive():
+            self._watcher.stop()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._delivered.set()  # from here on the verdict is raised below, and not by a signal
+        try:
+            if self._watcher is not None:
+                self._leave(error, trace)
+        finally:
+            self._status = Status.LEFT if error is None else Status.FAILED
+            self._detach()
+        if self._verdict is None:
+            return
+        _keep_groups()
+        if error is self._verdict:
+            return
+        if error is None or _is_lost_peer(error):
+            raise self._verdict from error
+
+    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Say that this rank leaves, and linger so that nobody is missed while it can be told."""
+        assert self._watcher is not None
+        if error is None:
+            self._stack = lines_of(caller(sys._getframe(2))[1])
+            self._status, seconds = Status.LEAVING, self._timeout
+        else:
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            self._stack = lines_of(caller(trace.tb_frame if trace else sys._getframe(2))[1])
+            self._note = f"{type(error).__name__}: {error}".partition("\n")[0]
+            # Long enough for the others to read it; a broken connection deserves an explanation.
+            self._status, seconds = Status.FAILED, _GRACE
+            if _is_lost_peer(error):
+                self._watcher.hint()
+                seconds = self._patience + _GRACE
+        if error is not None and error is self._verdict:
+            return
+        self._watcher.hurry()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._watcher.everyone_left:
+            if self._decided.wait(0.02):
+                return
+
+    # ---- told by the interceptor, in the training thread ---------------------------------------
+
+    def issued(self, call: Call, group: dist.ProcessGroup) -> None:
+        """Take note of a call; the watcher reads it from the log."""
+        if self._verdict is not None:
+            self._raise()
+        if call.group not in self._members:
+            self._members[call.group] = dist.get_process_group_ranks(group)
+        self._log.append(call)
+
+    def waiting(self, call: Call | None) -> None:
+        """Take note of what the guarded thread waits for."""
+        if threading.get_ident() == self._thread:
+            self._waiting = call
+
+    def still_waiting(self) -> None:
+        """Raise the verdict, if there is one."""
+        if self._verdict is not None:
+            self._raise()
+        assert self._watcher is not None
+        silent = time.monotonic() - self._watcher.ticked_at
+        if silent > self._patience + 2 * _GRACE:
+            # The watcher hangs in a request: the store's host is stopped, or cut off.
+            here = lines_of(self._waiting.stack)[0] if self._waiting else "(unknown)"
+            self._verdict = RankLost(
+                f"the store has not answered for {silent:.0f} s: what hosts it (rank 0, or the "
+                f"launcher) is stopped or cut off; this rank waits at {here}"
+            )
+            self._raise()
+
+    def explain(self, error: RuntimeError) -> BaseException:
+        """Return the verdict that a broken connection announces, or the error itself."""
+        assert self._watcher is not None
+        self._watcher.hint()
+        self._decided.wait(self._patience + _GRACE)
+        if self._verdict is None:
+            return error
+        self._delivered.set()
+        return self._verdict
+
+    def _raise(self) -> None:
+        assert self._verdict is not None
+        self._delivered.set()
+        raise self._verdict
+
+    def _on_interrupt(self) -> None:
+        if self._verdict is not None and not self._delivered.is_set():
+            self._raise()
+
+    def _on_terminate(self) -> None:
+        """A launcher ends us, most likely because another rank ended: say which, if we can."""
+        if self._watcher is not None and not self._delivered.is_set():
+            self._watcher.hint()
+            self._decided.wait(_GRACE)
+            self._on_interrupt()
+
+    def _on_park(self) -> bool:
+        """Hold a thread that would end the process until the ranks know why."""
+        assert self._watcher is not None
+        self._watcher.hint()
+        return self._decided.wait(self._patience + _GRACE)
+
+    # ---- told by the watcher, in its thread -----------------------------------------------------
+
+    def state(self) -> RankState:
+        """Return a heartbeat."""
+        while self._log:
+            call = self._log.popleft()
+            if call.group not in self._journals:
+                self._journals[call.group] = Journal(self._members[call.group])
+            self._journals[call.group].add(call)
+        self._beat += 1
+        waiting, stack = self._waiting, self._stack
+        if self._status is Status.INSIDE:
+            frame = sys._current_frames().get(self._thread)
+            stack = lines_of(waiting.stack if waiting else caller(frame)[1])
+        return RankState(
+            beat=self._beat,
+            status=self._status,
+            note=self._note,
+            stack=stack or ["(unknown)"],
+            waiting=(waiting.group, waiting.number) if waiting else None,
+            identity=self._identity,
+            groups={name: GroupState(**j.summary()) for name, j in self._journals.items()},
+        )
+
+    def detail(self) -> Detail:
+        """Return the recent calls of each group."""
+        return {name: journal.detail() for name, journal in self._journals.items()}
+
+    def receive(self, verdict: UnisonError) -> None:
+        """Raise the verdict in the training thread; end the process if it cannot be reached."""
+        self._verdict = verdict
+        self._decided.set()
+        until = time.monotonic() + _GRACE
+        while time.monotonic() < until:
+            self._interrupts.interrupt()
+            if self._delivered.wait(0.25):
+                return
+            self._abort_device_groups()
+        print(f"unison.guard: {type(verdict).__name__}: {verdict}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def _abort_device_groups(self) -> None:
+        """Break collectives that run on a GPU, so that a thread that waits for it comes back."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if self._interceptor.is_on_device(group.group_name) and hasattr(group, "abort"):
+                group.abort()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+
+
+def _keep_groups() -> None:
+    """Never free today's groups, and end this process without doing so.
+
+    To free a gloo group is to wait for its threads, and those still wait for the other ranks, or
+    are parked: after a verdict, ranks could wait for each other while they end.
+    """
+    if not _kept:
+        atexit.register(_end_at_once)
+    _kept.extend(dist.distributed_c10d._world.pg_map)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)

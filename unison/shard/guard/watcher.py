@@ -1,0 +1,259 @@
+"""The thread of each process that sends its heartbeats, reads the others', and judges.
+
+[Note: from suspicion to verdict]
+A rank that finds something wrong *asks*; all ranks then publish their recent calls with call sites.
+It writes a report and *proposes* it; the store keeps the first proposal, so that all ranks raise
+one message. Every rank *acknowledges* it, and the leader raises last, because its process may host
+the store that the others still read. Only the leader reads all heartbeats in a large world: one
+request per rank and tick, not one per pair.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from unison.errors import UnisonError
+from unison.shard.guard.channel import Channel, ChannelLost, is_dead
+from unison.shard.guard.judge import (
+    Detail,
+    Finding,
+    Judge,
+    Kind,
+    RankState,
+    Status,
+    error_of,
+    message_of,
+)
+
+_SMALL_WORLD = 16
+_DETAIL_SECONDS = 1.5
+_ACKNOWLEDGE_SECONDS = 2.0
+# Silence that is enough once a collective has failed with a broken connection.
+_SILENCE_AFTER_A_HINT = 3.0
+_SILENT = "its process or machine is gone, stopped, or in a call that holds Python's lock"
+
+
+class Subject(Protocol):
+    """This rank, as the watcher sees it."""
+
+    def state(self) -> RankState:
+        """Return a fresh heartbeat."""
+        ...
+
+    def detail(self) -> Detail:
+        """Return the recent calls of each group."""
+        ...
+
+    def receive(self, verdict: UnisonError) -> None:
+        """Raise the verdict in the training thread, or end the process."""
+
+
+class Watcher(threading.Thread):
+    """Publishes this rank's state and looks after the others'.
+
+    Args:
+        channel: The side channel.
+        subject: This rank.
+        rank: Its number.
+        ranks: All ranks that are guarded together.
+        patience: Seconds that a rank may lag.
+        silence: Seconds that a rank of another machine may be silent; longer, because a call that
+            holds Python's lock silences a rank that is well.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        subject: Subject,
+        rank: int,
+        ranks: Sequence[int],
+        patience: float,
+        silence: float,
+    ) -> None:
+        super().__init__(name="unison-guard", daemon=True)
+        self._channel = channel
+        self._subject = subject
+        self._rank = rank
+        self._others = [r for r in ranks if r != rank]
+        self._silence = silence
+        self._judge = Judge(patience)
+        self._interval = 0.25 if len(ranks) <= _SMALL_WORLD else 1.0
+        self._states: dict[int, RankState] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._is_hinted = False
+        self._is_blind = False
+        self._is_detailed = False
+        self._started_at = self.ticked_at = time.monotonic()
+
+    # ---- called by the training thread --------------------------------------------------------
+
+    def hint(self) -> None:
+        """Look at all ranks now: a collective has failed, or the process is being ended."""
+        self._is_hinted = True
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Tick often from now on; this rank is leaving."""
+        self._interval = 0.05
+        self._wake.set()
+
+    def stop(self, seconds: float = 2.0) -> None:
+        """End the thread; it writes this rank's state once more."""
+        self._stopping.set()
+        self._wake.set()
+        self.join(seconds)
+
+    @property
+    def everyone_left(self) -> bool:
+        """Whether no other rank is inside its guarded block, or nobody can be asked any more."""
+        if self._is_blind:
+            return True
+        states = [self._states.get(r) for r in self._others]
+        return any(s.everyone_left for s in states if s) or all(
+            s is not None and s.status is not Status.INSIDE for s in states
+        )
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Tick until stopped or until there is a verdict."""
+        while not self._stopping.is_set():
+            verdict = self._tick()
+            self.ticked_at = time.monotonic()
+            if verdict is not None:
+                self._subject.receive(verdict)
+                return
+            self._wake.wait(self._interval)
+            self._wake.clear()
+        if not self._is_blind:
+            self._guarded(lambda: self._channel.publish_state(self._own_state()))
+
+    def _tick(self) -> UnisonError | None:
+        own = self._own_state()
+        states = {**self._states, self._rank: own}
+        if not self._is_blind:
+            verdict = self._guarded(lambda: self._exchange(own))
+            if verdict is not None:
+                return verdict
+            states = {**self._states, self._rank: own}
+        finding = self._lost() or self._judge.examine(states, time.monotonic())
+        return self._conclude(finding, states) if finding else None
+
+    def _own_state(self) -> RankState:
+        state = self._subject.state()
+        state.everyone_left = not self._is_blind and self.everyone_left
+        return state
+
+    def _guarded(self, exchange: Callable[[], UnisonError | None]) -> UnisonError | None:
+        """Do something with the store, and go on without it when it is gone."""
+        try:
+            return exchange()
+        except ChannelLost:
+            self._is_blind = True
+            return None
+
+    def _exchange(self, own: RankState) -> UnisonError | None:
+        self._channel.publish_state(own)
+        if self._channel.is_asked:
+            self._publish_detail()
+            found = self._channel.verdict()
+            if found is not None:
+                return self._agreed(*found)
+        now = time.monotonic()
+        for rank, state in self._channel.states(self._whom()).items():
+            self._states[rank] = state
+            if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
+                self._seen[rank] = state.beat, now
+        return None
+
+    def _whom(self) -> list[int]:
+        present = (Status.INSIDE, Status.LEAVING)
+        states = self._states
+        there = [r for r in self._others if r not in states or states[r].status in present]
+        leader = min([*there, self._rank])
+        if leader == self._rank or len(self._others) < _SMALL_WORLD or self._is_hinted:
+            return self._others
+        return [leader]
+
+    def _lost(self) -> Finding | None:
+        now = time.monotonic()
+        silence = min(self._silence, _SILENCE_AFTER_A_HINT) if self._is_hinted else self._silence
+        for rank, state in self._states.items():
+            if state.status is not Status.INSIDE:
+                continue
+            if is_dead(state.identity):
+                return Finding(Kind.LOST, (rank,), why=f"its process {state.identity[1]} has ended")
+            quiet = now - self._seen[rank][1]
+            if quiet > silence and not self._is_blind:
+                why = f"no sign of life for {quiet:.0f} s ({_SILENT})"
+                return Finding(Kind.LOST, (rank,), why=why)
+        return self._lost_store() if self._is_blind else self._absent(now)
+
+    def _lost_store(self) -> Finding | None:
+        """Blame a lost store on rank 0, its host, unless a launcher hosts it or rank 0 had left."""
+        host = self._states.get(0)
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank == 0 or by_launcher or (host and host.status is not Status.INSIDE):
+            return None
+        return Finding(Kind.LOST, (0,), why="the store it hosts no longer answers")
+
+    def _absent(self, now: float) -> Finding | None:
+        absent = [r for r in self._whom() if r not in self._states]
+        if absent and now - self._started_at > self._silence:
+            return Finding(Kind.LOST, tuple(absent), why="it has not entered the guard")
+        return None
+
+    # ---- verdicts -----------------------------------------------------------------------------
+
+    def _publish_detail(self) -> None:
+        if not self._is_detailed:
+            self._is_detailed = True
+            self._channel.publish_detail(self._subject.detail())
+
+    def _conclude(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
+        verdict = None
+        if not self._is_blind:
+            verdict = self._guarded(lambda: self._propose(finding, states))
+        if verdict is None:
+            message = message_of(finding, states, {self._rank: self._subject.detail()})
+            verdict = error_of(finding.kind.value, message)
+        return verdict
+
+    def _propose(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
+        self._channel.ask()
+        self._publish_detail()
+        gone = finding.ranks if finding.kind is Kind.LOST else ()
+        expected = [r for r in self._others if r not in gone and self._answers(r)]
+        until = time.monotonic() + _DETAIL_SECONDS
+        while True:
+            details = self._channel.details([*self._others, self._rank])
+            if all(r in details for r in expected) or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        states = {**states, **self._channel.states(self._whom()), self._rank: self._own_state()}
+        message = message_of(finding, states, details)
+        return self._agreed(*self._channel.propose_verdict(finding.kind.value, message))
+
+    def _answers(self, rank: int) -> bool:
+        state = self._states.get(rank)
+        return state is None or state.status in (Status.INSIDE, Status.LEAVING)
+
+    def _agreed(self, kind: str, message: str) -> UnisonError:
+        """Take the verdict that all ranks take, and let the others read it first if we may host."""
+        living = [
+            r
+            for r in self._others
+            if r in self._states and self._answers(r) and not is_dead(self._states[r].identity)
+        ]
+        until = time.monotonic() + _ACKNOWLEDGE_SECONDS
+        with contextlib.suppress(ChannelLost):  # the verdict is here, which is what counts
+            self._channel.acknowledge()
+            while self._rank == min([*living, self._rank]) and time.monotonic() < until:
+                if self._channel.acknowledged(living):
+                    break
+                time.sleep(0.02)
+        return error_of(kind, message)

@@ -1,0 +1,154 @@
+"""The ranks that share a model, and the collectives they use: the one seam to torch.distributed.
+
+A group of one rank needs no process group at all; its collectives copy. Everything above this file
+runs the same code at every world size. Every call is counted, so that a report can say what went
+over the wire.
+"""
+
+import os
+from collections import Counter
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from unison.errors import BadInput
+
+# torch 2.13 renamed these two; 2.11 knows only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """A collective under way; `wait` returns when its result may be used."""
+
+    def wait(self) -> object:
+        """Wait for the result, on the current stream for a GPU."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Work = _Done()
+
+
+class Ranks:
+    """A group of ranks, this process among them.
+
+    Attributes:
+        rank: This process's index in the group.
+        size: Number of ranks.
+        bytes_sent: Bytes this rank sent, by kind of collective.
+        num_calls: Collectives this rank took part in, by kind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.bytes_sent: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+        self._neighbours: dict[int, Ranks] = {}
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> "Ranks":
+        """The ranks of a one-dimensional mesh, or of the default group.
+
+        Raises:
+            BadInput: If the process was launched as a rank but joined no group, or the mesh has
+                more than one dimension.
+        """
+        if mesh is not None:
+            if mesh.ndim != 1:
+                raise BadInput(f"mesh must have one dimension, found {mesh.ndim}: {mesh}")
+            return cls(mesh.get_group())
+        if dist.is_initialized():
+            return cls(dist.group.WORLD)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise BadInput(
+                "this process is one of several ranks (WORLD_SIZE is set) but has joined no "
+                "process group; call torch.distributed.init_process_group() before sharding"
+            )
+        return cls(None)
+
+    def neighbours(self, size: int) -> "Ranks":
+        """The run of `size` consecutive ranks that holds this one; a collective, cached.
+
+        Raises:
+            BadInput: If the runs would not be equal.
+        """
+        if size not in self._neighbours:
+            if size < 1 or self.size % size:
+                raise BadInput(
+                    f"reshard_after_forward={size} must divide the number of ranks, {self.size}"
+                )
+            self._neighbours[size] = Ranks(None)
+            if size > 1:
+                members = dist.get_process_group_ranks(self.group)
+                # Every rank takes part in the making of every group, its own or not.
+                for start in range(0, self.size, size):
+                    group = dist.new_group(members[start : start + size])
+                    if start <= self.rank < start + size:
+                        assert isinstance(group, dist.ProcessGroup)
+                        self._neighbours[size] = Ranks(group)
+        return self._neighbours[size]
+
+    def gather(self, full: Tensor, shard: Tensor) -> Work:
+        """Start to fill `full` [size * n] with every rank's `shard` [n]."""
+        self._count("gather", full.nbytes - shard.nbytes)
+        if self.size == 1:
+            full.copy_(shard)
+            return DONE
+        return _work(_all_gather(full, shard, group=self.group, async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Work:
+        """Start to sum `full` [size * n] over ranks, each keeping its part in `shard` [n]."""
+        self._count("reduce_scatter", full.nbytes - shard.nbytes)
+        if self.size == 1:
+            shard.copy_(full)
+            return DONE
+        return _work(_reduce_scatter(shard, full, group=self.group, async_op=True))
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        """Start to send row r of `sent` [size, n] to rank r, and to receive a row from each."""
+        self._count("exchange", sent.nbytes * (self.size - 1) // self.size)
+        if self.size == 1:
+            received.copy_(sent)
+            return DONE
+        return _work(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """Add a small tensor over ranks, in place."""
+        self._count("sum", value.nbytes * (self.size - 1) // self.size * 2)
+        if self.size > 1:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def _count(self, kind: str, num_bytes: int) -> None:
+        self.num_calls[kind] += 1
+        self.bytes_sent[kind] += num_bytes
+
+
+def _work(work: Work | None) -> Work:
+    assert work is not None  # async_op=True always gives one
+    return work
+
+
+def same_on_every_rank(ranks: Ranks, values: Tensor) -> bool:
+    """Whether a small integer tensor is equal on all ranks; every rank must call it."""
+    low, high = values.clone(), values.clone()
+    if ranks.size > 1:
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=ranks.group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=ranks.group)
+    return bool(torch.equal(low, high))
+
+
+def checksum(value: Tensor) -> Tensor:  # int64 [2]
+    """Number of bytes and a weighted sum of them, which changes with any one byte."""
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).long()
+    weights = torch.arange(1, len(data) + 1) % 65_521
+    return torch.tensor([len(data), int((data * weights).sum())])
