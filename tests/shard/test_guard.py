@@ -384,7 +384,7 @@ def test_another_shape_does_not_crash(tmp_path):
     # parked thread of gloo's is left behind.
     body = "dist.all_reduce(torch.ones(5 + 3 * rank))"
     codes, outputs = launch(tmp_path, body)
-    assert codes == [EXIT_CODE, EXIT_CODE]
+    assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(outputs)
     for output in outputs:
         assert "rank 0: number 2: all_reduce(float32[5], op=SUM) at program.py:" in output
         assert "rank 1: number 2: all_reduce(float32[8], op=SUM) at program.py:" in output
@@ -400,7 +400,7 @@ def test_ranks_that_wait_for_each_other_end(tmp_path):
         dist.destroy_process_group()
     """
     codes, outputs = launch(tmp_path, body)
-    assert codes == [EXIT_CODE, EXIT_CODE]
+    assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(outputs)
     for output in outputs:
         assert re.search(r"CollectiveMismatch: rank \d did not call collective number 1", output)
 
@@ -413,7 +413,7 @@ def test_ranks_blocked_outside_of_python_exit(tmp_path):
     functional.all_reduce(torch.ones(3), "sum", groups[rank]).sum()
     """
     codes, outputs = launch(tmp_path, body)
-    assert codes == [EXIT_CODE, EXIT_CODE]
+    assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(outputs)
     for output in outputs:
         assert re.search(r"rank \d did not call collective number 1 of group", output)
         assert output.count(f"program.py:{line(body, 'functional.all')} in") >= 2

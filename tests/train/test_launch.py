@@ -1,6 +1,7 @@
 """Local ranks from one call: results, agreed errors, and a rank that breaks."""
 
 import os
+import signal
 
 import pytest
 
@@ -33,7 +34,9 @@ def one_rank_breaks(_):
 
 
 def test_result_of_rank_0_comes_back():
+    before = signal.getsignal(signal.SIGINT)
     assert run_on_local_ranks(add_up, 10, num_ranks=2) == ([10, 11], 2)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_error_of_one_rank_is_the_error_of_all():

@@ -1,6 +1,7 @@
 """Several local ranks from one command, through torch's own launcher."""
 
 import os
+import signal
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ def run_on_local_ranks(
         max_restarts=0,
         monitor_interval=0.1,
     )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         outcomes = elastic_launch(launch, _run_one)(work, config, num_ranks)
     except ChildFailedError as error:
@@ -63,6 +65,9 @@ def run_on_local_ranks(
         raise RankFailed(f"rank {rank} failed:\n{_traceback_of(failure)}") from None
     except SignalException:
         raise KeyboardInterrupt from None
+    finally:
+        for number, handler in handlers.items():  # the launcher leaves its own behind
+            signal.signal(number, handler)
     result, met = outcomes[0]
     if met is not None:
         raise met

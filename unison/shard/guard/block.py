@@ -74,6 +74,7 @@ class Guard:
 
     def __init__(self, timeout: float, group: dist.ProcessGroup | None) -> None:
         self._timeout = timeout
+        self._has_raised = False  # the verdict, in the guarded thread
         self._patience = _PATIENCE * timeout
         self._group = group
         self._watcher: Watcher | None = None
@@ -160,7 +161,9 @@ class Guard:
         _keep_groups()
         if error is self._verdict:
             return
-        if error is None or _is_lost_peer(error):
+        # Not an error of this rank's own, but what a peer's end looked like from here, or what some
+        # library made of the verdict when it was raised in the midst of its code.
+        if error is None or _is_lost_peer(error) or self._has_raised:
             raise self._verdict from error
 
     def _leave(self, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -230,6 +233,7 @@ class Guard:
     def _raise(self) -> None:
         assert self._verdict is not None
         self._delivered.set()
+        self._has_raised = True
         raise self._verdict
 
     def _on_interrupt(self) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from unison.errors import UnisonError
 
 
-class CollectiveMismatch(UnisonError, RuntimeError):
+class CollectiveMismatch(UnisonError):
     """Ranks called different collectives, or one of them skipped one."""
 
 
-class RankLost(UnisonError, RuntimeError):
+class RankLost(UnisonError):
     """A rank died, or has given no sign of life for too long."""
 
 
