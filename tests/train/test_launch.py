@@ -4,7 +4,9 @@ import os
 import signal
 
 import pytest
+import torch
 
+import unison
 from unison.errors import BadInput, Diverged
 from unison.train.launch import RankFailed, run_on_local_ranks
 from unison.train.world import join_world
@@ -33,6 +35,12 @@ def one_rank_breaks(_):
         world.agree(lambda: None)
 
 
+def one_rank_calls_alone(_):
+    with join_world("cpu") as world, unison.guard():
+        if world.rank == 0:
+            world.sum(torch.ones(1))
+
+
 def test_result_of_rank_0_comes_back():
     before = signal.getsignal(signal.SIGINT)
     assert run_on_local_ranks(add_up, 10, num_ranks=2) == ([10, 11], 2)
@@ -47,6 +55,12 @@ def test_error_of_one_rank_is_the_error_of_all():
 def test_bug_on_one_rank_shows_its_traceback():
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed:.*one_rank_breaks.*a bug on purpose"):
         run_on_local_ranks(one_rank_breaks, None, num_ranks=2)
+
+
+def test_guard_names_the_collective_that_one_rank_called_alone():
+    """Note 000, bug 3."""
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 did not call .*one_rank_calls_alone"):
+        run_on_local_ranks(one_rank_calls_alone, None, num_ranks=2)
 
 
 def test_ranks_do_not_start_ranks(monkeypatch):

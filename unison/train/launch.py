@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from unison.errors import BadInput, UnisonError
+from unison.shard import CollectiveMismatch, RankLost
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -81,6 +82,8 @@ def _run_one(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     try:
         return work(config), None
+    except (CollectiveMismatch, RankLost):
+        raise  # after these a process cannot end in peace, so no value would come back
     except UnisonError as error:
         return None, error
 
