@@ -213,8 +213,19 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def overlap(total: int, repeats: int, batch: int = 8, tokens: int = 1024) -> dict[str, Any]:
-    """Time a backward pass alone, with noise after it, and with noise on a side stream."""
+def overlap(
+    total: int, repeats: int, batch: int, *, is_queued: bool, tokens: int = 1024
+) -> dict[str, Any]:
+    """Time a backward pass alone, with noise after it, and with noise on a side stream.
+
+    Args:
+        total: Number of noise values.
+        repeats: How often each is timed.
+        batch: Rows of the batch.
+        is_queued: Whether the host queues the whole pass before it starts, so that the GPU is never
+            idle (as with CUDA graphs); otherwise it launches kernel by kernel, as eager code does.
+        tokens: Tokens per row.
+    """
     d, num_layers = 1280, 36  # GPT-2 large: 0.71 G parameters in its blocks
     with torch.device("cuda"):
         blocks = nn.ModuleList(Block(d, 20) for _ in range(num_layers)).to(torch.bfloat16)
@@ -237,7 +248,8 @@ def overlap(total: int, repeats: int, batch: int = 8, tokens: int = 1024) -> dic
         torch.cuda.synchronize()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(compute):
-            torch.cuda._sleep(10 * SLEEP_CYCLES)  # the host queues the passes meanwhile
+            if is_queued:
+                torch.cuda._sleep(10 * SLEEP_CYCLES)  # the host queues the passes meanwhile
             start.record()
             side.wait_stream(compute)
             if is_noise_beside:
@@ -270,6 +282,7 @@ def overlap(total: int, repeats: int, batch: int = 8, tokens: int = 1024) -> dic
         "num_noise_values": total,
         "num_parameters": sum(p.numel() for p in blocks.parameters()),
         "tokens": batch * tokens,
+        "is_queued": is_queued,
         "ratio_beside_over_backward_alone": medians["backward_beside_noise"] / medians["backward"],
         "ratio_after_over_backward_alone": medians["backward_then_noise"] / medians["backward"],
         "fraction_of_noise_hidden": 1 - beside / alone,
@@ -322,10 +335,9 @@ def main() -> None:
         }
         figures["gpu_throughput"] = gpu_throughput(arguments.values, arguments.repeats)
         torch.cuda.empty_cache()
-        # Batches of 8 × 1024 and 2 × 1024 tokens: a backward pass that fills the GPU, and one that
-        # leaves room beside it.
         figures["gpu_overlap"] = [
-            overlap(arguments.values, min(arguments.repeats, 7), batch) for batch in (8, 2)
+            overlap(arguments.values, min(arguments.repeats, 7), batch, is_queued=is_queued)
+            for batch, is_queued in ((8, True), (2, True), (2, False))
         ]
     path = write_result(f"rng-{arguments.device}", figures)
     print(path.read_text())
