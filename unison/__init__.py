@@ -19,6 +19,7 @@ from unison.shard import (
     fully_shard,
     grad_norm,
     guard,
+    memory_report,
     param_groups,
     param_norm,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "fully_shard",
     "grad_norm",
     "guard",
+    "memory_report",
     "param_groups",
     "param_norm",
     "per_sample_loss",

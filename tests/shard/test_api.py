@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import DECODER, GPT2, per_sample_loss, shard, tokens
 from unison.errors import BadInput, UnsupportedOperation
-from unison.models import build
+from unison.models import build, count_parameters
 from unison.shard import (
     auto_shard,
     batch_mean,
@@ -22,8 +22,10 @@ from unison.shard import (
     full_parameters,
     fully_shard,
     grad_norm,
+    memory_report,
     param_groups,
     param_norm,
+    unit_memory,
     units_of,
 )
 
@@ -385,3 +387,21 @@ def different_batches(world: World) -> str:
 
 def test_deal_refuses_different_batches():
     assert all("without a DistributedSampler" in t for t in run_on_ranks(2, different_batches))
+
+
+def reported(world: World) -> tuple[list, str]:
+    model = auto_shard(build(GPT2))
+    return unit_memory(model), memory_report(model)
+
+
+def test_memory_report_counts_what_is_held():
+    units, text = run_on_ranks(2, reported)[0]
+    assert [unit.name for unit in units] == ["root", "layers.0", "layers.1", "layers.2"]
+    assert sum(unit.num_parameters for unit in units) == count_parameters(build(GPT2))
+    for unit in units:
+        assert unit.full == 2 * unit.shard
+        assert unit.gradient == unit.shard
+        assert unit.shard * 2 >= unit.num_parameters * 4
+        assert unit.name in text
+    alone = run_on_ranks(1, reported)[0][0]
+    assert all(unit.full == 0 for unit in alone)

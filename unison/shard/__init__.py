@@ -5,6 +5,7 @@ from unison.shard.deal import BatchPlan, DealtLoader, batch_mean, current_plan, 
 from unison.shard.digest import digest, fingerprint, full_parameters
 from unison.shard.granules import PerGranule
 from unison.shard.guard import CollectiveMismatch, RankLost, compare_across_ranks, guard
+from unison.shard.memory import UnitMemory, memory_report, unit_memory
 from unison.shard.norms import clip_grad_norm_, grad_norm, param_norm
 from unison.shard.optimizers import param_groups
 from unison.shard.unit import units_of
@@ -15,6 +16,7 @@ __all__ = [
     "DealtLoader",
     "PerGranule",
     "RankLost",
+    "UnitMemory",
     "auto_shard",
     "batch_mean",
     "clip_grad_norm_",
@@ -28,7 +30,9 @@ __all__ = [
     "fully_shard",
     "grad_norm",
     "guard",
+    "memory_report",
     "param_groups",
     "param_norm",
+    "unit_memory",
     "units_of",
 ]
