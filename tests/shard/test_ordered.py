@@ -55,10 +55,13 @@ def test_granule_is_part_of_the_mechanism():
     assert one["digest"] != two["digest"]
 
 
-def test_eight_ranks():
-    case = {"config": ODD, "counts": (8, 3), "options": {"reshard_after_forward": 2}}
-    plain = {"config": ODD, "counts": (8, 3)}
-    assert run_on_ranks(8, run, case)[0] == run_on_ranks(1, run, plain)[0]
+def test_more_ranks():
+    case = {"config": ODD, "counts": (8, 3)}
+    alone = run_on_ranks(1, run, case)[0]
+    for size in (5, 6):
+        assert run_on_ranks(size, run, case)[0] == alone
+    split_between_pairs = {**case, "options": {"reshard_after_forward": 2}}
+    assert run_on_ranks(8, run, split_between_pairs)[0] == alone
 
 
 @pytest.mark.parametrize("granule", [1, 2])
