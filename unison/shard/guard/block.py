@@ -234,6 +234,7 @@ class Guard:
         assert self._verdict is not None
         self._delivered.set()
         self._has_raised = True
+        _keep_groups()  # here and not only in __exit__, which a signal may cut short
         raise self._verdict
 
     def _on_interrupt(self) -> None:
