@@ -287,7 +287,7 @@ def _fill(
 
 
 # Cipher blocks in a tile and warps, by cipher: one ChaCha20 block, or two Philox blocks, a thread.
-# ChaCha20 goes by single warps: they are as fast alone (within 2 %), and make way sooner for a
+# ChaCha20 goes by single warps: they are as fast alone (within 3 %), and make way sooner for a
 # backward pass that runs beside them (60 % of the noise hidden instead of 47 %, on an H200).
 LAUNCH: dict[Cipher, dict[str, int]] = {
     Cipher.PHILOX: {"TILE": 256, "num_warps": 4},
