@@ -8,6 +8,9 @@ from unison.models import per_sample_loss
 from unison.shard import (
     BatchPlan,
     CollectiveMismatch,
+    CPUOffload,
+    GradScaler,
+    MixedPrecision,
     RankLost,
     auto_shard,
     batch_mean,
@@ -29,8 +32,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "BatchPlan",
+    "CPUOffload",
     "CollectiveMismatch",
     "Diverged",
+    "GradScaler",
+    "MixedPrecision",
     "RankLost",
     "UnisonError",
     "UnsupportedOperation",

@@ -8,12 +8,17 @@ from unison.shard.guard import CollectiveMismatch, RankLost, compare_across_rank
 from unison.shard.memory import UnitMemory, memory_report, unit_memory
 from unison.shard.norms import clip_grad_norm_, grad_norm, param_norm
 from unison.shard.optimizers import param_groups
+from unison.shard.policies import CPUOffload, MixedPrecision
+from unison.shard.scaler import GradScaler
 from unison.shard.unit import units_of
 
 __all__ = [
     "BatchPlan",
+    "CPUOffload",
     "CollectiveMismatch",
     "DealtLoader",
+    "GradScaler",
+    "MixedPrecision",
     "PerGranule",
     "RankLost",
     "UnitMemory",

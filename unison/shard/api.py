@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,7 +15,8 @@ from unison.shard.engine import install
 from unison.shard.flat_group import ParameterInfo, Use
 from unison.shard.names import canonical_name
 from unison.shard.optimizers import watch_optimizers
-from unison.shard.ranks import Ranks
+from unison.shard.policies import MixedPrecision, as_offload, as_precision
+from unison.shard.ranks import Axes, Ranks
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,6 +29,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int = True,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
     reducer: str = "fast",
     gradient_divisor: str | float = "world_size",
 ) -> M:
@@ -37,12 +42,18 @@ def fully_shard(
 
     Args:
         module: What to shard. A parameter belongs to the first call that reaches it.
-        mesh: A one-dimensional device mesh; all ranks of the default group by default. Without a
-            process group the world has one rank.
+        mesh: A device mesh of one dimension, or of two for copies of the sharded model (replicate,
+            shard); all ranks of the default group by default. Without a process group the world
+            has one rank. Parameters that lie on another kind of device than the mesh's are moved.
         reshard_after_forward: True frees the full parameters after the forward pass and gathers
             them again for the backward pass (ZeRO-3); False keeps them (ZeRO-2); a number n keeps
             them split over n neighbouring ranks in between. The root keeps them in any case, since
             its backward pass comes first.
+        mp_policy: In which dtypes to compute and to sum: a `unison.MixedPrecision`, or FSDP2's
+            `MixedPrecisionPolicy`. By default all happens in the parameters' own dtype, sums of
+            shorter ones in float32.
+        offload_policy: What lives in the host's memory: a `unison.CPUOffload`, or FSDP2's
+            `CPUOffloadPolicy`.
         reducer: `"fast"`, the backend's own reduce-scatter, or `"ordered"`, the same bits at every
             world size; that one needs a loader from `unison.deal(loader, granule=...)` and
             `gradient_divisor=1`.
@@ -64,23 +75,26 @@ def fully_shard(
             f"{type(module).__name__} is sharded already; call fully_shard once per module, "
             "children before their parents"
         )
-    ranks = Ranks.of(mesh)
-    divisor = _checked_divisor(gradient_divisor, ranks)
+    axes = Axes.of(mesh)
+    divisor = _checked_divisor(gradient_divisor, axes.all)
     if reducer == "ordered" and gradient_divisor != 1:  # on one rank too: the loop must not differ
         raise BadInput(
             "the ordered reducer needs gradient_divisor=1 and a loss made by unison.batch_mean: a "
             "mean over one rank's samples has other bits at other world sizes"
         )
     options = UnitOptions(
-        reshard_after_forward=_checked_reshard(reshard_after_forward, ranks),
+        reshard_after_forward=_checked_reshard(reshard_after_forward, axes.shard),
         reducer=reducer,
         gradient_divisor=divisor,
+        precision=as_precision(mp_policy),
+        offload=as_offload(offload_policy),
     )
     parameters = collect_parameters(module)
     if not parameters and not any(unit_of(child) for child in module.modules()):
         raise BadInput(f"{type(module).__name__} has no parameters to shard")
     name = type(module).__name__
-    unit = Unit(module, name, parameters, ranks, options)
+    unit = Unit(module, name, parameters, axes, options, _device_of(mesh, parameters))
+    _cast_buffers(module, options.precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)
     watch_optimizers()
@@ -96,13 +110,17 @@ def auto_shard(
         module: The model.
         policy: Which submodules become units; by default the members of a `ModuleList` or
             `Sequential` of at least two modules of one class that hold parameters.
-        options: Passed on to `fully_shard`.
+        options: Passed on to `fully_shard`. The output dtype of `mp_policy` is that of the model;
+            blocks hand on what they compute in.
 
     Returns:
         The same module.
     """
+    of_block = dict(options)
+    if options.get("mp_policy") is not None:
+        of_block["mp_policy"] = replace(as_precision(options["mp_policy"]), output=None)
     for block in find_blocks(module) if policy is None else _chosen(module, policy):
-        fully_shard(block, **options)  # type: ignore[arg-type]
+        fully_shard(block, **of_block)  # type: ignore[arg-type]
     return fully_shard(module, **options)  # type: ignore[arg-type]
 
 
@@ -165,6 +183,35 @@ def _chosen(module: nn.Module, policy: Callable[[nn.Module], bool]) -> list[nn.M
     # Children before parents; the root itself comes last in any case.
     chosen = [child for child in module.modules() if child is not module and policy(child)]
     return list(reversed(chosen))
+
+
+def _device_of(mesh: DeviceMesh | None, parameters: list[ParameterInfo]) -> torch.device | None:
+    """Where the parameters are to compute: where they are, unless the mesh is of another kind."""
+    if mesh is None or not parameters:
+        return None
+    device = parameters[0].value.device
+    if device.type in ("meta", mesh.device_type):
+        return device
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
+    """Cast the floating-point buffers that no unit below the module has."""
+    if precision.buffers is None:
+        return
+    below = {
+        id(inner)
+        for child in module.modules()
+        if child is not module and unit_of(child) is not None
+        for inner in child.modules()
+    }
+    for child in module.modules():
+        if id(child) not in below:
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(precision.buffers)
 
 
 def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:

@@ -2,11 +2,10 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -32,6 +31,7 @@ class BatchPlan:
             rank has none.
         is_granular: Whether the batch's tensors come as one value per granule.
         closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
+        ranks: The ranks that share the batch.
     """
 
     step: int
@@ -42,6 +42,7 @@ class BatchPlan:
     granule_ids: tuple[int, ...]
     is_granular: bool
     closes_logical_batch: bool
+    ranks: Ranks = field(repr=False, compare=False)
 
     @property
     def num_granules(self) -> int:
@@ -108,6 +109,7 @@ def plan_batch(
             granule_ids=tuple(mine[index * per_pass : (index + 1) * per_pass]) or (num_granules,),
             is_granular=is_granular,
             closes_logical_batch=index == num_passes - 1,
+            ranks=ranks,
         )
         for index in range(num_passes)
     ]
@@ -186,7 +188,7 @@ def deal(
     Args:
         loader: Any iterable of tensors, or of tuples, lists and dicts of them, with samples along
             dimension 0.
-        mesh: The ranks to deal to; all by default.
+        mesh: The ranks to deal to, in the mesh's order; all by default.
         granule: Samples per granule. Given, tensors come as one value per granule, which the
             ordered reducer needs; the size is part of the experiment and changes the bits. None
             hands out plain tensors.
@@ -261,8 +263,7 @@ def _sum_of_granules(sums: Tensor, plan: BatchPlan) -> Tensor:
     """Add the granules' sums of all ranks in the canonical tree."""
     slots = sums.new_zeros(plan.num_granules + 1)  # the last one takes a ghost's
     slots[list(plan.granule_ids)] = sums
-    if len(plan.edges) > 2:
-        dist.all_reduce(slots)  # each slot has one owner, all others add 0.0: exact
+    plan.ranks.sum_(slots)  # each slot has one owner, all others add 0.0: exact
     total = TreeSum()
     for value in slots[:-1]:
         total.push(value.clone())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unison.shard.dtensors import show_shards, whole
 from unison.shard.names import canonical_name
 from unison.shard.unit import Unit, units_of
 
@@ -17,7 +18,8 @@ def digest(module: nn.Module) -> str:
     """One hash of all parameters: names, shapes, dtypes and bits.
 
     It is the same at every world size, and the same for a sharded module and a plain one that hold
-    equal parameters. On a sharded module every rank must call it; one unit is gathered at a time.
+    equal parameters, whether unison or torch's own FSDP2 shards it. On a sharded module every rank
+    must call it; one unit is gathered at a time.
     """
     hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
     return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
@@ -26,8 +28,10 @@ def digest(module: nn.Module) -> str:
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, full parameter), unit by unit; every rank must iterate to the end.
 
-    A tied parameter comes once, under its first name.
+    A tied parameter comes once, under its first name. Under torch's own FSDP2 parameters come one
+    by one.
     """
+    show_shards(module)
     units = units_of(module)
     names = {id(value): canonical_name(name) for name, value in module.named_parameters()}
     owned = set()
@@ -36,19 +40,15 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owned |= {id(piece) for group in unit.groups for piece in group.pieces}
     for _, value in module.named_parameters():
         if id(value) not in owned:
-            yield names[id(value)], value.detach()
+            yield names[id(value)], whole(value)
 
 
 def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    unit.finish_gather()
-    try:
-        for group in unit.groups:
-            for slot, piece in zip(group.slots, group.pieces, strict=True):
-                flat = group.full.detach()[slot.offset : slot.offset + slot.numel]
-                # A copy: a numpy view of the buffer itself would keep it from being freed.
-                yield names[id(piece)], flat.view(slot.shape).clone()
-    finally:
-        unit.free()
+    for group in unit.groups:
+        full = group.gathered()
+        for slot, piece in zip(group.slots, group.pieces, strict=True):
+            flat = full[slot.offset : slot.offset + slot.numel]
+            yield names[id(piece)], flat.view(slot.shape).clone()
 
 
 def _hash(name: str, value: Tensor) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
@@ -90,7 +90,7 @@ class Context:
             self._depth -= 1
             if self._depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
                 for each in self.units:
-                    each.free()  # no backward pass will come to do it
+                    each.end_inference()  # no backward pass will come to do it
 
     def _begin_forward(self) -> None:
         if self._is_in_backward:  # the last backward pass ended in an exception
@@ -110,7 +110,7 @@ class Context:
         if not self._has_compared_data and torch.is_grad_enabled():
             self._has_compared_data = True
             if current_plan() is None:
-                warn_of_same_data(self.root.ranks, inputs)
+                warn_of_same_data(self.root.axes.all, inputs)
 
     def note_forward(self, unit: Unit) -> None:
         """Put a unit into the order of the forward pass, and start to gather its successor."""
@@ -206,6 +206,8 @@ class Context:
             self.finish_reduce(self._reducing[0])
         for unit in self.units:
             unit.end_backward()
+        for unit in self.units:
+            unit.settle()
         self._is_in_backward = False
 
     def abandon(self) -> None:
@@ -213,8 +215,7 @@ class Context:
         self._reducing = []
         self._is_in_backward = False
         for unit in self.units:
-            unit.forget_gradients()
-            unit.end_backward()
+            unit.abandon()
 
 
 def context_of(unit: Unit) -> Context:
@@ -244,6 +245,9 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     context = context_of(unit)
     is_recompute = backward_task() != NO_TASK
     context.check_first_use((args, kwargs))
+    precision = unit.options.precision
+    if precision.cast_inputs:
+        args, kwargs = _cast((args, kwargs), precision.param)
     with context.entered(unit):
         unit.finish_gather()
         if not is_recompute:
@@ -253,7 +257,20 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = _compute(unit, context, args, kwargs)
         if not is_recompute and not context.keeps_full(unit):
             unit.free_after_forward()
+        output = _cast(output, precision.output)
         return before_backward(output, functools.partial(context.begin_backward_of, unit))
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Cast every floating-point tensor in a nested value."""
+    if dtype is None:
+        return value
+    return tree_map(
+        lambda item: (
+            item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+        ),
+        value,
+    )
 
 
 def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,23 @@ def check_same_model(units: list[Unit]) -> None:
         for group in unit.groups:
             for slot in group.slots:
                 items[f"{unit.name}: {slot.name}"] = (slot.shape, group.dtype, group.requires_grad)
-    compare_across_ranks("the sharded model", items, units[0].ranks.group)
+    everyone = units[0].axes.all
+    compare_across_ranks("the sharded model", items, everyone.group)
+    _check_same_start(units, everyone)
+
+
+def _check_same_start(units: list[Unit], everyone: Ranks) -> None:
+    """Refuse ranks that each kept a part of another model, built from another seed."""
+    starts = {
+        f"initial values of {unit.name}: {slot.name}": value
+        for unit in units
+        for group in unit.groups
+        for slot, value in zip(group.slots, group.unchanged_start(), strict=True)
+    }
+    device = next((group.device for unit in units for group in unit.groups), None)
+    is_known = torch.tensor([float(None not in starts.values())], device=device)
+    if everyone.sum_(is_known).item() == everyone.size:
+        compare_across_ranks("the sharded model", starts, everyone.group)
 
 
 def warn_of_same_data(ranks: Ranks, inputs: Any) -> None:

@@ -2,12 +2,17 @@
 
 [Note: sharded and full] Two tensors, never one with two meanings:
 
-* `shard` [shard length] is this rank's part. It always exists. The parameters that the module's
-  `named_parameters()` shows and the optimizer updates are one-dimensional views of it, the *pieces*
-  (empty where the rank holds nothing of a parameter).
-* `full` [padded length] holds all ranks' shards while a forward or backward pass needs them. Its
-  storage is resized to nothing in between, rather than the tensor dropped, so that what autograd
-  saved in the forward pass still points to it when it is filled again for the backward pass.
+* `shard` [shard length] is this rank's part, in the dtype the parameters had, on the device or in
+  the host's memory. It always exists. The parameters that the module's `named_parameters()` shows
+  and the optimizer updates are one-dimensional views of it, the *pieces* (empty where the rank
+  holds nothing of a parameter).
+* `full` [padded length] holds all ranks' shards, in the dtype they compute in, while a forward or
+  backward pass needs them. Its storage is resized to nothing in between, rather than the tensor
+  dropped, so that what autograd saved in the forward pass still points to it when it is filled
+  again for the backward pass.
+
+Where one rank holds everything, in the dtype and on the device it computes with, `full` *is*
+`shard`: nothing is copied and nothing freed.
 
 The computation sees *leaves*: views of `full` in the parameters' own shapes that require gradients.
 There is one set of them per granule (see engine.py): each granule's gradient arrives apart.
@@ -20,10 +25,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from unison.shard.gradient import as_shard_gradient
 from unison.shard.layout import FlatLayout, Piece, Slot
-from unison.shard.ranks import DONE, Ranks, Work
+from unison.shard.policies import CPUOffload, MixedPrecision
+from unison.shard.ranks import DONE, Axes, Ranks, Work
 
 ORIGINAL_SHAPE = "_unison_original_shape"  # on a piece: the shape of the whole parameter
+RECIPE = "_unison_recipe"  # on a parameter built under `meta_init`: how to make its values
 
 
 class Phase(Enum):
@@ -52,65 +60,137 @@ class ParameterInfo:
 
 
 class FlatGroup:
-    """Parameters of one unit that share dtype and `requires_grad`."""
+    """Parameters of one unit that share dtype and `requires_grad`.
+
+    Attributes:
+        axes: The ranks: `axes.shard` share this buffer, `axes.replicas` hold the same part.
+        dtype: Of the shard, the pieces and their gradients.
+        compute_dtype: Of `full` and the leaves.
+        reduce_dtype: In which gradients are summed.
+        device: Where the parameters compute.
+        recipes: How to make each parameter's initial values, where it was built without memory.
+    """
 
     def __init__(
-        self, parameters: list[ParameterInfo], ranks: Ranks, neighbours: Ranks | None = None
+        self,
+        parameters: list[ParameterInfo],
+        axes: Axes,
+        *,
+        device: torch.device,
+        neighbours: Ranks | None = None,
+        precision: MixedPrecision | None = None,
+        offload: CPUOffload | None = None,
     ) -> None:
         first = parameters[0].value
-        self.ranks = ranks
+        precision = precision or MixedPrecision()
+        self.axes, self.ranks = axes, axes.shard
         self._neighbours = neighbours  # who shares the parameters between forward and backward
-        self._kept: Tensor | None = None
-        self.dtype, self.device = first.dtype, first.device
+        self._offload = offload
+        self.dtype = first.dtype
+        self.compute_dtype = precision.param_dtype(self.dtype)
+        self.reduce_dtype = precision.reduce_dtype(self.dtype)
         self.requires_grad = first.requires_grad
         self.uses = [parameter.uses for parameter in parameters]
+        self.recipes = [getattr(parameter.value, RECIPE, None) for parameter in parameters]
         self.layout = FlatLayout.of((p.name, tuple(p.value.shape)) for p in parameters)
+        self._make_memory(device)
+        self.pieces = [self._make_piece(place) for place in self.piece_places()]
+        for parameter, piece, place in zip(
+            parameters, self.pieces, self.piece_places(), strict=True
+        ):
+            if not parameter.value.is_meta:
+                flat = parameter.value.detach().reshape(-1)
+                piece.data.copy_(flat[place.start : place.stop])
+        self._start = [
+            _sum_of_bits(parameter.value.detach())
+            for parameter in parameters
+            if axes.all.size > 1 and not parameter.value.is_meta
+        ]
+        self._start_version = self.shard._version
+
+    def _make_memory(self, device: torch.device) -> None:
+        """Give the buffers memory on a device, the shard zeros; `full` stays empty."""
+        self.device = device
+        is_hosted = self._offload is not None and device.type != "meta"
         self.shard = torch.zeros(
-            self.layout.shard_length(ranks.size), dtype=self.dtype, device=self.device
+            self.layout.shard_length(self.ranks.size),
+            dtype=self.dtype,
+            device="cpu" if is_hosted else device,
+            pin_memory=is_hosted and self._pins,
         )
-        self.full = torch.empty(
-            self.layout.padded_length(ranks.size), dtype=self.dtype, device=self.device
+        self.is_alias = (
+            self.ranks.size == 1
+            and self.compute_dtype == self.dtype
+            and (self._offload is None or device.type == "meta")
         )
-        self._full_bytes = self.full.untyped_storage().nbytes()
-        self.phase = Phase.SHARDED
-        self._work: Work = DONE
-        self._gathered_version = self._kept_version = -1
-        self.pieces: list[nn.Parameter] = []
-        for parameter, piece in zip(parameters, self.piece_places(), strict=True):
-            self._adopt(parameter.value, piece)
-        if ranks.size == 1:
-            # One rank's shard *is* the whole: nothing is copied, and nothing ever freed.
+        if self.is_alias:
             self.full = self.shard.detach()
             self.phase = Phase.FULL
         else:
+            self.full = torch.empty(
+                self.layout.padded_length(self.ranks.size), dtype=self.compute_dtype, device=device
+            )
+            self._full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
+            self.phase = Phase.SHARDED
+        self._work: Work = DONE
+        self._gathered_version = self._kept_version = self._resident_version = -1
+        self._sent: Tensor | None = None  # what a running gather reads
+        self._kept: Tensor | None = None  # what neighbours hold between forward and backward
+        self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
         self._leaves: dict[int, list[Tensor]] = {}
+        self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
+
+    @property
+    def _pins(self) -> bool:
+        is_asked = self._offload is not None and self._offload.pin_memory
+        return is_asked and torch.cuda.is_available()
+
+    def _make_piece(self, place: Piece) -> nn.Parameter:
+        view = self.shard.narrow(0, place.shard_offset, place.numel)
+        piece = nn.Parameter(view, requires_grad=self.requires_grad)
+        setattr(piece, ORIGINAL_SHAPE, place.slot.shape)
+        return piece
+
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters that were sharded without memory their zeros; the pieces stay the same.
+
+        An optimizer that was made before goes on holding the right parameters.
+        """
+        self._make_memory(device)
+        for piece, place in zip(self.pieces, self.piece_places(), strict=True):
+            torch.utils.swap_tensors(piece, self._make_piece(place))
+
+    def unchanged_start(self) -> list[int | None]:
+        """A sum over the bits of each whole parameter, as it was sharded and still is.
+
+        Ranks that built their models from different seeds would each keep a part of another model.
+        None where nothing can be said: values were loaded or drawn after sharding.
+        """
+        if not self._start or self.shard._version != self._start_version:
+            return [None] * len(self.slots)
+        return torch.stack(self._start).tolist()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The places of the parameters."""
         return self.layout.slots
 
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of `full` while it has memory of its own."""
+        return 0 if self.is_alias else self._full_bytes
+
     def piece_places(self) -> list[Piece]:
         """What this rank holds of each parameter."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
-
-    @torch.no_grad()
-    def _adopt(self, parameter: nn.Parameter, piece: Piece) -> None:
-        """Copy this rank's piece of a parameter into the shard and make the piece a parameter."""
-        view = self.shard.narrow(0, piece.shard_offset, piece.numel)
-        if not parameter.is_meta:
-            view.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
-        part = nn.Parameter(view, requires_grad=self.requires_grad)
-        setattr(part, ORIGINAL_SHAPE, piece.slot.shape)
-        self.pieces.append(part)
 
     # --- gather and free -------------------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
         if self.phase is not Phase.SHARDED:
-            if self.ranks.size == 1 or self._gathered_version == self.shard._version:
+            if self.is_alias or self._gathered_version == self.shard._version:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
         self.full.untyped_storage().resize_(self._full_bytes)
@@ -121,24 +201,45 @@ class FlatGroup:
             assert self._neighbours is not None
             self._work = self._neighbours.gather(self.full.data, self._kept)
         else:
-            self._work = self.ranks.gather(self.full.data, self.shard.detach())
+            self._sent = self._part_to_send()
+            self._work = self.ranks.gather(self.full.data, self._sent)
         self.phase = Phase.GATHERING
+
+    def _part_to_send(self) -> Tensor:
+        """This rank's part as a gather takes it: on the device, in the computing dtype."""
+        shard = self.shard.detach()
+        if self._offload is not None and not self._offload.parameters:
+            if self._resident is None or self._resident_version != self.shard._version:
+                self._resident = self._on_device(shard)
+                self._resident_version = self.shard._version
+            return self._resident
+        if self.ranks.size == 1:
+            return shard  # a gather of one rank is a copy, which casts and moves by itself
+        if self._offload is None and self.compute_dtype == self.dtype:
+            return shard
+        return self._on_device(shard)
+
+    def _on_device(self, shard: Tensor) -> Tensor:
+        copy = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
+        return copy.copy_(shard, non_blocking=True)
 
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
         self.start_gather()
         if self.phase is Phase.GATHERING:
-            self._work.wait()
-            self._work = DONE
+            self._end_work()
             self.phase = Phase.FULL
+
+    def _end_work(self) -> None:
+        self._work.wait()
+        self._work, self._sent = DONE, None
 
     def free(self) -> None:
         """Give the memory of `full` back."""
-        if self.ranks.size == 1:
+        if self.is_alias:
             return
         if self.phase is Phase.GATHERING:
-            self._work.wait()
-            self._work = DONE
+            self._end_work()
         self.full.untyped_storage().resize_(0)
         self.phase = Phase.SHARDED
 
@@ -153,7 +254,67 @@ class FlatGroup:
     def end_backward(self) -> None:
         """Give all memory back that only this step needed."""
         self._kept = None
+        # An optimizer may write past the version counter; a copy is not trusted beyond a step.
+        self._resident_version = -1
         self.free()
+
+    def gathered(self) -> Tensor:
+        """All ranks' shards in the parameters' own dtype [padded length], a copy; a collective."""
+        full = torch.empty(
+            self.layout.padded_length(self.ranks.size), dtype=self.dtype, device=self.device
+        )
+        self.ranks.gather(full, self.shard.detach().to(self.device)).wait()
+        return full
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def give_gradients(self, parts: list[Tensor | None]) -> None:
+        """Add the summed gradients to those of the pieces, or start to move them to the host.
+
+        Args:
+            parts: This rank's part of each parameter's gradient [elements of the piece], on the
+                device, in the dtype of the sum; None for a parameter that no rank used.
+        """
+        for piece, part in zip(self.pieces, parts, strict=True):
+            if part is None:
+                continue
+            if self._offload is None:
+                self._add_gradient(piece, part.to(self.dtype))
+            else:
+                moved = self._on_host(part) if self._offload.gradients else part
+                self._moving.append((piece, moved))
+
+    def _on_host(self, part: Tensor) -> Tensor:
+        host = torch.empty(len(part), dtype=self.dtype, device="cpu", pin_memory=self._pins)
+        return host.copy_(part, non_blocking=True)
+
+    def settle(self) -> None:
+        """Have every gradient where its piece is; called when the backward pass ends."""
+        if self._offload is None or self.device.type == "meta":
+            return
+        arrived = [
+            (piece, part if self._offload.gradients else self._on_host(part))
+            for piece, part in self._moving
+        ]
+        self.wait_for_copies()
+        self._moving = []
+        for piece, part in arrived:
+            self._add_gradient(piece, part)
+
+    def wait_for_copies(self) -> None:
+        """Let the host wait for copies from and to it, before either side is written."""
+        if self._offload is not None and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are on their way."""
+        self._moving = []
+
+    def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
+        if piece.grad is None:
+            piece.grad = as_shard_gradient(part, self.ranks.size)
+        else:
+            piece.grad.add_(part)
 
     # --- leaves ----------------------------------------------------------------------------------
 
@@ -196,6 +357,11 @@ class FlatGroup:
     def drop_leaves(self) -> None:
         """Forget all leaves; the next forward pass makes new ones."""
         self._leaves.clear()
+
+
+def _sum_of_bits(value: Tensor) -> Tensor:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return value.contiguous().view(-1).view(kinds[value.element_size()]).sum(dtype=torch.int64)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -42,12 +42,7 @@ def unit_memory(module: nn.Module) -> list[UnitMemory]:
             name=paths[unit.module] or "root",
             num_parameters=sum(slot.numel for group in unit.groups for slot in group.slots),
             shard=sum(group.shard.nbytes for group in unit.groups),
-            # With one rank the shard is the whole, and nothing is gathered.
-            full=sum(
-                group.layout.padded_length(group.ranks.size) * group.shard.element_size()
-                for group in unit.groups
-                if group.ranks.size > 1
-            ),
+            full=sum(group.full_bytes for group in unit.groups),
             gradient=sum(group.shard.nbytes for group in unit.groups if group.requires_grad),
         )
         for unit in units

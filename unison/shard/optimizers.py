@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from unison import check
 from unison.errors import UnsupportedOperation
+from unison.shard.dtensors import show_shards
 from unison.shard.flat_group import ORIGINAL_SHAPE
 from unison.shard.names import canonical_name
 from unison.shard.unit import units_of
@@ -35,7 +36,7 @@ def param_groups(
     Shards are one-dimensional, so `p.ndim` no longer tells a matrix from a bias; this does.
 
     Args:
-        module: The model, sharded or not.
+        module: The model, sharded (by unison or by torch's own FSDP2) or not.
         weight_decay: Decay of parameters with two or more dimensions.
         no_decay: Patterns of names (`"*embeddings*"`) that are not decayed either.
 
@@ -43,6 +44,7 @@ def param_groups(
         Two groups for a torch optimizer: decayed, and not.
     """
     check.not_negative(weight_decay=weight_decay)
+    show_shards(module)
     num_dims = {
         id(piece): len(slot.shape)
         for unit in units_of(module)

@@ -7,6 +7,7 @@ over the wire.
 
 import os
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,16 +57,19 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
-        """The ranks of a one-dimensional mesh, or of the default group.
+        """All ranks of a mesh in its row-major order, or of the default group.
 
         Raises:
             BadInput: If the process was launched as a rank but joined no group, or the mesh has
-                more than one dimension.
+                more than two dimensions.
         """
         if mesh is not None:
-            if mesh.ndim != 1:
-                raise BadInput(f"mesh must have one dimension, found {mesh.ndim}: {mesh}")
-            return cls(mesh.get_group())
+            if mesh.ndim > 2:
+                raise BadInput(
+                    f"mesh must have one dimension (shard) or two (replicate, shard), found "
+                    f"{mesh.ndim}: {mesh}"
+                )
+            return cls(mesh.get_group() if mesh.ndim == 1 else _group_of_all(mesh))
         if dist.is_initialized():
             return cls(dist.group.WORLD)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -99,7 +103,7 @@ class Ranks:
 
     def gather(self, full: Tensor, shard: Tensor) -> Work:
         """Start to fill `full` [size * n] with every rank's `shard` [n]."""
-        self._count("gather", full.nbytes - shard.nbytes)
+        self._count("gather", shard.nbytes * (self.size - 1))
         if self.size == 1:
             full.copy_(shard)
             return DONE
@@ -128,9 +132,52 @@ class Ranks:
             dist.all_reduce(value, group=self.group)
         return value
 
+    def max_(self, value: Tensor) -> Tensor:
+        """Take the largest of a small tensor over ranks, in place."""
+        self._count("max", value.nbytes * (self.size - 1) // self.size * 2)
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value
+
     def _count(self, kind: str, num_bytes: int) -> None:
         self.num_calls[kind] += 1
         self.bytes_sent[kind] += num_bytes
+
+
+def _group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a two-dimensional mesh, in row-major order."""
+    members = mesh.mesh.flatten().tolist()
+    if members == list(range(dist.get_world_size())):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if members != sorted(members):
+        raise BadInput(f"mesh must list its ranks in ascending order, found {members}")
+    return mesh._flatten().get_group()
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The ranks that share a model, by what they share.
+
+    Attributes:
+        all: Every rank; each holds other samples. Rank `replica * shard.size + place` of it is rank
+            `place` of its `shard` group and rank `replica` of its `replicas` group.
+        shard: The ranks that hold the parts of one copy of the model.
+        replicas: The ranks that hold the same part of different copies; one rank unless the mesh
+            is hybrid.
+    """
+
+    all: Ranks
+    shard: Ranks
+    replicas: Ranks
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> "Axes":
+        """The axes of a mesh of one dimension (shard) or two (replicate, shard)."""
+        everyone = Ranks.of(mesh)
+        if mesh is None or mesh.ndim == 1:
+            return cls(all=everyone, shard=everyone, replicas=Ranks(None))
+        return cls(all=everyone, shard=Ranks(mesh.get_group(1)), replicas=Ranks(mesh.get_group(0)))
 
 
 def _work(work: Work | None) -> Work:

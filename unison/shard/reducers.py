@@ -22,6 +22,9 @@ from unison.shard.layout import Slot, aligned
 from unison.shard.ranks import Work
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
 
+Parts = list[Tensor | None]
+"""This rank's part of each parameter's summed gradient; None for one that no rank used."""
+
 
 class Reducer(Protocol):
     """Sums the gradients of one flat group."""
@@ -34,21 +37,49 @@ class Reducer(Protocol):
         """Begin the exchange with the other ranks."""
         ...
 
-    def finish(self) -> tuple[Tensor, list[bool]]:
-        """Return the shard of the sum [shard length], and which parameters any rank used."""
+    def finish(self) -> Parts:
+        """Return this rank's parts of the sum over all ranks."""
         ...
 
 
-class FastReducer:
-    """The backend's own reduce-scatter over whatever each rank summed itself."""
+class AloneReducer:
+    """One rank, and nothing to sum: each gradient goes where it belongs without a copy."""
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
-        ranks, length = group.ranks, group.layout.shard_length(group.ranks.size)
-        self._length, self._num_flags = length, aligned(len(group.slots))
+        self._gradients: Parts = [None] * len(group.slots)
+
+    def add(self, granule: int, slot: int, gradient: Tensor) -> None:
+        """Keep a gradient, or add it to one that came before (reentrant checkpointing)."""
+        before, gradient = self._gradients[slot], gradient.reshape(-1)
+        if before is not None:
+            dtype = self._group.reduce_dtype
+            gradient = before.to(dtype) + gradient.to(dtype)
+        self._gradients[slot] = gradient
+
+    def start(self) -> None:
+        """Nothing is exchanged."""
+
+    def finish(self) -> Parts:
+        """The gradients as they came."""
+        return self._gradients
+
+
+class FastReducer:
+    """The backend's own reduce-scatter over whatever each rank summed itself.
+
+    With replicas, the shards of the sum are then added over those by the backend's all-reduce.
+    """
+
+    def __init__(self, group: FlatGroup) -> None:
+        self._group = group
+        self._length = group.layout.shard_length(group.ranks.size)
         # One row per owner: its shard of the gradient, then the flags.
         self._sent = torch.zeros(
-            ranks.size, length + self._num_flags, dtype=group.dtype, device=group.device
+            group.ranks.size,
+            self._length + aligned(len(group.slots)),
+            dtype=group.reduce_dtype,
+            device=group.device,
         )
         self._gradient = self._sent.new_zeros(0)
         self._used = [False] * len(group.slots)
@@ -70,41 +101,48 @@ class FastReducer:
         self._gradient = torch.empty_like(self._sent[0])
         self._work = self._group.ranks.reduce_scatter(self._gradient, self._sent.view(-1))
 
-    def finish(self) -> tuple[Tensor, list[bool]]:
+    def finish(self) -> Parts:
         """Wait for the sum."""
         assert self._work is not None
         self._work.wait()
-        used = self._used
-        if not all(used):
-            flags = self._gradient[self._length : self._length + len(used)].tolist()
-            used = [flag > 0 for flag in flags]
-        return self._gradient[: self._length], used
+        self._group.axes.replicas.sum_(self._gradient)
+        return _parts(self._group, self._gradient, self._used, self._gradient[self._length :])
 
 
 class OrderedReducer:
     """The canonical tree over global granules (see tree.py), exchanged all to all.
 
+    [Note: two levels] With replicas the exchange has two levels. Inside a copy of the model, each
+    owner adds up what the copy's ranks computed: they hold a run of granules, so these are aligned
+    subtrees again. Then the owners of the same part exchange those, each finishes the tree for a
+    fraction of the part, and all gather the fractions. Brackets are the same as without replicas.
+
     Args:
         group: The flat group.
-        edges: Rank r holds the granules [edges[r], edges[r + 1]) of the logical batch.
+        edges: Rank r of all holds the granules [edges[r], edges[r + 1]) of the logical batch.
     """
 
     def __init__(self, group: FlatGroup, edges: tuple[int, ...]) -> None:
-        self._group, self._edges = group, edges
-        rank = group.ranks.rank
-        self._mine = (edges[rank], edges[rank + 1])
+        axes = group.axes
+        self._group = group
+        self._mine = (edges[axes.all.rank], edges[axes.all.rank + 1])
+        first = axes.replicas.rank * axes.shard.size
+        self._edges_of_copy = edges[first : first + axes.shard.size + 1]
+        self._edges_of_replicas = edges[:: axes.shard.size]
         self._trees = [SubtreeSum(*self._mine) for _ in group.slots]
-        self._levels = [aligned_levels(low, high) for low, high in itertools.pairwise(edges)]
         self._granules: list[set[int]] = [set() for _ in group.slots]
         self._work: Work | None = None
-        self._received = group.shard.new_zeros(0)
-        self._sent = self._received
+        self._received = self._sent = torch.zeros(0, dtype=group.reduce_dtype, device=group.device)
 
     def add(self, granule: int, slot: int, gradient: Tensor) -> None:
         """Take a leaf of the tree; a granule that is not of the batch (a ghost) adds nothing."""
         if self._mine[0] <= granule < self._mine[1]:
             self._granules[slot].add(granule)
-            self._trees[slot].put(granule, gradient)
+            self._trees[slot].put(granule, gradient.to(self._group.reduce_dtype))
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._group.axes.all.size == 1
 
     def start(self) -> None:
         """Pack this rank's subtrees, one row per owner, and begin the exchange.
@@ -112,21 +150,28 @@ class OrderedReducer:
         Every rank sends the same number of subtrees, padded with zeros: at most 2 log2(granules),
         and one when the world size is a power of two that divides the number of granules.
         """
+        if self._is_alone:
+            return
         group, ranks = self._group, self._group.ranks
-        num_nodes = max(1, *(len(levels) for levels in self._levels))
+        num_nodes = _most_nodes(self._edges_of_copy)
         length = group.layout.shard_length(ranks.size)
-        num_flags = aligned(len(group.slots))
         # One row per owner: its shard of every subtree, then the flags.
-        self._sent = group.shard.new_zeros(ranks.size, num_nodes * length + num_flags)
+        self._sent = self._sent.new_zeros(
+            ranks.size, num_nodes * length + aligned(len(group.slots))
+        )
         for index, slot in enumerate(group.slots):
             for column, node in enumerate(self._subtrees(index)):
                 rows = self._sent[:, column * length :]
                 for target, part in _by_owner(rows, length, slot, node):
                     target.copy_(part)
-        flags = self._sent.new_tensor([float(len(seen) > 0) for seen in self._granules])
+        flags = self._sent.new_tensor([float(used) for used in self._used])
         self._sent[:, num_nodes * length : num_nodes * length + len(flags)] = flags
         self._received = torch.empty_like(self._sent)
         self._work = ranks.exchange(self._received, self._sent)
+
+    @property
+    def _used(self) -> list[bool]:
+        return [len(seen) > 0 for seen in self._granules]
 
     def _subtrees(self, slot: int) -> list[Tensor]:
         """This rank's subtrees of a parameter, none if it was not used at all.
@@ -138,30 +183,111 @@ class OrderedReducer:
         if not seen:
             return []
         for granule in set(range(*self._mine)) - seen:
-            tree.put(granule, self._group.shard.new_zeros(self._group.slots[slot].shape))
+            tree.put(granule, self._sent.new_zeros(self._group.slots[slot].shape))
         nodes = tree.take()
-        assert [level for level, _ in nodes] == self._levels[self._group.ranks.rank]
+        assert [level for level, _ in nodes] == aligned_levels(*self._mine)
         return [node for _, node in nodes]
 
-    def finish(self) -> tuple[Tensor, list[bool]]:
+    def finish(self) -> Parts:
         """Wait, and add the subtrees of all ranks in tree order."""
+        if self._is_alone:
+            return [self._finish_alone(slot) for slot in range(len(self._trees))]
         assert self._work is not None
         self._work.wait()
+        self._sent = self._sent.new_zeros(0)
         group = self._group
         length = group.layout.shard_length(group.ranks.size)
-        total = TreeSum()
-        for row, levels in zip(self._received, self._levels, strict=True):
-            for index, level in enumerate(levels):
-                total.push(row[index * length : (index + 1) * length], level)
-        gradient = total.finish()
-        used = [len(seen) > 0 for seen in self._granules]
-        if not all(used):
-            num_flags = aligned(len(used))
-            flags = self._received[:, -num_flags:][:, : len(used)]
-            used = (flags > 0).any(dim=0).tolist()
-        if gradient is None:  # an empty logical batch
-            gradient = torch.zeros_like(group.shard)
-        return gradient, used
+        of_copy = SubtreeSum(self._edges_of_copy[0], self._edges_of_copy[-1])
+        for row, low, high in _runs(self._received, self._edges_of_copy):
+            for column, (level, index) in enumerate(_nodes(low, high)):
+                of_copy.put(index, row[column * length : (column + 1) * length], level)
+        flags = self._received[:, -aligned(len(group.slots)) :].sum(dim=0)
+        nodes = [node for _, node in of_copy.take()]
+        if group.axes.replicas.size > 1:
+            return self._across_replicas(nodes, flags, length)
+        total = _finish_tree([nodes], self._edges_of_replicas)
+        if total is None:  # an empty logical batch
+            return [None] * len(group.slots)
+        return _parts(group, total, self._used, flags)
+
+    def _finish_alone(self, slot: int) -> Tensor | None:
+        total = _finish_tree([self._subtrees(slot)], self._mine)
+        return None if total is None else total.reshape(-1)
+
+    def _across_replicas(self, nodes: list[Tensor], flags: Tensor, length: int) -> Parts:
+        """Finish the tree over the copies of the model, each replica for a fraction of the part."""
+        replicas = self._group.axes.replicas
+        num_nodes = _most_nodes(self._edges_of_replicas)
+        width = -(-length // replicas.size)
+        sent = flags.new_zeros(replicas.size, num_nodes * width + len(flags))
+        for column, node in enumerate(nodes):
+            padded = torch.nn.functional.pad(node, (0, replicas.size * width - length))
+            sent[:, column * width : (column + 1) * width] = padded.view(replicas.size, width)
+        sent[:, num_nodes * width :] = flags
+        received = torch.empty_like(sent)
+        replicas.exchange(received, sent).wait()
+        of_replicas = [
+            [row[column * width : (column + 1) * width] for column in range(len(_nodes(low, high)))]
+            for row, low, high in _runs(received, self._edges_of_replicas)
+        ]
+        fraction = _finish_tree(of_replicas, self._edges_of_replicas)
+        if fraction is None:  # an empty logical batch, here and on every rank
+            return [None] * len(self._group.slots)
+        whole = flags.new_empty(replicas.size * width)
+        replicas.gather(whole, fraction.contiguous()).wait()
+        flags = received[:, num_nodes * width :].sum(dim=0)
+        return _parts(self._group, whole[:length], self._used, flags)
+
+
+def _nodes(low: int, high: int) -> list[tuple[int, int]]:
+    """(level, index) of the maximal aligned subtrees of the leaves [low, high), in leaf order.
+
+    >>> _nodes(3, 8)
+    [(0, 3), (2, 1)]
+    """
+    nodes = []
+    for level in aligned_levels(low, high):
+        nodes.append((level, low >> level))
+        low += 1 << level
+    return nodes
+
+
+def _most_nodes(edges: tuple[int, ...]) -> int:
+    """The most subtrees that one of the ranks between the edges holds; at least one."""
+    return max(1, *(len(_nodes(low, high)) for low, high in itertools.pairwise(edges)))
+
+
+def _runs(rows: Tensor, edges: tuple[int, ...]) -> Iterator[tuple[Tensor, int, int]]:
+    """Each rank's row with the granules [low, high) that it stands for."""
+    return zip(rows, edges, edges[1:], strict=False)
+
+
+def _finish_tree(nodes: list[list[Tensor]], edges: tuple[int, ...]) -> Tensor | None:
+    """Add up the subtrees of consecutive runs of granules, which begin at granule 0."""
+    total = TreeSum()
+    for of_run, low, high in zip(nodes, edges, edges[1:], strict=False):
+        if of_run:  # none where a lone rank did not use a parameter
+            for node, (level, _) in zip(of_run, _nodes(low, high), strict=True):
+                total.push(node, level)
+    return total.finish()
+
+
+def _parts(group: FlatGroup, gradient: Tensor, used: list[bool], flags: Tensor) -> Parts:
+    """Cut a shard of the sum into the pieces' parts.
+
+    Args:
+        group: The flat group.
+        gradient: This rank's shard of the sum [at least shard length].
+        used: Which parameters this rank used.
+        flags: How many ranks used each [at least slots]; read only if this rank missed one, since
+            that waits for the device.
+    """
+    if not all(used):
+        used = [flag > 0 for flag in flags[: len(used)].tolist()]
+    return [
+        gradient.narrow(0, place.shard_offset, place.numel) if is_used else None
+        for place, is_used in zip(group.piece_places(), used, strict=True)
+    ]
 
 
 def _by_owner(

@@ -39,18 +39,17 @@ class SubtreeSum:
     def __init__(self, low: int, high: int) -> None:
         self._low, self._high = low, high
         self._nodes: dict[tuple[int, int], Tensor] = {}  # (level, index) -> sum
-        self.num_leaves = 0
 
-    def put(self, leaf: int, value: Tensor) -> None:
-        """Add one leaf, merging siblings as far as they are there."""
-        assert self._low <= leaf < self._high, f"leaf {leaf} not in [{self._low}, {self._high})"
-        self.num_leaves += 1
-        level, index = 0, leaf
+    def put(self, index: int, value: Tensor, level: int = 0) -> None:
+        """Add a leaf, or the subtree `index` of a level; siblings that are both there merge."""
+        low, high = index << level, (index + 1) << level
+        is_inside = self._low <= low <= high <= self._high
+        assert is_inside, f"[{low}, {high}) is not in [{self._low}, {self._high})"
         while True:
             sibling = index ^ 1
             is_mine = (sibling << level) >= self._low and ((sibling + 1) << level) <= self._high
             if not is_mine or (level, sibling) not in self._nodes:
-                assert (level, index) not in self._nodes, f"leaf {leaf} was put twice"
+                assert (level, index) not in self._nodes, f"[{low}, {high}) was put twice"
                 self._nodes[level, index] = value
                 return
             other = self._nodes.pop((level, sibling))
@@ -60,7 +59,7 @@ class SubtreeSum:
     def take(self) -> list[tuple[int, Tensor]]:
         """Return (level, sum) of the maximal subtrees in leaf order, and forget them."""
         nodes = sorted(self._nodes.items(), key=lambda item: item[0][1] << item[0][0])
-        self._nodes, self.num_leaves = {}, 0
+        self._nodes = {}
         return [(level, value) for (level, _), value in nodes]
 
 

@@ -10,10 +10,10 @@ from torch.autograd.profiler import record_function
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.flat_group import FlatGroup, ParameterInfo, Use
-from unison.shard.gradient import as_shard_gradient
 from unison.shard.granules import PerGranule
-from unison.shard.ranks import Ranks
-from unison.shard.reducers import FastReducer, OrderedReducer, Reducer
+from unison.shard.policies import CPUOffload, MixedPrecision
+from unison.shard.ranks import Axes
+from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Reducer
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
@@ -26,6 +26,8 @@ class UnitOptions:
     reshard_after_forward: bool | int
     reducer: str
     gradient_divisor: float
+    precision: MixedPrecision
+    offload: CPUOffload | None
 
 
 Hidden = list[tuple[Use, Tensor | None]]  # what an attribute was before it was shadowed
@@ -40,14 +42,27 @@ class Unit:
         module: nn.Module,
         name: str,
         parameters: list[ParameterInfo],
-        ranks: Ranks,
+        axes: Axes,
         options: UnitOptions,
+        device: torch.device | None = None,
     ) -> None:
-        self.module, self.name, self.ranks, self.options = module, name, ranks, options
+        self.module, self.name, self.axes, self.options = module, name, axes, options
+        self.ranks = axes.shard
         self.forward = module.forward  # the user's own
         after_forward = options.reshard_after_forward
-        neighbours = None if isinstance(after_forward, bool) else ranks.neighbours(after_forward)
-        self.groups = [FlatGroup(members, ranks, neighbours) for members in _by_class(parameters)]
+        self.groups = [
+            FlatGroup(
+                members,
+                axes,
+                device=device or members[0].value.device,
+                neighbours=None
+                if isinstance(after_forward, bool)
+                else axes.shard.neighbours(after_forward),
+                precision=options.precision,
+                offload=options.offload,
+            )
+            for members in _by_class(parameters)
+        ]
         self.has_children = any(
             unit_of(child) is not None for child in module.modules() if child is not module
         )
@@ -72,13 +87,24 @@ class Unit:
                     setattr(original, TAKEN_BY, self.name)
                     use.module._parameters[use.attribute] = piece
 
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters that were sharded without memory their zeros."""
+        for group in self.groups:
+            if group.shard.is_meta:
+                group.allocate(device)
+
     def check_untouched(self) -> None:
-        """Refuse parameters that were replaced or moved after sharding.
+        """Refuse parameters without values, and those replaced or moved after sharding.
 
         Raises:
             BadInput: Naming the parameter and what to do instead.
         """
         for group in self.groups:
+            if group.shard.is_meta:
+                raise BadInput(
+                    f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
+                    "call unison.materialize(model, seed=...) before using the model"
+                )
             for slot, piece, uses in zip(group.slots, group.pieces, group.uses, strict=True):
                 is_in_place = all(
                     use.module._parameters.get(use.attribute) is piece for use in uses
@@ -171,6 +197,12 @@ class Unit:
         for group in self.groups:
             group.free()
 
+    def end_inference(self) -> None:
+        """Be ready for parameters to change after a pass without gradients."""
+        self.free()
+        for group in self.groups:
+            group.wait_for_copies()
+
     def leaves(self, granule: int) -> list[list[Tensor]]:
         """The tensors that a granule computes with, one list per flat group."""
 
@@ -205,7 +237,8 @@ class Unit:
             group = self.groups[index]
             match self.options.reducer:
                 case "fast":
-                    reducer = FastReducer(group)
+                    is_alone = group.axes.all.size == 1
+                    reducer = AloneReducer(group) if is_alone else FastReducer(group)
                 case "ordered":
                     reducer = OrderedReducer(group, self.edges)
                 case other:
@@ -235,16 +268,31 @@ class Unit:
         with record_function(f"unison::wait_reduce {self.name}"):
             for index, group in enumerate(self.groups):
                 if group.requires_grad:
-                    gradient, used = self._reducer(index).finish()
+                    parts = self._reducer(index).finish()
                     if self.options.gradient_divisor != 1:
-                        gradient.div_(self.options.gradient_divisor)
-                    _add_to_pieces(group, gradient, used)
+                        torch._foreach_div_(
+                            [part for part in parts if part is not None],
+                            self.options.gradient_divisor,
+                        )
+                    group.give_gradients(parts)
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Be ready for the next logical batch."""
         self._reducers = [None] * len(self.groups)
         self.is_reducing = False
+
+    def abandon(self) -> None:
+        """Drop what a broken pass left behind."""
+        self.forget_gradients()
+        self.end_backward()
+        for group in self.groups:
+            group.drop_gradients()
+
+    def settle(self) -> None:
+        """Have every gradient where its parameter is."""
+        for group in self.groups:
+            group.settle()
 
     def end_backward(self) -> None:
         """Be ready for the next pass."""
@@ -282,17 +330,6 @@ def _by_class(parameters: list[ParameterInfo]) -> list[list[ParameterInfo]]:
         value = parameter.value
         classes.setdefault((value.dtype, value.device, value.requires_grad), []).append(parameter)
     return list(classes.values())
-
-
-def _add_to_pieces(group: FlatGroup, gradient: Tensor, used: list[bool]) -> None:
-    for piece, place, is_used in zip(group.pieces, group.piece_places(), used, strict=True):
-        if not is_used:
-            continue
-        part = gradient.narrow(0, place.shard_offset, place.numel)
-        if piece.grad is None:
-            piece.grad = as_shard_gradient(part, group.ranks.size)
-        else:
-            piece.grad.add_(part)
 
 
 def _restore(hidden: Hidden) -> None:
