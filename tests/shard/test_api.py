@@ -326,8 +326,9 @@ def test_bytes_on_the_wire():
     root, *blocks = [sum(len(group.shard) for group in u.groups) * 4 for u in units_of(model)]
     # A ring all-reduce of n bytes sends 2 n (size - 1) / size.
     of_ddp = 2 * (root + sum(blocks)) * (size - 1) // size
-    flags = 4 * 256 * (1 + len(blocks)) * (size - 1)
-    assert sum(zero2.values()) - flags == of_ddp
+    flags = zero2.pop("sum")
+    assert flags == zero3.pop("sum") == ordered["sum"] < 1000  # one small sum for the whole model
+    assert sum(zero2.values()) == of_ddp
     # The root is kept between forward and backward, so only the blocks are gathered twice.
     assert sum(zero3.values()) - sum(zero2.values()) == sum(blocks) * (size - 1) // size
     assert ordered["exchange"] == zero3["reduce_scatter"]

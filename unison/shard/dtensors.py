@@ -4,6 +4,7 @@ Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, whi
 where nobody has imported them there is nothing of theirs to find.
 """
 
+import itertools
 import sys
 from typing import Any
 
@@ -67,7 +68,7 @@ def row_ranges(rows: int, row_length: int, num_ranks: int) -> list[tuple[int, in
     """
     per_rank = -(-rows // num_ranks)
     edges = [min(rank * per_rank, rows) * row_length for rank in range(num_ranks + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def local_part(value: Tensor) -> Tensor:

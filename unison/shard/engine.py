@@ -7,10 +7,16 @@
     end            finish the sums; every piece has its gradient
 
 The module's `forward` is wrapped; its outputs carry a hook that fires before the unit's backward
-pass begins; each leaf carries a hook that fires when its gradient is complete; and a callback of
-the autograd engine ends the backward pass. Collectives are issued in an order that every rank
-shares: the order of the forward pass, its reverse in the backward pass, and at the end what is left
-in the order of the units. A unit must therefore be entered by every rank or by none.
+pass begins; and a callback of the autograd engine ends the backward pass. Collectives are issued in
+an order that every rank shares, whatever parameters it used: the order of the forward pass, and its
+reverse in the backward pass. A unit must therefore be entered by every rank or by none.
+
+[Note: when a unit's backward is over] Autograd runs what is ready in the reverse of the order in
+which the forward pass made it. So when the backward pass enters a unit, it has left every unit that
+the forward pass entered after leaving this one: their gradients are complete. That holds whether or
+not they all got one, which the arrival of the last gradient would not tell (an unused parameter
+never sends word), and it is the same moment on every rank. Calls are numbered as they are entered
+and left; a unit called several times counts from its first call.
 
 [Note: recompute] Activation checkpointing runs a unit's forward again inside the backward pass. The
 parameters are then full, or are gathered, and stay so: the unit's backward follows at once.
@@ -18,8 +24,7 @@ parameters are then full, or are gathered, and stay so: the unit's backward foll
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +68,10 @@ class Context:
         self.order: list[Unit] = []  # units in the order of the running forward pass
         self.last_order: list[Unit] = []  # and of the one before, for prefetching
         self._depth = 0
+        self._clock = 0  # counts calls entered and left
+        self._open: dict[Unit, int] = {}  # units yet to be summed, and when they were entered
+        self._summed: list[Unit] = []  # in the running backward pass
+        self._begun: set[int] = set()  # calls whose backward pass has begun
         self._is_in_backward = False
         self._reducing: list[Unit] = []
         self._plan: BatchPlan | None = None
@@ -72,25 +81,18 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def entered(self, unit: Unit) -> Iterator[None]:
-        """Keep count of nested units; the outermost one starts and ends a forward pass."""
-        if self._depth == 0 and backward_task() == NO_TASK:
+    def enter(self, is_recompute: bool) -> None:
+        """Keep count of nested units; the outermost one starts a forward pass."""
+        if self._depth == 0 and not is_recompute:
             self._begin_forward()
         self._depth += 1
-        try:
-            yield
-        except BaseException:
-            # Not in a recompute: checkpointing ends one early by an exception, once it has what
-            # it needs, and the unit's backward follows.
-            if backward_task() == NO_TASK:
-                unit.free()
-            raise
-        finally:
-            self._depth -= 1
-            if self._depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
-                for each in self.units:
-                    each.end_inference()  # no backward pass will come to do it
+
+    def leave(self, is_recompute: bool) -> None:
+        """Keep count of nested units; the outermost one ends a forward pass."""
+        self._depth -= 1
+        if self._depth == 0 and not is_recompute and not torch.is_grad_enabled():
+            for each in self.units:
+                each.end_inference()  # no backward pass will come to do it
 
     def _begin_forward(self) -> None:
         if self._is_in_backward:  # the last backward pass ended in an exception
@@ -101,6 +103,11 @@ class Context:
             self.last_order = self.order
         self.order = []
         self.ran_without_grad = set()
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether the ranks have compared all they compare at their first pass."""
+        return self._has_compared_models and self._has_compared_data
 
     def check_first_use(self, inputs: Any) -> None:
         """Before the first pass, and the first training pass, compare model and data of ranks."""
@@ -114,6 +121,10 @@ class Context:
 
     def note_forward(self, unit: Unit) -> None:
         """Put a unit into the order of the forward pass, and start to gather its successor."""
+        if torch.is_grad_enabled():
+            self._open.setdefault(unit, self.tick())
+        else:
+            self.ran_without_grad.add(unit)
         self.order.append(unit)
         place = len(self.order)
         follows_last = place < len(self.last_order) and self.last_order[place - 1] is unit
@@ -149,25 +160,40 @@ class Context:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def begin_backward_of(self, unit: Unit) -> None:
-        """Have a unit's parameters full, and start to gather the unit whose turn is next."""
-        self._ensure_callback()
+    def tick(self) -> int:
+        """The next number of the clock."""
+        self._clock += 1
+        return self._clock
+
+    def begin_backward_of(self, unit: Unit, left_at: int) -> None:
+        """Have a unit's parameters full, start to gather the next one, sum what is complete.
+
+        Args:
+            unit: The unit that the backward pass enters.
+            left_at: When the forward pass left it.
+        """
+        if left_at in self._begun:  # another of its outputs
+            return
+        self._begun.add(left_at)
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._open.setdefault(unit, 0)  # of a graph that an earlier backward pass left over
         unit.begin_backward()
         place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
         if place > 0:
             self.order[place - 1].start_gather()
+        for each, entered_at in reversed(list(self._open.items())):
+            if entered_at > left_at:
+                self._complete(each)
 
-    def _ensure_callback(self) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def gradients_complete(self, unit: Unit) -> None:
-        """All leaves of a unit have their gradients: free it and start to sum."""
-        self._ensure_callback()
-        if unit.can_free_early:
-            unit.free()
-        if not self._waits_for_more(unit):
+    def _complete(self, unit: Unit) -> None:
+        """A unit has all its gradients: free it and start to sum."""
+        del self._open[unit]
+        unit.free()
+        if unit.keeps_gradients:
+            unit.keep_gradients()
+        elif not self._waits_for_more(unit):
             self._start_reduce(unit)
 
     def _waits_for_more(self, unit: Unit) -> bool:
@@ -184,6 +210,7 @@ class Context:
             self.finish_reduce(self._reducing[0])
         unit.start_reduce()
         self._reducing.append(unit)
+        self._summed.append(unit)
 
     def finish_reduce(self, unit: Unit) -> None:
         """Wait for a unit's sum and hand out its gradients."""
@@ -198,21 +225,48 @@ class Context:
                 "the loss was made by unison.batch_mean, which divides by the global batch, "
                 f"and fully_shard would divide by {divisor:g} again; pass gradient_divisor=1"
             )
-        # Units that did not get all their gradients: a parameter or a whole branch was not used.
+        for unit in reversed(list(self._open)):
+            self._complete(unit)
         for unit in reversed(self.units):
-            if unit.has_gradients and not unit.is_reducing and not self._waits_for_more(unit):
+            if unit.has_late_gradients and not self._waits_for_more(unit):
+                if unit.is_reducing:
+                    self.finish_reduce(unit)
                 self._start_reduce(unit)
         while self._reducing:
             self.finish_reduce(self._reducing[0])
+        self._give_unused()
         for unit in self.units:
             unit.end_backward()
         for unit in self.units:
             unit.settle()
+        self._begun.clear()
         self._is_in_backward = False
+
+    def _give_unused(self) -> None:
+        """Let ranks tell one another which parameters they used; see reducers.py."""
+        units = list(dict.fromkeys(self._summed))
+        self._summed = []
+        everyone = self.root.axes.all
+        if everyone.size == 1 or not units:
+            for unit in units:
+                unit.take_used()
+                unit.give_unused(None)
+            return
+        used = [unit.take_used() for unit in units]
+        device = next(group.device for unit in units for group in unit.groups)
+        flags = torch.tensor([float(each) for of_unit in used for each in of_unit], device=device)
+        everyone.sum_(flags)
+        # Only a rank that missed a parameter has to look, which waits for the device.
+        by_any = None if all(map(all, used)) else [count > 0 for count in flags.tolist()]
+        for unit, of_unit in zip(units, used, strict=True):
+            unit.give_unused(by_any and by_any[: len(of_unit)])
+            by_any = by_any and by_any[len(of_unit) :]
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
-        self._reducing = []
+        self._reducing, self._summed = [], []
+        self._open = {}
+        self._begun.clear()
         self._is_in_backward = False
         for unit in self.units:
             unit.abandon()
@@ -225,7 +279,6 @@ def context_of(unit: Unit) -> Context:
         context = Context(unit)
         for each in context.units:
             each.module.__dict__["_unison_context"] = context
-            each.on_complete = context.gradients_complete
             each.on_late = context.finish_reduce
     return context
 
@@ -244,21 +297,31 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit's forward with its full parameters in place."""
     context = context_of(unit)
     is_recompute = backward_task() != NO_TASK
-    context.check_first_use((args, kwargs))
+    if not context.has_compared:
+        context.check_first_use((args, kwargs))
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
-    with context.entered(unit):
+    context.enter(is_recompute)
+    try:
         unit.finish_gather()
         if not is_recompute:
             context.note_forward(unit)
-            if not torch.is_grad_enabled():
-                context.ran_without_grad.add(unit)
         output = _compute(unit, context, args, kwargs)
         if not is_recompute and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)
-        return before_backward(output, functools.partial(context.begin_backward_of, unit))
+        left_at = context.tick()
+        check_output(output, unit)
+        return before_backward(output, lambda: context.begin_backward_of(unit, left_at))
+    except BaseException:
+        # Not in a recompute: checkpointing ends one early by an exception, once it has what it
+        # needs, and the unit's backward follows.
+        if not is_recompute:
+            unit.free()
+        raise
+    finally:
+        context.leave(is_recompute)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -275,7 +338,8 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the module's own forward, once or granule by granule."""
-    num_granules = num_granules_of((args, kwargs))
+    is_plain = not kwargs and all(type(each) is Tensor for each in args)  # the usual case, quick
+    num_granules = 0 if is_plain else num_granules_of((args, kwargs))
     is_recompute = backward_task() != NO_TASK
     if num_granules == 0:
         granule = _granule_of_plain(unit, context)
@@ -355,8 +419,36 @@ def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[s
     return output
 
 
+def check_output(output: Any, unit: Unit) -> None:
+    """Refuse an output whose tensors cannot be found: their backward pass would come unannounced.
+
+    Raises:
+        UnsupportedOperation: If the output has no tensor with a gradient and holds an object that
+            torch's pytrees do not know.
+    """
+    if isinstance(output, Tensor) or not torch.is_grad_enabled():
+        return
+    values = list(tree_iter(output))
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        return
+    for value in values:
+        if not isinstance(value, _PLAIN_VALUES):
+            raise UnsupportedOperation(
+                f"{unit.name} returns a {type(value).__name__}, in which no tensor can be found; "
+                "return tensors, tuples or dicts of them, or register the class with "
+                "torch.utils._pytree.register_dataclass"
+            )
+
+
+_PLAIN_VALUES = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
 def before_backward(output: Any, act: Callable[[], None]) -> Any:
     """Call `act` when the first gradient of any tensor in `output` arrives."""
+    if type(output) is Tensor:  # the usual case, without looking for more
+        if output.requires_grad:
+            output.register_hook(lambda gradient: act())
+        return output
     for value in tree_iter(output):
         for tensor in value.parts if isinstance(value, PerGranule) else [value]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:

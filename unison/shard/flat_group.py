@@ -18,7 +18,8 @@ The computation sees *leaves*: views of `full` in the parameters' own shapes tha
 There is one set of them per granule (see engine.py): each granule's gradient arrives apart.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -107,6 +108,7 @@ class FlatGroup:
             if axes.all.size > 1 and not parameter.value.is_meta
         ]
         self._start_version = self.shard._version
+        self._make_guards()
 
     def _make_memory(self, device: torch.device) -> None:
         """Give the buffers memory on a device, the shard zeros; `full` stays empty."""
@@ -160,6 +162,23 @@ class FlatGroup:
         self._make_memory(device)
         for piece, place in zip(self.pieces, self.piece_places(), strict=True):
             torch.utils.swap_tensors(piece, self._make_piece(place))
+        self._make_guards()
+
+    def is_untouched(self) -> bool:
+        """Whether every piece is where it was put; cheap, since every pass asks."""
+        return all(
+            parameters.get(name) is piece
+            and piece.data_ptr() == address
+            and piece.requires_grad is self.requires_grad
+            for parameters, name, piece, address in self._guards
+        )
+
+    def _make_guards(self) -> None:
+        self._guards = [
+            (use.module._parameters, use.attribute, piece, piece.data_ptr())
+            for piece, uses in zip(self.pieces, self.uses, strict=True)
+            for use in uses
+        ]
 
     def unchanged_start(self) -> list[int | None]:
         """A sum over the bits of each whole parameter, as it was sharded and still is.
@@ -275,12 +294,14 @@ class FlatGroup:
             parts: This rank's part of each parameter's gradient [elements of the piece], on the
                 device, in the dtype of the sum; None for a parameter that no rank used.
         """
+        if self._offload is None:
+            for piece, part in zip(self.pieces, parts, strict=True):
+                if part is not None:
+                    part = part if part.dtype == self.dtype else part.to(self.dtype)
+                    self._add_gradient(piece, part)
+            return
         for piece, part in zip(self.pieces, parts, strict=True):
-            if part is None:
-                continue
-            if self._offload is None:
-                self._add_gradient(piece, part.to(self.dtype))
-            else:
+            if part is not None:
                 moved = self._on_host(part) if self._offload.gradients else part
                 self._moving.append((piece, moved))
 
@@ -307,24 +328,28 @@ class FlatGroup:
             torch.cuda.current_stream(self.device).synchronize()
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are on their way."""
+        """Forget gradients that lie at leaves or are on their way."""
         self._moving = []
+        self.take_gradients()
 
     def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
         if piece.grad is None:
-            piece.grad = as_shard_gradient(part, self.ranks.size)
+            piece.grad = part if self.ranks.size == 1 else as_shard_gradient(part)
         else:
             piece.grad.add_(part)
 
     # --- leaves ----------------------------------------------------------------------------------
 
-    def leaves(self, granule: int, on_gradient: Callable[[int, int, Tensor], None]) -> list[Tensor]:
+    def leaves(
+        self, granule: int, on_gradient: Callable[[int, int, Tensor], None] | None
+    ) -> list[Tensor]:
         """The views of `full` that one granule computes with, one per parameter.
 
         Args:
             granule: Which granule; the same one gets the same leaves until `drop_leaves`, so that
                 several forward passes add up in one gradient.
             on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
+                None leaves gradients at the leaves, for `take_gradients`.
         """
         if granule not in self._leaves:
             self._leaves[granule] = [
@@ -338,7 +363,7 @@ class FlatGroup:
         index: int,
         slot: Slot,
         granule: int,
-        on_gradient: Callable[[int, int, Tensor], None],
+        on_gradient: Callable[[int, int, Tensor], None] | None,
     ) -> Tensor:
         view = self.full.detach().as_strided(
             slot.shape, _contiguous_strides(slot.shape), slot.offset
@@ -346,13 +371,24 @@ class FlatGroup:
         if not self.requires_grad:
             return view
         leaf = nn.Parameter(view)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
+        if on_gradient is not None:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
         return leaf
 
-    @property
-    def num_leaves(self) -> int:
-        """Leaves that can receive a gradient in the backward pass to come."""
-        return len(self._leaves) * len(self.slots) if self.requires_grad else 0
+    def take_gradients(self) -> list[list[Tensor | None]]:
+        """Take the gradients that lie at the leaves, one list per set of leaves that has any."""
+        taken = []
+        for leaves in self._leaves.values() if self.requires_grad else ():
+            gradients = [leaf.grad for leaf in leaves]
+            if any(gradient is not None for gradient in gradients):
+                taken.append(gradients)
+                for leaf in leaves:
+                    leaf.grad = None
+        return taken
+
+    def all_leaves(self) -> Iterator[Tensor]:
+        """Every leaf there is."""
+        return itertools.chain.from_iterable(self._leaves.values())
 
     def drop_leaves(self) -> None:
         """Forget all leaves; the next forward pass makes new ones."""

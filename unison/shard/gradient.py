@@ -60,6 +60,6 @@ class ShardGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def as_shard_gradient(part: Tensor, world_size: int) -> Tensor:
-    """Mark a part of a gradient; with one rank the part is the whole and stays plain."""
-    return part if world_size == 1 else part.as_subclass(ShardGradient)
+def as_shard_gradient(part: Tensor) -> Tensor:
+    """Mark a part of a gradient; where one rank has the whole, it stays plain."""
+    return part.as_subclass(ShardGradient)

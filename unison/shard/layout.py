@@ -97,6 +97,16 @@ class FlatLayout:
         """Elements of all shards together."""
         return self.shard_length(world_size) * world_size
 
+    def gaps(self, world_size: int) -> list[tuple[int, int]]:
+        """The runs [low, high) of the padded buffer that no parameter fills.
+
+        >>> FlatLayout.of([("a", (3, 5)), ("b", (256,))]).gaps(1)
+        [(15, 256)]
+        """
+        ends = [slot.offset + slot.numel for slot in self.slots]
+        starts = [*(slot.offset for slot in self.slots[1:]), self.padded_length(world_size)]
+        return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+
     def pieces(self, rank: int, world_size: int) -> list[Piece]:
         """What a rank's shard holds of every parameter, empty pieces included."""
         length = self.shard_length(world_size)

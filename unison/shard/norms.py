@@ -60,7 +60,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     for piece in module.parameters():
         if piece.grad is not None:
             gradient = local_part(piece.grad)
-            gradient.mul_(factor.to(gradient.dtype))
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
 
 
@@ -77,6 +77,11 @@ class Spread:
     piece: nn.Parameter
     numel: int
     ranges: list[tuple[int, int]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank holds its part."""
+        return local_part(self.piece).device
 
     def runs(self) -> list[tuple[int, int]]:
         """Which blocks [low, high) each rank holds whole."""
@@ -95,8 +100,7 @@ class Spread:
 
 @torch.no_grad()
 def _norm(module: nn.Module, source: Source) -> Tensor:
-    spreads, ranks = _spread_parameters(module)
-    device = local_part(spreads[0].piece).device
+    spreads, ranks, wire = _spread_parameters(module)
     values = []
     for spread in spreads:
         value = source(spread.piece)
@@ -109,22 +113,24 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
     nodes = [
         node
         for spread, value, of_piece in zip(spreads, values, levels[ranks.rank], strict=True)
-        for node in _subtrees(_whole_blocks(spread, value, ranks.rank), of_piece, device)
+        for node in _subtrees(_whole_blocks(spread, value, ranks.rank), of_piece, spread.device)
     ]
-    sent = torch.zeros(count, dtype=torch.float64, device=device)
+    sent = torch.zeros(count, dtype=torch.float64, device=wire)
     if nodes:
         sent[: len(nodes)] = torch.stack(nodes)
-    received = torch.empty(ranks.size * count, dtype=torch.float64, device=device)
+    received = torch.empty(ranks.size * count, dtype=torch.float64, device=wire)
     ranks.gather(received, sent).wait()
-    shared = _shared_sums(spreads, values, ranks, device)
+    shared = _shared_sums(spreads, values, ranks, wire)
     nodes_of_ranks = received.view(ranks.size, count).cpu()
-    return _finish(spreads, nodes_of_ranks, levels, shared.cpu()).sqrt().to(device)
+    return _finish(spreads, nodes_of_ranks, levels, shared.cpu()).sqrt().to(wire)
 
 
-def _spread_parameters(module: nn.Module) -> tuple[list[Spread], Ranks]:
-    """All parameters in the order of `named_parameters()`, and the ranks they are spread over.
+def _spread_parameters(module: nn.Module) -> tuple[list[Spread], Ranks, torch.device]:
+    """All parameters, the ranks they are spread over, and the device on which ranks exchange.
 
-    That order is the model's own: it does not change with how the model is cut into units.
+    Parameters come in the order of `named_parameters()`. That order is the model's own: it does not
+    change with how the model is cut into units. Offloaded ones lie on another device than ranks
+    exchange on.
     """
     if fsdp2_modules(module):
         return _of_fsdp2(module)
@@ -143,10 +149,12 @@ def _spread_parameters(module: nn.Module) -> tuple[list[Spread], Ranks]:
     outside = [name for name, value in module.named_parameters() if id(value) not in found]
     if outside:
         raise BadInput(f"parameters {outside} belong to no unit; call fully_shard on the root too")
-    return [found[id(piece)] for piece in module.parameters()], units_of(module)[0].ranks
+    first = units_of(module)[0]
+    wire = next(group.device for unit in units_of(module) for group in unit.groups)
+    return [found[id(piece)] for piece in module.parameters()], first.ranks, wire
 
 
-def _of_fsdp2(module: nn.Module) -> tuple[list[Spread], Ranks]:
+def _of_fsdp2(module: nn.Module) -> tuple[list[Spread], Ranks, torch.device]:
     show_shards(module)
     outside = [name for name, value in module.named_parameters() if not is_dtensor(value)]
     if outside:
@@ -157,12 +165,12 @@ def _of_fsdp2(module: nn.Module) -> tuple[list[Spread], Ranks]:
     meshes = {mesh_of(value, name) for name, value in module.named_parameters()}
     if len(meshes) != 1:
         raise BadInput(f"expected all parameters on one mesh, found {len(meshes)}")
-    ranks = Ranks.of(meshes.pop())
+    mesh = meshes.pop()
     spreads = [
-        Spread(value, value.numel(), element_ranges(value, ranks.size))
+        Spread(value, value.numel(), element_ranges(value, mesh.size()))
         for value in module.parameters()
     ]
-    return spreads, ranks
+    return spreads, Ranks.of(mesh), torch.device(mesh.device_type)
 
 
 def _whole_blocks(spread: Spread, values: Tensor | None, rank: int) -> Tensor | None:
@@ -200,11 +208,11 @@ def _block_sums(squares: Tensor) -> Tensor:  # [blocks, ALIGNMENT] -> [blocks]
 
 
 def _shared_sums(
-    spreads: list[Spread], values: list[Tensor | None], ranks: Ranks, device: torch.device
+    spreads: list[Spread], values: list[Tensor | None], ranks: Ranks, wire: torch.device
 ) -> Tensor:
     """Sums of squares of the blocks that several ranks hold, parameter by parameter [blocks]."""
     blocks = [(index, block) for index, s in enumerate(spreads) for block in s.shared_blocks()]
-    squares = torch.zeros(len(blocks), ALIGNMENT, dtype=torch.float64, device=device)
+    squares = torch.zeros(len(blocks), ALIGNMENT, dtype=torch.float64, device=wire)
     if not blocks:
         return squares[:, 0]
     for row, (index, block) in zip(squares, blocks, strict=True):

@@ -1,13 +1,13 @@
 """Two ways to sum gradients over ranks: `fast` and `ordered`.
 
-Both collect the gradients of a group's leaves, in whatever order the backward pass makes them, and
-then turn them into this rank's shard of the sum. Collectives only sum; the division by the divisor
-happens once, in `Unit.finish_reduce`.
+Both collect the gradients of a group's leaves and turn them into this rank's shard of the sum.
+Collectives only sum; the division by the divisor happens once, in `Unit.finish_reduce`.
 
-[Note: used flags] A parameter that no rank used must end with no gradient, as it would on one
-process (an optimizer moves a parameter whose gradient is zero, but skips one that has none). Ranks
-may use different parameters, so each sends one flag per parameter along with the gradients: a few
-hundred bytes. A rank reads the sums of the flags only if it missed a parameter itself.
+[Note: unused parameters] A parameter that no rank used must end with no gradient, as it would on
+one process (an optimizer moves a parameter whose gradient is zero, but skips one that has none).
+Ranks may use different parameters. So a rank keeps the parts of those it did not use itself apart,
+and at the end of the backward pass all ranks add up one flag per parameter, in one small sum for
+the whole model, and learn which of them count (see `Context`).
 """
 
 import itertools
@@ -18,19 +18,28 @@ import torch
 from torch import Tensor
 
 from unison.shard.flat_group import FlatGroup
-from unison.shard.layout import Slot, aligned
+from unison.shard.layout import Slot
 from unison.shard.ranks import Work
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
 
 Parts = list[Tensor | None]
-"""This rank's part of each parameter's summed gradient; None for one that no rank used."""
+"""One value per parameter of a group: its gradient, or this rank's part of the summed one."""
 
 
 class Reducer(Protocol):
     """Sums the gradients of one flat group."""
 
-    def add(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Take the complete gradient of one parameter in one granule."""
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters this rank brought a gradient of."""
+        ...
+
+    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
+        """Take the complete gradient of one parameter in one granule; the caller gives it away."""
+        ...
+
+    def take(self, gradients: Parts) -> None:
+        """Take the gradients of all parameters, where they are not told apart by granule."""
         ...
 
     def start(self) -> None:
@@ -38,31 +47,61 @@ class Reducer(Protocol):
         ...
 
     def finish(self) -> Parts:
-        """Return this rank's parts of the sum over all ranks."""
+        """Return this rank's parts of the sum over all ranks.
+
+        They are None where the rank is alone and did not use the parameter, or where the logical
+        batch was empty.
+        """
         ...
 
 
 class AloneReducer:
-    """One rank, and nothing to sum: each gradient goes where it belongs without a copy."""
+    """One rank, and nothing to sum: gradients go where they belong without a copy."""
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
         self._gradients: Parts = [None] * len(group.slots)
 
-    def add(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Keep a gradient, or add it to one that came before (reentrant checkpointing)."""
-        before, gradient = self._gradients[slot], gradient.reshape(-1)
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters have a gradient."""
+        return [gradient is not None for gradient in self._gradients]
+
+    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
+        """Keep a gradient, or add it to one that came before."""
+        before = self._gradients[slot]
         if before is not None:
             dtype = self._group.reduce_dtype
             gradient = before.to(dtype) + gradient.to(dtype)
         self._gradients[slot] = gradient
 
+    def take(self, gradients: Parts) -> None:
+        """Keep gradients, or add them to those that came before."""
+        if not any(self.used):
+            self._gradients = gradients
+            return
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.put(0, slot, gradient)
+
     def start(self) -> None:
         """Nothing is exchanged."""
 
     def finish(self) -> Parts:
-        """The gradients as they came."""
-        return self._gradients
+        """The gradients as they came, in the dtype of the shards."""
+        present = [gradient for gradient in self._gradients if gradient is not None]
+        if any(gradient.dtype != self._group.dtype for gradient in present):
+            # One buffer and one pass over all of them: many small casts would cost their launches.
+            flat = torch.empty(
+                self._group.layout.length, dtype=self._group.dtype, device=self._group.device
+            )
+            targets = [flat[slot.offset : slot.offset + slot.numel] for slot in self._group.slots]
+            chosen = [target for target, used in zip(targets, self.used, strict=True) if used]
+            torch._foreach_copy_(chosen, [gradient.reshape(-1) for gradient in present])
+            return [
+                target if used else None for target, used in zip(targets, self.used, strict=True)
+            ]
+        return [None if gradient is None else gradient.view(-1) for gradient in self._gradients]
 
 
 class FastReducer:
@@ -73,40 +112,61 @@ class FastReducer:
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
-        self._length = group.layout.shard_length(group.ranks.size)
-        # One row per owner: its shard of the gradient, then the flags.
-        self._sent = torch.zeros(
-            group.ranks.size,
-            self._length + aligned(len(group.slots)),
+        self._sent = torch.empty(
+            group.layout.padded_length(group.ranks.size),
             dtype=group.reduce_dtype,
             device=group.device,
         )
+        self._places = [self._sent[slot.offset : slot.offset + slot.numel] for slot in group.slots]
         self._gradient = self._sent.new_zeros(0)
         self._used = [False] * len(group.slots)
         self._work: Work | None = None
 
-    def add(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Add a gradient to this rank's own sum."""
-        for target, part in _by_owner(self._sent, self._length, self._group.slots[slot], gradient):
-            if self._used[slot]:
-                target.add_(part)
-            else:
-                target.copy_(part)
-        self._used[slot] = True
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters this rank added a gradient of."""
+        return self._used
+
+    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
+        """Add one gradient to this rank's own sum."""
+        gradients: Parts = [None] * len(self.used)
+        gradients[slot] = gradient
+        self.take(gradients)
+
+    def take(self, gradients: Parts) -> None:
+        """Add gradients to this rank's own sum, all of them in one call."""
+        for is_first in (True, False):
+            chosen = [
+                slot
+                for slot, gradient in enumerate(gradients)
+                if gradient is not None and self._used[slot] is not is_first
+            ]
+            if chosen:
+                places = [self._places[slot] for slot in chosen]
+                values = [gradients[slot].reshape(-1) for slot in chosen]  # type: ignore[union-attr]
+                (torch._foreach_copy_ if is_first else torch._foreach_add_)(places, values)
+        self._used = [
+            used or gradient is not None
+            for used, gradient in zip(self._used, gradients, strict=True)
+        ]
 
     def start(self) -> None:
         """Begin the reduce-scatter."""
-        flags = self._sent.new_tensor([float(used) for used in self._used])
-        self._sent[:, self._length : self._length + len(self._used)] = flags
-        self._gradient = torch.empty_like(self._sent[0])
-        self._work = self._group.ranks.reduce_scatter(self._gradient, self._sent.view(-1))
+        for low, high in self._group.layout.gaps(self._group.ranks.size):
+            self._sent[low:high].zero_()
+        for place, used in zip(self._places, self.used, strict=True):
+            if not used:
+                place.zero_()
+        length = self._group.layout.shard_length(self._group.ranks.size)
+        self._gradient = self._sent.new_empty(length)
+        self._work = self._group.ranks.reduce_scatter(self._gradient, self._sent)
 
     def finish(self) -> Parts:
         """Wait for the sum."""
         assert self._work is not None
         self._work.wait()
         self._group.axes.replicas.sum_(self._gradient)
-        return _parts(self._group, self._gradient, self._used, self._gradient[self._length :])
+        return _parts(self._group, self._gradient)
 
 
 class OrderedReducer:
@@ -134,7 +194,16 @@ class OrderedReducer:
         self._work: Work | None = None
         self._received = self._sent = torch.zeros(0, dtype=group.reduce_dtype, device=group.device)
 
-    def add(self, granule: int, slot: int, gradient: Tensor) -> None:
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters some granule of this rank used."""
+        return [len(seen) > 0 for seen in self._granules]
+
+    def take(self, gradients: Parts) -> None:
+        """Gradients of no granule have no place in the tree."""
+        raise AssertionError("the ordered reducer takes the gradients of granules")
+
+    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
         """Take a leaf of the tree; a granule that is not of the batch (a ghost) adds nothing."""
         if self._mine[0] <= granule < self._mine[1]:
             self._granules[slot].add(granule)
@@ -155,23 +224,15 @@ class OrderedReducer:
         group, ranks = self._group, self._group.ranks
         num_nodes = _most_nodes(self._edges_of_copy)
         length = group.layout.shard_length(ranks.size)
-        # One row per owner: its shard of every subtree, then the flags.
-        self._sent = self._sent.new_zeros(
-            ranks.size, num_nodes * length + aligned(len(group.slots))
-        )
+        # One row per owner: its shard of every subtree.
+        self._sent = self._sent.new_zeros(ranks.size, num_nodes * length)
         for index, slot in enumerate(group.slots):
             for column, node in enumerate(self._subtrees(index)):
                 rows = self._sent[:, column * length :]
                 for target, part in _by_owner(rows, length, slot, node):
                     target.copy_(part)
-        flags = self._sent.new_tensor([float(used) for used in self._used])
-        self._sent[:, num_nodes * length : num_nodes * length + len(flags)] = flags
         self._received = torch.empty_like(self._sent)
         self._work = ranks.exchange(self._received, self._sent)
-
-    @property
-    def _used(self) -> list[bool]:
-        return [len(seen) > 0 for seen in self._granules]
 
     def _subtrees(self, slot: int) -> list[Tensor]:
         """This rank's subtrees of a parameter, none if it was not used at all.
@@ -201,29 +262,27 @@ class OrderedReducer:
         for row, low, high in _runs(self._received, self._edges_of_copy):
             for column, (level, index) in enumerate(_nodes(low, high)):
                 of_copy.put(index, row[column * length : (column + 1) * length], level)
-        flags = self._received[:, -aligned(len(group.slots)) :].sum(dim=0)
         nodes = [node for _, node in of_copy.take()]
         if group.axes.replicas.size > 1:
-            return self._across_replicas(nodes, flags, length)
-        total = _finish_tree([nodes], self._edges_of_replicas)
-        if total is None:  # an empty logical batch
-            return [None] * len(group.slots)
-        return _parts(group, total, self._used, flags)
+            total = self._across_replicas(nodes, length)
+        else:
+            total = _finish_tree([nodes], self._edges_of_replicas)
+        # None for an empty logical batch, here and on every rank.
+        return [None] * len(group.slots) if total is None else _parts(group, total)
 
     def _finish_alone(self, slot: int) -> Tensor | None:
         total = _finish_tree([self._subtrees(slot)], self._mine)
         return None if total is None else total.reshape(-1)
 
-    def _across_replicas(self, nodes: list[Tensor], flags: Tensor, length: int) -> Parts:
+    def _across_replicas(self, nodes: list[Tensor], length: int) -> Tensor | None:
         """Finish the tree over the copies of the model, each replica for a fraction of the part."""
         replicas = self._group.axes.replicas
         num_nodes = _most_nodes(self._edges_of_replicas)
         width = -(-length // replicas.size)
-        sent = flags.new_zeros(replicas.size, num_nodes * width + len(flags))
+        sent = self._sent.new_zeros(replicas.size, num_nodes * width)
         for column, node in enumerate(nodes):
             padded = torch.nn.functional.pad(node, (0, replicas.size * width - length))
             sent[:, column * width : (column + 1) * width] = padded.view(replicas.size, width)
-        sent[:, num_nodes * width :] = flags
         received = torch.empty_like(sent)
         replicas.exchange(received, sent).wait()
         of_replicas = [
@@ -231,12 +290,11 @@ class OrderedReducer:
             for row, low, high in _runs(received, self._edges_of_replicas)
         ]
         fraction = _finish_tree(of_replicas, self._edges_of_replicas)
-        if fraction is None:  # an empty logical batch, here and on every rank
-            return [None] * len(self._group.slots)
-        whole = flags.new_empty(replicas.size * width)
+        if fraction is None:
+            return None
+        whole = sent.new_empty(replicas.size * width)
         replicas.gather(whole, fraction.contiguous()).wait()
-        flags = received[:, num_nodes * width :].sum(dim=0)
-        return _parts(self._group, whole[:length], self._used, flags)
+        return whole[:length]
 
 
 def _nodes(low: int, high: int) -> list[tuple[int, int]]:
@@ -272,22 +330,9 @@ def _finish_tree(nodes: list[list[Tensor]], edges: tuple[int, ...]) -> Tensor | 
     return total.finish()
 
 
-def _parts(group: FlatGroup, gradient: Tensor, used: list[bool], flags: Tensor) -> Parts:
-    """Cut a shard of the sum into the pieces' parts.
-
-    Args:
-        group: The flat group.
-        gradient: This rank's shard of the sum [at least shard length].
-        used: Which parameters this rank used.
-        flags: How many ranks used each [at least slots]; read only if this rank missed one, since
-            that waits for the device.
-    """
-    if not all(used):
-        used = [flag > 0 for flag in flags[: len(used)].tolist()]
-    return [
-        gradient.narrow(0, place.shard_offset, place.numel) if is_used else None
-        for place, is_used in zip(group.piece_places(), used, strict=True)
-    ]
+def _parts(group: FlatGroup, gradient: Tensor) -> Parts:
+    """Cut a shard of the sum [shard length] into the pieces' parts."""
+    return [gradient.narrow(0, place.shard_offset, place.numel) for place in group.piece_places()]
 
 
 def _by_owner(

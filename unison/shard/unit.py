@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.flat_group import FlatGroup, ParameterInfo, Use
+from unison.shard.flat_group import FlatGroup, ParameterInfo
 from unison.shard.granules import PerGranule
+from unison.shard.labels import labelled
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import Axes
-from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Reducer
+from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Parts, Reducer
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
@@ -30,7 +31,8 @@ class UnitOptions:
     offload: CPUOffload | None
 
 
-Hidden = list[tuple[Use, Tensor | None]]  # what an attribute was before it was shadowed
+# What attributes were before they were shadowed: (instance dictionary, name, value).
+Hidden = list[tuple[dict[str, Any], str, Tensor | None]]
 PLAIN = -1  # the leaves of a pass that is not cut into granules
 
 
@@ -68,8 +70,24 @@ class Unit:
         )
         self.loops_over_model = False  # set when mapping single operations turned out impossible
         self._reducers: list[Reducer | None] = [None] * len(self.groups)
-        self._arrived: set[tuple[int, int, int]] = set()  # (group, granule, slot)
+        self._receivers = [self._receiver(index) for index in range(len(self.groups))]
         self.is_reducing = False
+        # In the running backward pass: what this rank used of each group, and parts of the rest.
+        self._used: list[list[bool]] = [[] for _ in self.groups]
+        self._unused: list[tuple[int, Parts]] = []
+        self._places = [
+            (use.module.__dict__, use.attribute, index, slot)
+            for index, group in enumerate(self.groups)
+            for slot, uses in enumerate(group.uses)
+            for use in uses
+        ]
+        self._recurrent = {
+            use.module
+            for group in self.groups
+            for uses in group.uses
+            for use in uses
+            if isinstance(use.module, nn.RNNBase)
+        }
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None
         self._install_pieces()
@@ -105,6 +123,8 @@ class Unit:
                     f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
                     "call unison.materialize(model, seed=...) before using the model"
                 )
+            if group.is_untouched():
+                continue
             for slot, piece, uses in zip(group.slots, group.pieces, group.uses, strict=True):
                 is_in_place = all(
                     use.module._parameters.get(use.attribute) is piece for use in uses
@@ -128,13 +148,13 @@ class Unit:
 
     def start_gather(self) -> None:
         """Begin to gather the full parameters."""
-        with record_function(f"unison::gather {self.name}"):
+        with labelled("unison::gather", self.name):
             for group in self.groups:
                 group.start_gather()
 
     def finish_gather(self) -> None:
         """Have the full parameters."""
-        with record_function(f"unison::wait_gather {self.name}"):
+        with labelled("unison::wait_gather", self.name):
             for group in self.groups:
                 group.finish_gather()
 
@@ -150,7 +170,7 @@ class Unit:
         try:
             yield
         finally:
-            _restore(hidden)
+            self._restore(hidden)
 
     def _shadow(self, tensors: Sequence[Sequence[Tensor]]) -> "Hidden":
         """Hide the module's pieces behind full parameters; returns what `_restore` takes.
@@ -159,14 +179,30 @@ class Unit:
         `_parameters`, so a full parameter shadows its piece while `named_parameters()` goes on
         showing pieces.
         """
-        hidden: Hidden = []
-        for group, of_group in zip(self.groups, tensors, strict=True):
-            for uses, tensor in zip(group.uses, of_group, strict=True):
-                for use in uses:
-                    hidden.append((use, use.module.__dict__.get(use.attribute)))
-                    use.module.__dict__[use.attribute] = tensor
-        _renew_flat_weights(hidden)
+        hidden = [
+            (attributes, name, attributes.get(name)) for attributes, name, _, _ in self._places
+        ]
+        for attributes, name, group, slot in self._places:
+            attributes[name] = tensors[group][slot]
+        if self._recurrent:
+            self._renew_flat_weights()
         return hidden
+
+    def _restore(self, hidden: "Hidden") -> None:
+        for attributes, name, before in hidden:
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
+        if self._recurrent:
+            self._renew_flat_weights()
+
+    def _renew_flat_weights(self) -> None:
+        """Let recurrent modules, which keep a second list of parameters, see the same ones."""
+        for module in self._recurrent:
+            module._flat_weights = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]
 
     def begin_backward(self) -> None:
         """Have the full parameters, also for code that activation checkpointing runs again."""
@@ -192,7 +228,7 @@ class Unit:
     def free(self) -> None:
         """Give the memory of the full parameters back."""
         if self._hidden is not None:
-            _restore(self._hidden)
+            self._restore(self._hidden)
             self._hidden = None
         for group in self.groups:
             group.free()
@@ -205,31 +241,33 @@ class Unit:
 
     def leaves(self, granule: int) -> list[list[Tensor]]:
         """The tensors that a granule computes with, one list per flat group."""
-
-        def receiver(index: int):
-            return lambda granule, slot, leaf: self._take_gradient(index, granule, slot, leaf)
-
-        return [group.leaves(granule, receiver(index)) for index, group in enumerate(self.groups)]
+        return [
+            group.leaves(granule, receiver)
+            for group, receiver in zip(self.groups, self._receivers, strict=True)
+        ]
 
     # --- gradients -------------------------------------------------------------------------------
 
     edges: tuple[int, ...] = ()  # which rank holds which granules, in ordered mode
-    # Set by the engine: the last gradient has arrived; one more has come after that.
-    on_complete: Callable[["Unit"], None]
-    on_late: Callable[["Unit"], None]
+    on_late: Callable[["Unit"], None]  # set by the engine: ends a sum that is under way
 
-    def _take_gradient(self, index: int, granule: int, slot: int, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        if self.is_reducing:
-            # A second gradient of one leaf in one backward pass: reentrant checkpointing makes a
-            # backward pass of each part. It is summed by itself, after what is under way.
-            self.on_late(self)
-            self._arrived.clear()
-        if gradient is not None:
-            self._reducer(index).add(granule, slot, gradient)
-        self._arrived.add((index, granule, slot))
-        if len(self._arrived) == sum(group.num_leaves for group in self.groups):
-            self.on_complete(self)
+    def _receiver(self, index: int) -> Callable[[int, int, Tensor], None] | None:
+        """What takes the gradients of a group's leaves one by one; None if they may lie there.
+
+        The tree merges what it has, so that it holds few gradients of many granules at a time. The
+        fast reducer takes a unit's gradients all together, which costs fewer calls.
+        """
+        if self.options.reducer != "ordered":
+            return None
+
+        def receive(granule: int, slot: int, leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if self.is_reducing:
+                self.on_late(self)
+            if gradient is not None:
+                self._reducer(index).put(granule, slot, gradient)
+
+        return receive
 
     def _reducer(self, index: int) -> Reducer:
         reducer = self._reducers[index]
@@ -247,35 +285,85 @@ class Unit:
         return reducer
 
     @property
-    def can_free_early(self) -> bool:
-        """Whether the last gradient's arrival proves that the backward pass is done here.
+    def has_late_gradients(self) -> bool:
+        """Whether gradients came after the unit's sum was started.
 
-        A frozen parameter sends no word, yet the way to earlier layers may still lead through it.
+        Reentrant checkpointing makes a backward pass of each part, so that a unit may have several.
         """
-        return all(group.requires_grad for group in self.groups)
+        is_waiting = not self.is_reducing and any(self._reducers)
+        return is_waiting or any(
+            leaf.grad is not None for group in self.groups for leaf in group.all_leaves()
+        )
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a gradient is what its piece needs as it is: nothing to sum, cast or divide."""
+        options = self.options
+        is_alone = self.axes.all.size == 1 and options.gradient_divisor == 1
+        is_plain = options.reducer == "fast" and options.offload is None
+        return is_alone and is_plain and all(group.is_alias for group in self.groups)
+
+    def keep_gradients(self) -> None:
+        """Hand the leaves' gradients to their pieces."""
+        for group in self.groups:
+            for gradients in group.take_gradients():
+                group.give_gradients([None if g is None else g.view(-1) for g in gradients])
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""
-        with record_function(f"unison::reduce {self.name}"):
+        with labelled("unison::reduce", self.name):
             for index, group in enumerate(self.groups):
                 if group.requires_grad:
-                    self._reducer(index).start()
+                    reducer = self._reducer(index)
+                    for gradients in group.take_gradients():
+                        reducer.take(gradients)
+                    reducer.start()
         self.is_reducing = True
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
-        """Give every piece its part of the summed gradient, divided once."""
-        with record_function(f"unison::wait_reduce {self.name}"):
+        """Give every piece its part of the summed gradient, divided once.
+
+        Parts of parameters that this rank did not use wait for `give_unused`.
+        """
+        with labelled("unison::wait_reduce", self.name):
             for index, group in enumerate(self.groups):
-                if group.requires_grad:
-                    parts = self._reducer(index).finish()
-                    if self.options.gradient_divisor != 1:
-                        torch._foreach_div_(
-                            [part for part in parts if part is not None],
-                            self.options.gradient_divisor,
-                        )
+                if not group.requires_grad:
+                    continue
+                reducer = self._reducer(index)
+                parts = reducer.finish()
+                if self.options.gradient_divisor != 1:
+                    present = [part for part in parts if part is not None]
+                    torch._foreach_div_(present, self.options.gradient_divisor)
+                used = reducer.used
+                if all(used):
                     group.give_gradients(parts)
+                else:
+                    group.give_gradients(_where(used, parts))
+                    self._unused.append((index, _where([not each for each in used], parts)))
+                before = self._used[index] or [False] * len(used)
+                self._used[index] = [a or b for a, b in zip(before, used, strict=True)]
         self.forget_gradients()
+
+    def take_used(self) -> list[bool]:
+        """Which parameters this rank used in the backward pass, over all groups; then forget it."""
+        used = [each for of_group in self._used for each in of_group]
+        self._used = [[] for _ in self.groups]
+        return used
+
+    @torch.no_grad()
+    def give_unused(self, used_by_any: list[bool] | None) -> None:
+        """Decide about the parts of parameters that this rank did not use; None drops them.
+
+        Args:
+            used_by_any: For each entry of `take_used`, whether any rank used the parameter.
+        """
+        waiting, self._unused = self._unused, []
+        for index, parts in waiting if used_by_any is not None else ():
+            groups = [group for group in self.groups[:index] if group.requires_grad]
+            first = sum(len(group.slots) for group in groups)
+            assert used_by_any is not None
+            self.groups[index].give_gradients(_where(used_by_any[first:], parts))
 
     def forget_gradients(self) -> None:
         """Be ready for the next logical batch."""
@@ -286,6 +374,8 @@ class Unit:
         """Drop what a broken pass left behind."""
         self.forget_gradients()
         self.end_backward()
+        self._unused = []
+        self._used = [[] for _ in self.groups]
         for group in self.groups:
             group.drop_gradients()
 
@@ -296,7 +386,6 @@ class Unit:
 
     def end_backward(self) -> None:
         """Be ready for the next pass."""
-        self._arrived.clear()
         self.free()
         for group in self.groups:
             group.end_backward()
@@ -306,11 +395,6 @@ class Unit:
         self.edges = edges
         for group in self.groups:
             group.drop_leaves()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass reached this unit since the last reduction."""
-        return any(reducer is not None for reducer in self._reducers)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -332,19 +416,8 @@ def _by_class(parameters: list[ParameterInfo]) -> list[list[ParameterInfo]]:
     return list(classes.values())
 
 
-def _restore(hidden: Hidden) -> None:
-    for use, before in reversed(hidden):
-        if before is None:
-            del use.module.__dict__[use.attribute]
-        else:
-            use.module.__dict__[use.attribute] = before
-    _renew_flat_weights(hidden)
-
-
-def _renew_flat_weights(hidden: Hidden) -> None:
-    """Let recurrent modules, which keep a second list of their parameters, see the same ones."""
-    for module in {use.module for use, _ in hidden if isinstance(use.module, nn.RNNBase)}:
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def _where(chosen: list[bool], parts: Parts) -> Parts:
+    return [part if is_chosen else None for part, is_chosen in zip(parts, chosen, strict=False)]
 
 
 def _refuse_gradient(value: Tensor, name: str) -> Tensor:
