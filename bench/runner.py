@@ -161,12 +161,13 @@ def command_line() -> str:
 def commit() -> dict[str, Any]:
     """Return the commit's hash and whether the tree differs from it.
 
-    A copy of the tree without its history (on a GPU machine, say) takes the hash from the
-    environment variable UNISON_COMMIT; without that, both are None.
+    A copy of the tree whose history is not this one's (on a GPU machine, say) takes the hash from
+    the environment variable UNISON_COMMIT.
     """
+    named = os.environ.get("UNISON_COMMIT")
     full = _git("rev-parse", "HEAD")
-    if full is None:
-        return {"commit": os.environ.get("UNISON_COMMIT"), "dirty": None}
+    if named is not None or full is None:
+        return {"commit": named, "dirty": None}
     # A result file just written does not make the code that wrote it another one.
     changes = _git("status", "--porcelain", "--", ".", ":!bench/results")
     return {"commit": full, "dirty": bool(changes)}

@@ -23,6 +23,7 @@ parameters are then full, or are gathered, and stay so: the unit's backward foll
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,8 @@ class Context:
         else:
             self.ran_without_grad.add(unit)
         self.order.append(unit)
+        if unit.is_whole:
+            return  # as a rule all units are: nothing is gathered ahead
         place = len(self.order)
         follows_last = place < len(self.last_order) and self.last_order[place - 1] is unit
         if follows_last:
@@ -178,14 +181,19 @@ class Context:
         if not self._is_in_backward:
             self._is_in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
-        self._open.setdefault(unit, 0)  # of a graph that an earlier backward pass left over
+        if unit not in self._open:  # of a graph that an earlier backward pass left over
+            self._open = {unit: 0, **self._open}
         unit.begin_backward()
-        place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
-        if place > 0:
-            self.order[place - 1].start_gather()
-        for each, entered_at in reversed(list(self._open.items())):
-            if entered_at > left_at:
-                self._complete(each)
+        if not unit.is_whole:
+            place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
+            if place > 0:
+                self.order[place - 1].start_gather()
+        # They were entered in this order, so that the complete ones are the last.
+        complete = itertools.takewhile(
+            lambda each: self._open[each] > left_at, reversed(self._open)
+        )
+        for each in list(complete):
+            self._complete(each)
 
     def _complete(self, unit: Unit) -> None:
         """A unit has all its gradients: free it and start to sum."""
@@ -308,7 +316,7 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not is_recompute:
             context.note_forward(unit)
         output = _compute(unit, context, args, kwargs)
-        if not is_recompute and not context.keeps_full(unit):
+        if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)
         left_at = context.tick()

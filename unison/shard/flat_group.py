@@ -375,6 +375,18 @@ class FlatGroup:
             leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
         return leaf
 
+    def keep_gradients(self) -> None:
+        """Hand the gradients that lie at the leaves to the pieces, where both are the same."""
+        for leaves in self._leaves.values() if self.requires_grad else ():
+            for leaf, piece in zip(leaves, self.pieces, strict=True):
+                gradient = leaf.grad
+                if gradient is not None:
+                    leaf.grad = None
+                    if piece.grad is None:
+                        piece.grad = gradient.view(-1)
+                    else:
+                        piece.grad.add_(gradient.view(-1))
+
     def take_gradients(self) -> list[list[Tensor | None]]:
         """Take the gradients that lie at the leaves, one list per set of leaves that has any."""
         taken = []

@@ -91,6 +91,15 @@ class Unit:
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None
         self._install_pieces()
+        self._look_for_shortcuts()
+
+    def _look_for_shortcuts(self) -> None:
+        """Note what need not be done at all; every step asks."""
+        # Nothing is gathered or freed: this rank holds everything as it computes with it.
+        self.is_whole = all(group.is_alias for group in self.groups)
+        # A gradient is what its piece needs: nothing to sum, to cast or to divide.
+        is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
+        self.keeps_gradients = self.is_whole and is_alone and self.options.reducer == "fast"
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.groups)} flat buffers)"
@@ -110,6 +119,7 @@ class Unit:
         for group in self.groups:
             if group.shard.is_meta:
                 group.allocate(device)
+        self._look_for_shortcuts()
 
     def check_untouched(self) -> None:
         """Refuse parameters without values, and those replaced or moved after sharding.
@@ -148,12 +158,16 @@ class Unit:
 
     def start_gather(self) -> None:
         """Begin to gather the full parameters."""
+        if self.is_whole:
+            return
         with labelled("unison::gather", self.name):
             for group in self.groups:
                 group.start_gather()
 
     def finish_gather(self) -> None:
         """Have the full parameters."""
+        if self.is_whole:
+            return
         with labelled("unison::wait_gather", self.name):
             for group in self.groups:
                 group.finish_gather()
@@ -295,19 +309,10 @@ class Unit:
             leaf.grad is not None for group in self.groups for leaf in group.all_leaves()
         )
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether a gradient is what its piece needs as it is: nothing to sum, cast or divide."""
-        options = self.options
-        is_alone = self.axes.all.size == 1 and options.gradient_divisor == 1
-        is_plain = options.reducer == "fast" and options.offload is None
-        return is_alone and is_plain and all(group.is_alias for group in self.groups)
-
     def keep_gradients(self) -> None:
-        """Hand the leaves' gradients to their pieces."""
+        """Hand the leaves' gradients to their pieces as they are."""
         for group in self.groups:
-            for gradients in group.take_gradients():
-                group.give_gradients([None if g is None else g.view(-1) for g in gradients])
+            group.keep_gradients()
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""
