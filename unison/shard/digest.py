@@ -40,7 +40,7 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owned |= {id(piece) for group in unit.groups for piece in group.pieces}
     for _, value in module.named_parameters():
         if id(value) not in owned:
-            yield names[id(value)], whole(value)
+            yield names[id(value)], whole(value, names[id(value)])
 
 
 def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:

@@ -5,13 +5,16 @@ where nobody has imported them there is nothing of theirs to find.
 """
 
 import itertools
+import math
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unison.errors import UnsupportedOperation
+from unison.shard.ranks import Ranks
 
 
 def is_dtensor(value: Tensor) -> bool:
@@ -56,8 +59,8 @@ def mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
 
 def element_ranges(parameter: Tensor, num_ranks: int) -> list[tuple[int, int]]:
     """Which elements [start, stop) of the flattened parameter each rank holds."""
-    rows, row_length = parameter.shape[0], parameter[0:1].numel() if parameter.shape[0] else 0
-    return row_ranges(rows, row_length, num_ranks)
+    rows, *row = parameter.shape
+    return row_ranges(rows, math.prod(row), num_ranks)
 
 
 def row_ranges(rows: int, row_length: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -76,6 +79,22 @@ def local_part(value: Tensor) -> Tensor:
     return value._local_tensor if is_dtensor(value) else value  # type: ignore[attr-defined]
 
 
-def whole(value: Tensor) -> Tensor:
-    """The whole of a tensor, on every rank; a collective if it is distributed."""
-    return value.detach().full_tensor() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]
+@torch.no_grad()
+def whole(value: Tensor, name: str) -> Tensor:
+    """The whole of a tensor, on every rank; a collective if it is distributed.
+
+    By our own gather: DTensor's crashes with gloo on CUDA tensors, and does not move what is
+    offloaded to the device that the ranks exchange on.
+
+    Raises:
+        UnsupportedOperation: If it is spread in any other way than by rows, naming it.
+    """
+    if not is_dtensor(value):
+        return value.detach()
+    mesh, part = mesh_of(value, name), local_part(value)
+    rows, per_rank = value.shape[0], -(-value.shape[0] // mesh.size())
+    sent = torch.zeros(per_rank, *value.shape[1:], dtype=value.dtype, device=mesh.device_type)
+    sent[: part.shape[0]] = part
+    full = sent.new_empty(mesh.size() * per_rank, *value.shape[1:])
+    Ranks.of(mesh).gather(full, sent).wait()
+    return full[:rows]

@@ -47,6 +47,7 @@ from unison.shard.granules import (
 )
 from unison.shard.names import canonical_name
 from unison.shard.unit import PLAIN, Unit, per_granule, units_of
+from unison.shard.whole import WholeModel
 
 NO_TASK = -1
 MAX_REDUCTIONS_IN_FLIGHT = 2
@@ -79,13 +80,14 @@ class Context:
         self._has_compared_models = self._has_compared_data = False
         self.loop_granule: int | None = None  # see [Note: the whole-model loop]
         self.ran_without_grad: set[Unit] = set()
+        self.whole = WholeModel(root, self.units) if WholeModel.suits(self.units) else None
 
     # --- forward ---------------------------------------------------------------------------------
 
     def enter(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one starts a forward pass."""
         if self._depth == 0 and not is_recompute:
-            self._begin_forward()
+            self.begin_forward()
         self._depth += 1
 
     def leave(self, is_recompute: bool) -> None:
@@ -95,11 +97,19 @@ class Context:
             for each in self.units:
                 each.end_inference()  # no backward pass will come to do it
 
-    def _begin_forward(self) -> None:
-        if self._is_in_backward:  # the last backward pass ended in an exception
+    def begin_forward(self) -> None:
+        """Look after what the last pass left, and forget its order."""
+        is_whole_broken = self.whole is not None and self.whole.is_in_backward
+        if self._is_in_backward or is_whole_broken:  # the last pass ended in an exception
             self.abandon()
         for unit in self.units:
             unit.check_untouched()
+            if unit.has_untaken_gradients:
+                raise UnsupportedOperation(
+                    f"a backward pass reached the parameters of {unit.name!r} but none of the "
+                    "model's outputs, so that their gradients were not summed; return every tensor "
+                    "that a loss is made of from the sharded module's forward"
+                )
         if self.order:
             self.last_order = self.order
         self.order = []
@@ -276,6 +286,8 @@ class Context:
         self._open = {}
         self._begun.clear()
         self._is_in_backward = False
+        if self.whole is not None:
+            self.whole.end_pass()
         for unit in self.units:
             unit.abandon()
 
@@ -296,9 +308,23 @@ def install(unit: Unit) -> None:
 
     @functools.wraps(unit.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.is_in_place:
+            return unit.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run_under_compiler)(unit, args, kwargs)  # type: ignore[call-arg]
         return run_forward(unit, args, kwargs)
 
     unit.module.forward = forward
+
+
+def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a unit as it is where torch.compile was put around it: gathering cannot be traced."""
+    warnings.warn(
+        f"{unit.name} runs uncompiled: torch.compile around a sharded module stops at its units. "
+        "Compile inside them, before sharding: block.forward = torch.compile(block.forward)",
+        stacklevel=2,
+    )
+    return run_forward(unit, args, kwargs)
 
 
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -307,6 +333,9 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_recompute = backward_task() != NO_TASK
     if not context.has_compared:
         context.check_first_use((args, kwargs))
+    is_short = context.whole is not None and unit is context.root and not is_recompute
+    if is_short and num_granules_of((args, kwargs)) == 0:
+        return _run_whole(context, args, kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
@@ -330,6 +359,16 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise
     finally:
         context.leave(is_recompute)
+
+
+def _run_whole(context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a model that this rank holds whole; see whole.py."""
+    whole = context.whole
+    assert whole is not None
+    context.begin_forward()
+    output = whole.run(args, kwargs)
+    check_output(output, context.root)
+    return before_backward(output, whole.begin_backward)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -39,6 +39,11 @@ class MixedPrecision:
                     f"{name} of MixedPrecision must be a floating dtype, found {dtype!r}"
                 )
 
+    @property
+    def casts(self) -> bool:
+        """Whether a pass has anything to cast."""
+        return self.param is not None or self.output is not None
+
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that parameters whose shards have `dtype` compute in."""
         return self.param if self.param is not None and dtype.is_floating_point else dtype

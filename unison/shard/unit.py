@@ -72,6 +72,7 @@ class Unit:
         self._reducers: list[Reducer | None] = [None] * len(self.groups)
         self._receivers = [self._receiver(index) for index in range(len(self.groups))]
         self.is_reducing = False
+        self.is_in_place = False  # set while the root has put all parameters in place, see whole.py
         # In the running backward pass: what this rank used of each group, and parts of the rest.
         self._used: list[list[bool]] = [[] for _ in self.groups]
         self._unused: list[tuple[int, Parts]] = []
@@ -180,14 +181,14 @@ class Unit:
     @contextmanager
     def parameters_in_place(self, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Let the module's attributes be the given tensors, one sequence per flat group."""
-        hidden = self._shadow(tensors)
+        hidden = self.shadow(tensors)
         try:
             yield
         finally:
-            self._restore(hidden)
+            self.restore(hidden)
 
-    def _shadow(self, tensors: Sequence[Sequence[Tensor]]) -> "Hidden":
-        """Hide the module's pieces behind full parameters; returns what `_restore` takes.
+    def shadow(self, tensors: Sequence[Sequence[Tensor]]) -> "Hidden":
+        """Hide the module's pieces behind full parameters; returns what `restore` takes.
 
         Python finds an instance's own dictionary before `nn.Module.__getattr__` looks into
         `_parameters`, so a full parameter shadows its piece while `named_parameters()` goes on
@@ -202,7 +203,8 @@ class Unit:
             self._renew_flat_weights()
         return hidden
 
-    def _restore(self, hidden: "Hidden") -> None:
+    def restore(self, hidden: "Hidden") -> None:
+        """Undo `shadow`."""
         for attributes, name, before in hidden:
             if before is None:
                 del attributes[name]
@@ -222,7 +224,7 @@ class Unit:
         """Have the full parameters, also for code that activation checkpointing runs again."""
         self.finish_gather()
         if self._hidden is None:
-            self._hidden = self._shadow(self._recompute_tensors())
+            self._hidden = self.shadow(self._recompute_tensors())
 
     def _recompute_tensors(self) -> list[list[Tensor]]:
         """What a recompute inside this unit sees.
@@ -242,7 +244,7 @@ class Unit:
     def free(self) -> None:
         """Give the memory of the full parameters back."""
         if self._hidden is not None:
-            self._restore(self._hidden)
+            self.restore(self._hidden)
             self._hidden = None
         for group in self.groups:
             group.free()
@@ -304,10 +306,12 @@ class Unit:
 
         Reentrant checkpointing makes a backward pass of each part, so that a unit may have several.
         """
-        is_waiting = not self.is_reducing and any(self._reducers)
-        return is_waiting or any(
-            leaf.grad is not None for group in self.groups for leaf in group.all_leaves()
-        )
+        return (not self.is_reducing and any(self._reducers)) or self.has_untaken_gradients
+
+    @property
+    def has_untaken_gradients(self) -> bool:
+        """Whether gradients lie at the leaves."""
+        return any(leaf.grad is not None for group in self.groups for leaf in group.all_leaves())
 
     def keep_gradients(self) -> None:
         """Hand the leaves' gradients to their pieces as they are."""
