@@ -21,8 +21,9 @@ PRECISIONS = ("fp32", "bf16")
 LAYOUTS = ("packed", "documents")
 LONG_DOCUMENTS = ("error", "truncate")
 DEVICES = ("auto", "cpu", "cuda")
-SHARDINGS = ("full", "zero2", "ddp", "none")
+SHARDINGS = ("full", "zero2", "hybrid", "fsdp2", "ddp", "none")
 REDUCERS = ("fast", "ordered")
+ORDERED_SHARDINGS = ("full", "zero2", "hybrid", "fsdp2")  # those that the ordered reducer serves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +109,28 @@ class Execution:
         device: `"cpu"`, `"cuda"`, or `"auto"` for CUDA where there is one.
         micro_batch_size: Rows per forward pass on one rank; None for all of the rank's rows.
             Smaller ones are accumulated before the optimizer steps.
-        shard: How the model lies on the ranks: `"full"` (ZeRO-3), `"zero2"`, `"ddp"` (a copy on
-            each), `"none"` (one rank only).
+        shard: How the model lies on the ranks: `"full"` (ZeRO-3), `"zero2"`, `"hybrid"` (several
+            copies, each sharded), `"fsdp2"` (sharded by torch's own `fully_shard`), `"ddp"` (a copy
+            on each), `"none"` (one rank only).
+        replicas: Copies of the sharded model; for `"hybrid"` only, where None means 2.
         guard: Whether ranks compare their collectives and raise instead of hanging.
     """
 
     device: str = "auto"
     micro_batch_size: int | None = None
     shard: str = "full"
+    replicas: int | None = None
     guard: bool = False
 
     def __post_init__(self) -> None:
         check.one_of(DEVICES, device=self.device)
         check.one_of(SHARDINGS, shard=self.shard)
+        if self.replicas is not None:
+            check.positive(replicas=self.replicas)
+            if self.shard != "hybrid":
+                raise BadInput(
+                    f"replicas={self.replicas} is for shard 'hybrid', found {self.shard!r}"
+                )
         if self.micro_batch_size is not None:
             check.positive(micro_batch_size=self.micro_batch_size)
 
@@ -136,6 +146,10 @@ class Output:
         eval_rows: Rows per evaluation, at most.
         log_every: Steps between two plain progress lines when there is no terminal.
         tensorboard: Whether to write TensorBoard events too.
+        checkpoint_every: Steps between checkpoints; 0 for none.
+        keep_checkpoints: How many of them are kept, the newest.
+        resume: Whether the folder holds a run that stopped, which goes on from its newest
+            checkpoint.
         command: The command line that started the run, for the record.
     """
 
@@ -145,11 +159,17 @@ class Output:
     eval_rows: int = 64
     log_every: int = 10
     tensorboard: bool = True
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    resume: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
-        check.not_negative(eval_every=self.eval_every)
+        check.not_negative(eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        check.positive(keep_checkpoints=self.keep_checkpoints)
         check.positive(eval_rows=self.eval_rows, log_every=self.log_every)
+        if self.resume and self.overwrite:
+            raise BadInput("a run is either resumed or overwritten; leave one of the two out")
         if not self.folder.strip():
             raise BadInput("folder must name the folder of the run, found an empty name")
 
@@ -163,8 +183,9 @@ class TrainConfig:
     output: Output
 
     def __post_init__(self) -> None:
-        is_sharded = self.execution.shard in ("full", "zero2")
-        if self.mechanism.reducer == "ordered" and not is_sharded:
+        shard = self.execution.shard
+        if self.mechanism.reducer == "ordered" and shard not in ORDERED_SHARDINGS:
+            *others, last = (repr(name) for name in ORDERED_SHARDINGS)
             raise BadInput(
-                f"the ordered reducer needs shard 'full' or 'zero2', found {self.execution.shard!r}"
+                f"the ordered reducer needs shard {', '.join(others)} or {last}, found {shard!r}"
             )

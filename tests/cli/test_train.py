@@ -84,7 +84,7 @@ BAD_INPUT = {
     "preset": (["--preset", "tinny"], "did you mean 'tiny'"),
     "corpus": (["--data", "stdlb"], "did you mean 'stdlib'"),
     "lr": (["--lr", "-1"], "lr must be above 0"),
-    "ordered ddp": (["--shard", "ddp", "--reducer", "ordered"], "needs shard 'full' or 'zero2'"),
+    "ordered ddp": (["--shard", "ddp", "--reducer", "ordered"], "needs shard 'full', 'zero2'"),
     "tokenizer": (["--tokenizer", "{}/none.json"], "none.json"),
 }
 

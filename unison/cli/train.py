@@ -48,6 +48,7 @@ _out = partial(_panel, "Output")
 
 
 def train(
+    context: typer.Context,
     preset: Annotated[
         str,
         _model(
@@ -144,7 +145,8 @@ def train(
         _exec(
             "--nproc",
             min=1,
-            help="Ranks to start on this machine. Leave out under torchrun, which starts them.",
+            help="Ranks to start on this machine; with --resume as many as before. Leave out under "
+            "torchrun, which starts them.",
         ),
     ] = 1,
     shard: Annotated[
@@ -152,10 +154,15 @@ def train(
         _exec(
             "--shard",
             help="full: parameters, gradients and optimizer state split over ranks (ZeRO-3). "
-            "zero2: parameters kept between forward and backward. ddp: a copy on each rank. "
-            "none: one rank.",
+            "zero2: parameters kept between forward and backward. hybrid: several copies, each "
+            "split. fsdp2: split by torch's own fully_shard. ddp: a copy on each rank. none: one "
+            "rank.",
         ),
     ] = Shard("full"),
+    replicas: Annotated[
+        int | None,
+        _exec("--replicas", help="Copies of the model with --shard hybrid; 2 by default."),
+    ] = None,
     guard: Annotated[
         bool,
         _exec(
@@ -176,6 +183,21 @@ def train(
     overwrite: Annotated[
         bool, _out("--overwrite", help="Replace an existing run, once the new one is done.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        _out(
+            "--resume",
+            metavar="RUN",
+            help="Go on with a run that stopped, from its newest checkpoint and with its settings. "
+            "Options of execution and output may be given anew.",
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int, _out("--checkpoint-every", help="Steps between checkpoints; 0 for none.")
+    ] = _OUTPUT.checkpoint_every,
+    keep_checkpoints: Annotated[
+        int, _out("--keep-checkpoints", help="How many checkpoints to keep, the newest.")
+    ] = _OUTPUT.keep_checkpoints,
     eval_every: Annotated[
         int, _out("--eval-every", help="Steps between evaluations; 0 for before and after only.")
     ] = _OUTPUT.eval_every,
@@ -200,8 +222,16 @@ def train(
     unison train --nproc 2            the same on two ranks
     unison train --data notes.jsonl --layout documents --out runs/notes
     torchrun --nproc-per-node 8 -m unison train --data corpus --out runs/c
+    unison train --checkpoint-every 100 --out runs/long    and after a crash:
+    unison train --resume runs/long
     """
-    from unison.train import check_before_launch, run_on_local_ranks, was_launched
+    from unison.train import (
+        check_before_launch,
+        resumed_config,
+        run_on_local_ranks,
+        saved_world_size,
+        was_launched,
+    )
     from unison.train import train as run
 
     overrides = {
@@ -234,7 +264,10 @@ def train(
         granule=granule,
         threads=threads,
     )
-    if was_launched() and out is None:
+    given = {name for name in context.params if _was_said(context, name)}
+    if resume is not None and given & {"out", "overwrite"}:
+        raise BadInput("--resume names the folder itself; leave --out and --overwrite out")
+    if was_launched() and out is None and resume is None:
         raise BadInput("--out must be given under torchrun, so that all ranks name one folder")
     output = settings.Output(
         folder=out or default_folder(preset, data),
@@ -243,6 +276,8 @@ def train(
         eval_rows=eval_rows,
         log_every=log_every,
         tensorboard=tensorboard,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
         command=shlex.join(["unison", *sys.argv[1:]]),
     )
     config = settings.TrainConfig(
@@ -251,15 +286,26 @@ def train(
             device=device.value,
             micro_batch_size=micro_batch_size,
             shard=shard.value,
+            replicas=replicas,
             guard=guard,
         ),
         output=output,
     )
+    if resume is not None:
+        config = resumed_config(Path(resume), config, given)
+        if "nproc" not in given and not was_launched():
+            nproc = saved_world_size(Path(resume))
     check_before_launch(config)
     work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if as_json:
         typer.echo(json.dumps(asdict(result)))
+
+
+def _was_said(context: typer.Context, name: str) -> bool:
+    """Whether an option was given, rather than left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def default_folder(preset: str, data: str) -> str:

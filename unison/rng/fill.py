@@ -14,22 +14,40 @@ import torch
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
+from unison.rng.distributions import bernoulli as draw_bernoulli
+from unison.rng.distributions import integers as draw_integers
 from unison.rng.distributions import normal as draw_normal
 from unison.rng.distributions import truncated_normal as draw_truncated_normal
 from unison.rng.distributions import uniform as draw_uniform
-from unison.rng.inits import Constant, Init, Normal, TruncatedNormal, Uniform
+from unison.rng.inits import (
+    Bernoulli,
+    Constant,
+    Init,
+    Integers,
+    Normal,
+    Shuffle,
+    TruncatedNormal,
+    Uniform,
+)
 from unison.rng.keys import Key
+from unison.rng.permutation import Permutation
 from unison.rng.streams import Box, Stream
 
 
 def fill_(
-    tensor: torch.Tensor, init: Init, key: Key, name: str, box: Box | None = None
+    tensor: torch.Tensor,
+    init: Init,
+    key: Key,
+    name: str,
+    box: Box | None = None,
+    *,
+    number: int = 0,
 ) -> torch.Tensor:
     """Fill `tensor` with the initial values of parameter `name`, in place.
 
     Guarantees:
-        An element's value depends on (init, key, name, its index in the whole parameter) and, by
-        the final rounding, on the dtype.
+        An element's value depends on (init, key, name, number, its index in the whole parameter)
+        and, by the final rounding, on the dtype.
 
     Args:
         tensor: The whole parameter, or the part of it that `box` describes (any shape with as many
@@ -38,9 +56,10 @@ def fill_(
         key: Root key.
         name: Full name of the parameter: it names the stream.
         box: Which part of the whole parameter `tensor` is; all of it unless given.
+        number: Which draw of the parameter this is, where its value is made of several.
     """
     box = Box.whole(tensor.shape) if box is None else box
-    stream = Stream(key, name, purpose="init")
+    stream = Stream(key, name, step=number, purpose="init")
     with torch.no_grad():
         match init:
             case Constant():
@@ -53,6 +72,14 @@ def fill_(
                 draw_truncated_normal(
                     stream, box, init.mean, init.std, init.low, init.high, out=tensor
                 )
+            case Bernoulli():
+                drawn = draw_bernoulli(stream, box, init.probability, device=tensor.device)
+                tensor.copy_(drawn.view(tensor.shape))
+            case Integers():
+                drawn = draw_integers(stream, box, init.low, init.high, device=tensor.device)
+                tensor.copy_(drawn.view(tensor.shape))
+            case Shuffle():
+                tensor.copy_(_shuffled(stream, init.size, box).view(tensor.shape))
             case _:
                 raise BadInput(f"{name}: expected an Init, found {init!r}")
     return tensor
@@ -151,6 +178,13 @@ DESCRIBE: dict[str, Callable[..., Init]] = {
     "xavier_normal_": xavier_normal,
     "orthogonal_": orthogonal,
 }
+
+
+def _shuffled(stream: Stream, size: int, box: Box) -> torch.Tensor:
+    """Return the images of a box's elements under the stream's permutation of [0, size)."""
+    starts, run = box.rows()
+    indices = (starts[:, None] + torch.arange(run)).view(-1)
+    return Permutation(stream, size)(indices) if size else indices
 
 
 def _kaiming_std(shape: Sequence[int], a: float, mode: str, nonlinearity: str) -> float:

@@ -57,4 +57,36 @@ class TruncatedNormal:
             raise BadInput(f"expected low < high, found {self.low=} {self.high=}")
 
 
-Init = Constant | Uniform | Normal | TruncatedNormal
+@dataclass(frozen=True, kw_only=True)
+class Bernoulli:
+    """One with the given probability, else zero."""
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        check.probability(probability=self.probability)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integers:
+    """Whole numbers in [low, high), each as likely as the others."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise BadInput(f"expected low < high, found {self.low=} {self.high=}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffle:
+    """The numbers 0 ... size - 1 in a random order."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check.not_negative(size=self.size)
+
+
+Init = Constant | Uniform | Normal | TruncatedNormal | Bernoulli | Integers | Shuffle

@@ -2,7 +2,9 @@
 
 from unison.shard.api import auto_shard, find_blocks, fully_shard
 from unison.shard.deal import BatchPlan, DealtLoader, batch_mean, current_plan, deal
+from unison.shard.deferred import materialize, meta_init, register_init
 from unison.shard.digest import digest, fingerprint, full_parameters
+from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
 from unison.shard.granules import PerGranule
 from unison.shard.guard import CollectiveMismatch, RankLost, compare_across_ranks, guard
 from unison.shard.memory import UnitMemory, memory_report, unit_memory
@@ -10,14 +12,32 @@ from unison.shard.norms import clip_grad_norm_, grad_norm, param_norm
 from unison.shard.optimizers import param_groups
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.scaler import GradScaler
+from unison.shard.state import (
+    MANIFEST_FILE,
+    CheckpointFailed,
+    KeyReport,
+    Manifest,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    open_weights,
+    read_manifest,
+    save_checkpoint,
+)
 from unison.shard.unit import units_of
 
 __all__ = [
+    "MANIFEST_FILE",
     "BatchPlan",
     "CPUOffload",
+    "CheckpointFailed",
     "CollectiveMismatch",
     "DealtLoader",
     "GradScaler",
+    "KeyReport",
+    "Manifest",
     "MixedPrecision",
     "PerGranule",
     "RankLost",
@@ -31,13 +51,26 @@ __all__ = [
     "digest",
     "find_blocks",
     "fingerprint",
+    "full_optimizer_state_dict",
     "full_parameters",
+    "full_state_dict",
     "fully_shard",
     "grad_norm",
     "guard",
+    "load_checkpoint",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "materialize",
     "memory_report",
+    "meta_init",
+    "open_weights",
     "param_groups",
     "param_norm",
+    "read_manifest",
+    "register_init",
+    "save_checkpoint",
+    "stop_ordered_reduction",
     "unit_memory",
     "units_of",
+    "use_ordered_reduction",
 ]

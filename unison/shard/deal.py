@@ -144,13 +144,17 @@ class DealtLoader:
     def __iter__(self) -> Iterator[Any]:
         global _current
         ranks = Ranks.of(self.mesh)
+        mine: BatchPlan | None = None
         try:
             for batch in self.loader:
-                for plan, dealt in self._dealt(batch, ranks):
-                    _current = plan
+                for mine, dealt in self._dealt(batch, ranks):
+                    _current = mine
                     yield dealt
         finally:
-            _current = None  # what comes after the loop is not this batch
+            # What comes after the loop is not this batch. A loop that was left early ends when its
+            # iterator is collected; by then another loader may have dealt.
+            if _current is mine:
+                _current = None
 
     def _dealt(self, batch: Any, ranks: Ranks) -> Iterator[tuple[BatchPlan, Any]]:
         """Each pass of one global batch: its plan, and this rank's part."""

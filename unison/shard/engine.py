@@ -12,11 +12,12 @@ an order that every rank shares, whatever parameters it used: the order of the f
 reverse in the backward pass. A unit must therefore be entered by every rank or by none.
 
 [Note: when a unit's backward is over] Autograd runs what is ready in the reverse of the order in
-which the forward pass made it. So when the backward pass enters a unit, it has left every unit that
-the forward pass entered after leaving this one: their gradients are complete. That holds whether or
-not they all got one, which the arrival of the last gradient would not tell (an unused parameter
-never sends word), and it is the same moment on every rank. Calls are numbered as they are entered
-and left; a unit called several times counts from its first call.
+which the forward pass made it. So when the backward pass comes to what a unit was given, or enters
+a unit that the forward pass left before, the unit's own backward is over, and its gradients are
+complete. That holds whether or not all parameters got one, which the arrival of the last gradient
+would not tell (an unused parameter never sends word), and it is the same moment on every rank.
+Calls are numbered as they are entered and left; a unit called several times counts from its first
+call.
 
 [Note: recompute] Activation checkpointing runs a unit's forward again inside the backward pass. The
 parameters are then full, or are gathered, and stay so: the unit's backward follows at once.
@@ -50,7 +51,7 @@ from unison.shard.unit import PLAIN, Unit, per_granule, units_of
 from unison.shard.whole import WholeModel
 
 NO_TASK = -1
-MAX_REDUCTIONS_IN_FLIGHT = 2
+MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
 
 
 def backward_task() -> int:
@@ -110,6 +111,7 @@ class Context:
                     "model's outputs, so that their gradients were not summed; return every tensor "
                     "that a loss is made of from the sharded module's forward"
                 )
+        take_mean_was_used()  # of a backward pass that was not ours
         if self.order:
             self.last_order = self.order
         self.order = []
@@ -130,19 +132,23 @@ class Context:
             if current_plan() is None:
                 warn_of_same_data(self.root.axes.all, inputs)
 
-    def note_forward(self, unit: Unit) -> None:
-        """Put a unit into the order of the forward pass, and start to gather its successor."""
+    def note_forward(self, unit: Unit) -> int:
+        """Put a unit into the order of the forward pass, and start to gather its successor.
+
+        Returns:
+            When the pass entered the unit.
+        """
+        entered_at = self.tick()
         if torch.is_grad_enabled():
-            self._open.setdefault(unit, self.tick())
+            self._open.setdefault(unit, entered_at)
         else:
             self.ran_without_grad.add(unit)
         self.order.append(unit)
-        if unit.is_whole:
-            return  # as a rule all units are: nothing is gathered ahead
         place = len(self.order)
         follows_last = place < len(self.last_order) and self.last_order[place - 1] is unit
         if follows_last:
             self.last_order[place].start_gather()
+        return entered_at
 
     def keeps_full(self, unit: Unit) -> bool:
         """Whether a unit's parameters stay after its forward pass."""
@@ -178,6 +184,17 @@ class Context:
         self._clock += 1
         return self._clock
 
+    def end_backward_of(self, entered_at: int) -> None:
+        """The backward pass has come to what a unit was given: sum what is complete."""
+        if self._is_in_backward:
+            self._complete_after(entered_at - 1)
+
+    def _complete_after(self, time: int) -> None:
+        # Units were entered in this order, so that the complete ones are the last.
+        complete = itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open))
+        for each in list(complete):
+            self._complete(each)
+
     def begin_backward_of(self, unit: Unit, left_at: int) -> None:
         """Have a unit's parameters full, start to gather the next one, sum what is complete.
 
@@ -198,12 +215,7 @@ class Context:
             place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
             if place > 0:
                 self.order[place - 1].start_gather()
-        # They were entered in this order, so that the complete ones are the last.
-        complete = itertools.takewhile(
-            lambda each: self._open[each] > left_at, reversed(self._open)
-        )
-        for each in list(complete):
-            self._complete(each)
+        self._complete_after(left_at)
 
     def _complete(self, unit: Unit) -> None:
         """A unit has all its gradients: free it and start to sum."""
@@ -343,7 +355,8 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     try:
         unit.finish_gather()
         if not is_recompute:
-            context.note_forward(unit)
+            entered_at = context.note_forward(unit)
+            before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
         output = _compute(unit, context, args, kwargs)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
@@ -491,12 +504,12 @@ _PLAIN_VALUES = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.dev
 
 
 def before_backward(output: Any, act: Callable[[], None]) -> Any:
-    """Call `act` when the first gradient of any tensor in `output` arrives."""
+    """Call `act` when the first gradient of any tensor in `output` arrives; without one, never."""
     if type(output) is Tensor:  # the usual case, without looking for more
         if output.requires_grad:
             output.register_hook(lambda gradient: act())
         return output
-    for value in tree_iter(output):
+    for value in tree_iter(output) if torch.is_grad_enabled() else ():
         for tensor in value.parts if isinstance(value, PerGranule) else [value]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: act())

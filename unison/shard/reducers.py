@@ -267,8 +267,10 @@ class OrderedReducer:
             total = self._across_replicas(nodes, length)
         else:
             total = _finish_tree([nodes], self._edges_of_replicas)
-        # None for an empty logical batch, here and on every rank.
-        return [None] * len(group.slots) if total is None else _parts(group, total)
+        if total is None:  # an empty logical batch, here and on every rank
+            return [None] * len(group.slots)
+        # A copy, since a view would keep the buffer of all ranks' parts as long as the gradient.
+        return _parts(group, total.clone())
 
     def _finish_alone(self, slot: int) -> Tensor | None:
         total = _finish_tree([self._subtrees(slot)], self._mine)

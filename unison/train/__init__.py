@@ -1,5 +1,6 @@
 """Training runs: from settings to a folder with a model, metrics and a loss curve."""
 
+from unison.train.checkpoint import resumed_config, saved_world_size
 from unison.train.launch import RankFailed, run_on_local_ranks, was_launched
 from unison.train.loop import train
 from unison.train.report import TrainResult
@@ -9,7 +10,9 @@ __all__ = [
     "RankFailed",
     "TrainResult",
     "check_before_launch",
+    "resumed_config",
     "run_on_local_ranks",
+    "saved_world_size",
     "train",
     "was_launched",
 ]

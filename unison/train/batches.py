@@ -49,14 +49,14 @@ class RowOrder:
 
 
 def global_batches(
-    data: RowDataset, order: RowOrder, num_steps: int
+    data: RowDataset, order: RowOrder, steps: range
 ) -> Iterator[dict[str, Tensor | int]]:
-    """The global batch of every step, the same on every rank; `unison.deal` cuts it up.
+    """The global batch of each of some steps, the same on every rank; `unison.deal` cuts it up.
 
     Beside the rows it has `num_targets`, the targets that count, and `sample_ids` [rows], the data
     set's own numbers of the rows.
     """
-    for step in range(num_steps):
+    for step in steps:
         rows = order.rows_of_step(step)
         yield {
             **data.rows(rows),

@@ -1,4 +1,8 @@
-"""Metrics of a run: one JSON object per line, and TensorBoard events beside it."""
+"""Metrics of a run: one JSON object per line, and TensorBoard events beside it.
+
+A run that goes on from a checkpoint forgets what it recorded after that, and goes on in the same
+files.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,9 +16,14 @@ METRICS_FILE = "metrics.jsonl"
 class Metrics:
     """Appends records of a step to metrics.jsonl, and its numbers to TensorBoard."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
-        self._lines = (folder / METRICS_FILE).open("w")
-        self._events = _open_tensorboard(folder / "tensorboard") if tensorboard else None
+    def __init__(self, folder: Path, *, tensorboard: bool, after_step: int | None = None) -> None:
+        if after_step is None:
+            (folder / METRICS_FILE).write_text("")
+        else:
+            _keep_until(folder, after_step)
+        self._lines = (folder / METRICS_FILE).open("a")
+        next_step = None if after_step is None else after_step + 1
+        self._events = _open_tensorboard(folder / "tensorboard", next_step) if tensorboard else None
 
     def write(self, step: int, **values: float) -> None:
         """Record some numbers of one step; a line is on disk when this returns."""
@@ -32,9 +41,17 @@ class Metrics:
 
 
 @contextmanager
-def open_metrics(folder: Path, *, tensorboard: bool) -> Iterator[Metrics]:
-    """Open a run's metrics and close them at the end."""
-    metrics = Metrics(folder, tensorboard=tensorboard)
+def open_metrics(
+    folder: Path, *, tensorboard: bool, after_step: int | None = None
+) -> Iterator[Metrics]:
+    """Open a run's metrics and close them at the end.
+
+    Args:
+        folder: The run.
+        tensorboard: Whether to write TensorBoard events too.
+        after_step: The step that a resumed run goes on from; None for a new run.
+    """
+    metrics = Metrics(folder, tensorboard=tensorboard, after_step=after_step)
     try:
         yield metrics
     finally:
@@ -46,6 +63,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
+def _keep_until(folder: Path, step: int) -> None:
+    """Drop records of later steps, and a last line that a crash cut off; all or nothing."""
+    path = folder / METRICS_FILE
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    part = path.with_suffix(".partial")
+    part.write_text("".join(kept))
+    part.replace(path)
+
+
 def has_tensorboard() -> bool:
     """Whether the tensorboard package is installed."""
     from importlib.util import find_spec
@@ -53,7 +80,7 @@ def has_tensorboard() -> bool:
     return find_spec("tensorboard") is not None
 
 
-def _open_tensorboard(folder: Path):
+def _open_tensorboard(folder: Path, next_step: int | None):
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=next_step)

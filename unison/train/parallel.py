@@ -1,18 +1,33 @@
 """How a model lies on the ranks, behind one face for the training step."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import unison
 from unison.errors import BadInput
+from unison.shard import find_blocks
+
+DEFAULT_REPLICAS = 2
 
 
 class Parallel:
     """A model as the ranks hold it: sharded, copied, or alone.
+
+    Args:
+        model: The model, which may have been built without memory.
+        shard: One of `unison.config.SHARDINGS`.
+        reducer: How gradients are summed.
+        world_size: Number of ranks.
+        replicas: Copies of the sharded model, for `"hybrid"`.
+        device: Where it computes; by default where it is.
+        fill: Gives a model that was built without memory its values; called once it is known what
+            of it this rank holds.
 
     Attributes:
         model: The module itself, whose parameters the optimizer takes.
@@ -20,27 +35,48 @@ class Parallel:
             pass: DDP divides the summed gradient by the number of ranks, and this undoes it.
     """
 
-    def __init__(self, model: nn.Module, shard: str, *, reducer: str, world_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shard: str,
+        *,
+        reducer: str,
+        world_size: int,
+        replicas: int | None = None,
+        device: torch.device | None = None,
+        fill: Callable[[], object] = lambda: None,
+    ) -> None:
         self.model = model
         self.gradient_scale = 1
-        self._is_sharded = shard in ("full", "zero2")
+        self._is_sharded = shard in ("full", "zero2", "hybrid", "fsdp2")
         self._module: nn.Module = model
+        device_type = (device or next(model.parameters()).device).type
         match shard:
-            case "full" | "zero2":
+            case "full" | "zero2" | "hybrid":
+                mesh = None
+                if shard == "hybrid":
+                    mesh = hybrid_mesh(device_type, world_size, replicas or DEFAULT_REPLICAS)
                 unison.auto_shard(
                     model,
-                    reshard_after_forward=shard == "full",
+                    mesh=mesh,
+                    reshard_after_forward=shard != "zero2",
                     reducer=reducer,
                     gradient_divisor=1,
                 )
+                fill()
+            case "fsdp2":
+                shard_with_fsdp2(model, init_device_mesh(device_type, (world_size,)), reducer, fill)
             case "ddp":
+                fill()
                 self._module = DistributedDataParallel(model)
                 self.gradient_scale = world_size
             case "none":
                 if world_size > 1:
                     raise BadInput(
-                        f"shard 'none' is for one rank, found {world_size}; use full, zero2 or ddp"
+                        f"shard 'none' is for one rank, found {world_size}; use full, zero2, "
+                        "hybrid, fsdp2 or ddp"
                     )
+                fill()
             case other:
                 raise AssertionError(f"no rule for shard {other!r}")
 
@@ -59,3 +95,46 @@ class Parallel:
         if self._is_sharded:
             return unison.clip_grad_norm_(self.model, max_norm).item()
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
+
+
+def hybrid_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
+    """Arrange the ranks as copies of a sharded model, neighbours within one copy.
+
+    Raises:
+        BadInput: If the ranks do not make equal copies.
+    """
+    if world_size % replicas:
+        raise BadInput(
+            f"replicas={replicas} must divide the number of ranks, {world_size}; pass another "
+            "--replicas or --nproc"
+        )
+    return init_device_mesh(
+        device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def shard_with_fsdp2(
+    model: nn.Module, mesh: DeviceMesh, reducer: str, fill: Callable[[], object]
+) -> None:
+    """Put the repeated blocks of a model, then the model, under torch's own `fully_shard`.
+
+    Gradients are summed and not divided: `unison.batch_mean` has divided by the global batch.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # it takes a second to import
+
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fill()
+    match reducer:
+        case "ordered":
+            unison.use_ordered_reduction(model)
+        case "fast":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    # Otherwise a factor other than the world size becomes a kind of reduction that
+                    # gloo does not have.
+                    module.set_force_sum_reduction_for_comms(True)
+        case other:
+            raise AssertionError(f"no rule for the reducer {other!r}")

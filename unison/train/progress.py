@@ -16,10 +16,13 @@ from rich.progress import (
 class ProgressView:
     """Shows steps as they finish. `console` None makes it silent, for the ranks other than 0."""
 
-    def __init__(self, console: Console | None, num_steps: int, log_every: int) -> None:
+    def __init__(
+        self, console: Console | None, num_steps: int, log_every: int, *, first: int = 0
+    ) -> None:
         self._console = console
         self._num_steps = num_steps
         self._log_every = log_every
+        self._first = first  # steps done before, by the run that this one goes on from
         self._started = time.perf_counter()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
@@ -33,7 +36,9 @@ class ProgressView:
                 TextColumn("left"),
                 console=console,
             )
-            self._task = self._bar.add_task("", total=num_steps, loss="–", eval_loss="–", speed="–")
+            self._task = self._bar.add_task(
+                "", total=num_steps, completed=first, loss="–", eval_loss="–", speed="–"
+            )
 
     def show_step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show that step `step` (counted from 1) is done."""
@@ -43,7 +48,7 @@ class ProgressView:
             )
         elif self._console is not None and (step % self._log_every == 0 or step == self._num_steps):
             seconds = time.perf_counter() - self._started
-            left = seconds / step * (self._num_steps - step)
+            left = seconds / (step - self._first) * (self._num_steps - step)
             self._say(
                 f"step {step}/{self._num_steps}  loss {loss:.4f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {left:.0f} s left"

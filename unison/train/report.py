@@ -1,16 +1,18 @@
 """What a run says at its start and end, to the folder and to the person."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import unison
 from unison.config import TrainConfig
-from unison.models import LanguageModel, ModelConfig, count_parameters
+from unison.models import ModelConfig
 from unison.train.environment import describe_environment
-from unison.train.run_folder import write_json
+from unison.train.run_folder import CONFIG_FILE, write_json
 from unison.train.setup import Rows
 from unison.train.world import World
 
@@ -47,23 +49,62 @@ def write_start(
     """Write what the run is made of: config.json and environment.json."""
     settings = asdict(config)
     settings["model"] = asdict(model_config)
-    settings["fingerprint"] = unison.fingerprint(
-        granule=config.mechanism.granule if config.mechanism.reducer == "ordered" else None,
-        device=world.device,
-    )
-    settings["rows"] = {"train": rows.train.summary(), "eval": rows.eval.summary()}
-    write_json(folder / "config.json", settings)
+    settings["fingerprint"] = _fingerprint(config, world)
+    settings["rows"] = summarize(rows)
+    write_json(folder / CONFIG_FILE, settings)
     write_json(folder / "environment.json", describe_environment(world.size, world.device))
 
 
+def summarize(rows: Rows) -> dict[str, Any]:
+    """The rows of a run in plain values."""
+    return {"train": rows.train.summary(), "eval": rows.eval.summary()}
+
+
+def _fingerprint(config: TrainConfig, world: World) -> dict[str, Any]:
+    is_ordered = config.mechanism.reducer == "ordered"
+    return unison.fingerprint(
+        granule=config.mechanism.granule if is_ordered else None, device=world.device
+    )
+
+
+def write_resumption(folder: Path, config: TrainConfig, step: int, world: World) -> None:
+    """Add a line to resumptions.jsonl: where the run went on, and on what."""
+    line = {
+        "step": step,
+        "command": config.output.command,
+        "execution": asdict(config.execution),
+        "environment": describe_environment(world.size, world.device),
+        "fingerprint": _fingerprint(config, world),
+    }
+    with (folder / "resumptions.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def say_resumption(console: Console, config: TrainConfig, step: int, world: World) -> None:
+    """Say where the run goes on, and whether its bits can still be compared."""
+    console.print(f"going on after step {step} of {config.mechanism.steps}", highlight=False)
+    folder = Path(config.output.folder)
+    before = json.loads((folder / CONFIG_FILE).read_text())["fingerprint"]
+    now = json.loads(json.dumps(_fingerprint(config, world)))
+    changed = sorted(
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    )
+    if config.mechanism.reducer == "ordered" and changed:
+        console.print(
+            f"the digest will not be that of an uninterrupted run: {', '.join(changed)} changed",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def say_start(
-    console: Console, config: TrainConfig, model: LanguageModel, rows: Rows, world: World
+    console: Console, config: TrainConfig, num_parameters: int, rows: Rows, world: World
 ) -> None:
     """Say in three lines what is about to happen."""
     mechanism = config.mechanism
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     console.print(
-        f"[bold]unison train[/]  {mechanism.preset}: {count_parameters(model):,} parameters, "
+        f"[bold]unison train[/]  {mechanism.preset}: {num_parameters:,} parameters, "
         f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
         f"{mechanism.reducer} reducer",
         highlight=False,

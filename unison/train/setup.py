@@ -97,7 +97,8 @@ def check_before_launch(config: TrainConfig) -> None:
         BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
     """
     mechanism = config.mechanism
-    check_free(Path(config.output.folder), overwrite=config.output.overwrite)
+    if not config.output.resume:
+        check_free(Path(config.output.folder), overwrite=config.output.overwrite)
     model_config, _ = plan_model(mechanism)
     fitting_tokenizer(mechanism, model_config)
     open_corpus(mechanism.data, text_field=mechanism.text_field, seed=mechanism.seed)

@@ -1,0 +1,55 @@
+"""`unison train --resume` as a person runs it."""
+
+import json
+import sys
+
+import pytest
+
+from unison.cli import main
+
+FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8", "--json"]
+
+
+@pytest.fixture
+def unison(monkeypatch, capsys):
+    """Run the command line in this process; returns exit code, standard output and error."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["unison", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    return run
+
+
+def test_resume_goes_on_with_the_saved_settings(unison, tmp_path):
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    began = ["train", "--data", text, "--out", run, "--checkpoint-every", "2", "--seed", "3"]
+    code, out, err = unison(*began, *FAST)
+    assert code == 0, err
+    result = json.loads(out)
+    code, _, err = unison("train", "--resume", run)
+    assert (code, "is complete" in err) == (2, True)
+
+    (run / "result.json").unlink()  # as if it had stopped before the last step
+    for options, message in (
+        (["--lr", "0.5", "--seed", "3"], "lr from 0.003 to 0.5; leave these options out"),
+        (["--num-layers", "1"], "num_layers from None to 1"),
+        (["--out", tmp_path / "other"], "leave --out and --overwrite out"),
+        (["--keep-checkpoints", "0"], "keep_checkpoints must be above 0"),
+    ):
+        code, _, err = unison("train", "--resume", run, *options)
+        assert (code, message in err) == (2, True), err
+    code, out, err = unison(
+        "train", "--resume", run, "--seed", "3", "--shard", "none", "--no-tensorboard", "--json"
+    )
+    assert code == 0, err
+    assert "going on after step 2 of 3" in err
+    resumed = json.loads(out)
+    assert resumed["shard"] == "none"
+    assert resumed["train_loss_after"] == pytest.approx(result["train_loss_after"], rel=1e-5)
+    code, _, err = unison("train", "--resume", tmp_path / "nothing")
+    assert (code, "is not the folder of a run" in err) == (2, True)

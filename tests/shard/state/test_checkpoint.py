@@ -1,0 +1,275 @@
+"""Checkpoints: written by some ranks, read by others, the same to the bit."""
+
+import json
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import World, ranks, run_on_ranks
+from tests.shard.common import DECODER, per_sample_loss, shard, tokens
+from tests.shard.state.common import adamw, make_zoo, same_state, sharded_zoo, take_steps
+from unison.errors import BadInput
+from unison.models import build
+from unison.shard import digest, full_parameters
+from unison.shard.state import (
+    files,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    read_manifest,
+    save_checkpoint,
+)
+
+EXTRA = {"step": 3, "loader": {"position": [1, 2], "epoch": None}, "loss": 0.1 + 0.2}
+
+
+def write(world: World, folder: Path, how: str, options: dict | None = None) -> tuple:
+    """Train, write, and return everything that was written."""
+    if how == "plain":
+        model = make_zoo()
+    elif how == "hybrid":
+        model = sharded_zoo(mesh=init_device_mesh("cpu", (2, world.size // 2)))
+    else:
+        model = sharded_zoo(how=how)
+    optimizer = adamw(model, **(options or {}))
+    take_steps(model, optimizer, 3)
+    save_checkpoint(folder, model, optimizer, extra=EXTRA)
+    return digest(model), full_state_dict(model), full_optimizer_state_dict(model, optimizer)
+
+
+def read(world: World, folder: Path, how: str, steps_before: int = 0) -> tuple:
+    if how == "plain":
+        model = make_zoo(seed=5)
+    elif how == "hybrid":
+        model = sharded_zoo(seed=5, mesh=init_device_mesh("cpu", (2, world.size // 2)))
+    else:
+        model = sharded_zoo(seed=5, how=how)
+    optimizer = adamw(model)
+    take_steps(model, optimizer, steps_before, first=50)
+    extra = load_checkpoint(folder, model, optimizer, verify=True)
+    assert extra == EXTRA
+    return digest(model), full_state_dict(model), full_optimizer_state_dict(model, optimizer)
+
+
+def assert_same(left: tuple, right: tuple) -> None:
+    assert left[0] == right[0]
+    assert list(left[1]) == list(right[1])
+    assert all(torch.equal(left[1][name], right[1][name]) for name in left[1])
+    assert same_state(left[2], right[2])
+
+
+# how many ranks, and how they hold the model: writers, then readers
+MOVES = [
+    ((1, "auto"), (1, "auto")),
+    ((2, "auto"), (2, "auto")),
+    ((2, "auto"), (3, "root")),
+    ((3, "root"), (1, "auto")),
+    ((1, "plain"), (3, "auto")),
+    ((3, "auto"), (1, "plain")),
+    ((4, "hybrid"), (3, "auto")),
+    ((2, "auto"), (4, "hybrid")),
+]
+
+
+@pytest.mark.parametrize(("writers", "readers"), MOVES)
+def test_state_moves_to_any_number_of_ranks(tmp_path, writers, readers):
+    folder = tmp_path / "checkpoint"
+    written = run_on_ranks(writers[0], write, folder, writers[1])[0]
+    found = run_on_ranks(readers[0], read, folder, readers[1])
+    for of_rank in found:
+        assert_same(of_rank, written)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_an_optimizer_held_is_replaced(tmp_path):
+    written = run_on_ranks(2, write, tmp_path / "a", "auto", {"fused": True})[0]
+    assert_same(run_on_ranks(2, read, tmp_path / "a", "auto", 2)[1], written)
+
+
+def test_replicas_are_written_once(tmp_path):
+    run_on_ranks(4, write, tmp_path / "hybrid", "hybrid")
+    run_on_ranks(2, write, tmp_path / "once", "auto")
+    hybrid, once = (read_manifest(tmp_path / name) for name in ("hybrid", "once"))
+    total = [
+        sum(chunk.stop - chunk.start for tensor in each.tensors.values() for chunk in tensor.chunks)
+        for each in (hybrid, once)
+    ]
+    assert total[0] == total[1]
+    assert len(hybrid.files) == 4  # both replicas write, each a part
+
+
+@ranks(2)
+def test_ddp_writes_as_a_plain_model_does(world, tmp_path):
+    model = DistributedDataParallel(make_zoo(), find_unused_parameters=True)
+    optimizer = adamw(model.module)
+    take_steps(model, optimizer, 1)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    other = sharded_zoo(seed=1)
+    load_checkpoint(tmp_path / "a", other, adamw(other))
+    assert digest(other) == digest(model.module)
+    manifest = read_manifest(tmp_path / "a")
+    assert len(manifest.files) == 2
+    assert "model/embed.weight" in manifest.tensors
+
+
+def decoder(how: str, world: World, seed: int = 1) -> Any:
+    model = build(DECODER, seed=seed)
+    if how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world.size,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return shard(model, how)
+
+
+def train_decoder(world: World, folder: Path, how: str) -> tuple:
+    model = decoder(how, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    per_sample_loss(model, tokens(2, DECODER, world.rank)).mean().backward()
+    optimizer.step()
+    save_checkpoint(folder, model, optimizer)
+    state = full_optimizer_state_dict(model, optimizer)
+    other = decoder(how, world, seed=2)
+    load_full_state_dict(other, full_state_dict(model, rank0_only=True) or None)
+    again = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    load_full_optimizer_state_dict(other, again, state if world.rank == 0 else None)
+    assert same_state(full_optimizer_state_dict(other, again), state)
+    assert digest(other) == digest(model)
+    return digest(model), state
+
+
+def load_decoder(world: World, folder: Path, how: str) -> tuple:
+    model = decoder(how, world, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load_checkpoint(folder, model, optimizer)
+    return digest(model), full_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp2", "auto"), ("auto", "fsdp2")])
+def test_fsdp2_goes_both_ways(first, second, tmp_path):
+    expected, state = run_on_ranks(3, train_decoder, tmp_path / "a", first)[0]
+    found, other = run_on_ranks(2, load_decoder, tmp_path / "a", second)[0]
+    assert found == expected
+    assert same_state(other, state)
+
+
+@ranks(2)
+def test_buffers_of_rank_0_count(world, tmp_path):
+    model = sharded_zoo()
+    kept = model.get_buffer("kept")
+    kept.fill_(world.rank + 7)
+    save_checkpoint(tmp_path / "a", model)
+    load_checkpoint(tmp_path / "a", model)
+    assert kept.tolist() == [7] * 4
+
+
+def test_manifest_is_readable_and_files_are_safetensors(tmp_path):
+    folder = tmp_path / "a"
+    run_on_ranks(2, write, folder, "auto")
+    content = json.loads((folder / "checkpoint.json").read_text())
+    assert content["version"] == 1
+    assert content["world_size"] == 2
+    assert content["written_by"]["torch"] == torch.__version__
+    assert content["optimizer"]["class"] == "AdamW"
+    assert content["optimizer"]["groups"][0]["weight_decay"] == 0.1
+    assert "layers.0.up.weight" in content["optimizer"]["groups"][0]["params"]
+    assert content["optimizer"]["scalars"]["scale"]["step"] == {"dtype": "float32", "value": 3.0}
+    assert content["extra"] == EXTRA
+    assert content["tensors"]["model/low.weight"]["dtype"] == "bfloat16"
+    assert content["tensors"]["model/scale"]["shape"] == []
+    assert content["tensors"]["model/empty"]["chunks"] == []
+    assert "model/head.weight" not in content["tensors"]  # tied: written once
+    assert not any("derived" in name for name in content["tensors"])
+    assert "optimizer/unused/exp_avg" not in content["tensors"]
+    weight = content["tensors"]["model/embed.weight"]
+    assert weight["shape"] == [97, 12]
+    assert [(c["start"], c["stop"]) for c in weight["chunks"]] == [(0, 768), (768, 1164)]
+    for path in folder.glob("*.safetensors"):
+        with pytest.raises((ValueError, StopIteration)):
+            list(pickletools.genops(path.read_bytes()))
+
+
+def write_small_files(world: World, folder: Path) -> str:
+    files.FILE_BYTES = 4096
+    return write(world, folder, "auto")[0]
+
+
+def test_large_states_are_cut_into_files(tmp_path):
+    written = run_on_ranks(2, write_small_files, tmp_path / "a")[0]
+    assert len(list((tmp_path / "a").glob("rank-0-*.safetensors"))) > 3
+    assert run_on_ranks(3, read, tmp_path / "a", "auto")[0][0] == written
+
+
+class Slices:
+    """Counts the bytes that a process takes out of safetensors files."""
+
+    def __init__(self, monkeypatch):
+        self.elements = 0
+        original = files.FileReader._read_file
+
+        def read_file(reader, name, items, planner):
+            self.elements += sum(item.lengths.numel() for item in items)
+            return original(reader, name, items, planner)
+
+        monkeypatch.setattr(files.FileReader, "_read_file", read_file)
+
+
+@ranks(3)
+def test_a_rank_reads_only_what_it_keeps(world, tmp_path):
+    model = sharded_zoo()
+    save_checkpoint(tmp_path / "a", model)
+    with pytest.MonkeyPatch.context() as patch:
+        slices = Slices(patch)
+        load_checkpoint(tmp_path / "a", model)
+    buffers = sum(b.numel() for name, b in model.named_buffers() if name != "derived")
+    assert slices.elements == sum(piece.numel() for piece in model.parameters()) + buffers
+
+
+@ranks(1, 2)
+def test_model_alone(world, tmp_path):
+    model = sharded_zoo(seed=2)
+    optimizer = adamw(model)
+    save_checkpoint(tmp_path / "with", model, optimizer)
+    save_checkpoint(tmp_path / "without", model)
+    other = sharded_zoo(seed=3)
+    assert load_checkpoint(tmp_path / "with", other) == {}
+    assert digest(other) == digest(model)
+    with pytest.raises(BadInput, match="without an optimizer's state"):
+        load_checkpoint(tmp_path / "without", other, adamw(other))
+
+
+@ranks(2)
+def test_a_cast_is_asked_for(world, tmp_path):
+    model = sharded_zoo()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, 1)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    wide = make_zoo(seed=1).double()
+    shard(wide, "auto")
+    other = adamw(wide)
+    with pytest.raises(BadInput, match=r"'scale' is float32 there, float64 here \(cast=True"):
+        load_checkpoint(tmp_path / "a", wide, other)
+    load_checkpoint(tmp_path / "a", wide, other, cast=True)
+    parameters = dict(full_parameters(wide))
+    for name, value in full_parameters(model):
+        assert torch.equal(parameters[name], value.double()), name
+    assert {v["exp_avg"].dtype for v in other.state.values()} == {torch.float64}
+
+
+def test_one_process_without_a_group(tmp_path):
+    model = sharded_zoo()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, 1)
+    save_checkpoint(tmp_path / "a", model, optimizer, extra={"step": 1})
+    plain = make_zoo(seed=1)
+    assert load_checkpoint(str(tmp_path / "a"), plain, adamw(plain)) == {"step": 1}
+    assert digest(plain) == digest(model)

@@ -1,0 +1,301 @@
+"""Recording: while a module is built, its tensors have no memory and each operation goes on a tape.
+
+[Note: pretence] Tensors made inside are plain meta tensors, so the module never holds anything else
+and nothing has to be converted at the end. But code that builds models asks tensors where they are,
+and skips its work if the answer is "meta" (transformers leaves out its whole init). So a function
+mode (pretence.py) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
+below it, sees every operation that really happens.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from unison.errors import UnsupportedOperation
+from unison.rng.inits import Constant, Init
+from unison.shard.deferred.draws import FORMULAS, MAKES_BLANK, describe, without_generator
+from unison.shard.deferred.replay import evaluate
+from unison.shard.deferred.tape import (
+    Buffer,
+    Fill,
+    Geometry,
+    Op,
+    Operand,
+    Registered,
+    Unknown,
+    Version,
+    leaves,
+    mapped,
+    ops_behind,
+    set_version,
+    version_of,
+)
+
+aten = torch.ops.aten
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+# In-place operations that do not read what they write over. Those with an `out=` do not either.
+OVERWRITES = {"copy_", "fill_", "normal_", "uniform_", "zero_"}
+
+_local = threading.local()
+
+
+def active_recorder() -> "Recorder | None":
+    """Return the recorder of the `meta_init` that this thread is in, if any."""
+    return getattr(_local, "recorder", None)
+
+
+def set_active_recorder(recorder: "Recorder | None") -> None:
+    """Say which recorder this thread is in."""
+    _local.recorder = recorder
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations on meta tensors and puts them on the tape."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, for seconds, to hide this class from it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusal: UnsupportedOperation | None = None  # the first, kept in case it is swallowed
+        self._remembered: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation."""
+        # In here a meta tensor is a meta tensor.
+        with torch._C.DisableTorchFunction(), self.keeping_refusals():
+            return self._run(func, args, dict(kwargs or {}))
+
+    @contextmanager
+    def keeping_refusals(self) -> Iterator[None]:
+        """Remember what was refused: code that builds modules may catch it and do something else.
+
+        torch's parametrizations do, and leave the parameter as it was.
+        """
+        try:
+            yield
+        except UnsupportedOperation as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def remember(self, tensor: Tensor) -> None:
+        """Keep track of a tensor that belongs to a module, without keeping it alive."""
+        self._remembered[id(tensor)] = weakref.ref(tensor)
+
+    def remembered(self) -> Iterator[Tensor]:
+        """Yield the tensors kept track of that still exist and are on the tape."""
+        for reference in self._remembered.values():
+            tensor = reference()
+            if tensor is not None and tensor.is_meta and version_of(tensor) is not None:
+                yield tensor
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten.lift_fresh.default:
+            return self.lift(args[0])
+        if tensors and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)  # tensors from outside, that have memory
+        kwargs = without_generator(func, kwargs)
+        for tensor in tensors:
+            if tensor.is_meta and version_of(tensor) is None:
+                set_version(tensor, Version(Buffer(), Op(Unknown())))
+        _refuse_storages(func, args)
+        if func in FORMULAS:
+            with self:
+                return FORMULAS[func](*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:  # `item`, `equal`: Python gets to know
+            return self._run_on_values(func, args, kwargs)
+        written = _written(func, args, kwargs)
+        _refuse_memory(func, written)
+        if "device" in kwargs or (not tensors and _takes_device(func)):
+            kwargs["device"] = CPU  # where it will be evaluated
+        try:
+            result = _run_on_meta(func, args, kwargs)
+        except NotImplementedError:  # no kernel, because the shape of the result depends on values
+            return self._run_on_values(func, args, kwargs)
+        self._record(func, args, kwargs, written, result)
+        return result
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+        result: Any,
+    ) -> None:
+        results = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [_take_in(tensor) for tensor in results]
+        if func in MAKES_BLANK or not (written or any(fresh)):
+            return  # no new content: views lie on a storage that is known
+        made = [tensor for tensor, place in zip(results, fresh, strict=True) if place is not None]
+        init = describe(func, args, kwargs)
+        if init is None and func in (aten.copy_.default, aten.fill_.Tensor):
+            init = _constant_of(args[1], args[0].dtype)
+        if init is not None:
+            (target,) = written or made
+            self.fill(target, init)
+            return
+        operands, keywords = mapped(_operand, args), mapped(_operand, kwargs)
+        if func._overloadpacket.__name__ in OVERWRITES:
+            operands = (_blank_if_covered(args[0]), *operands[1:])
+        elif isinstance(kwargs.get("out"), Tensor):
+            keywords["out"] = _blank_if_covered(kwargs["out"])
+        op = Op(func, operands, keywords, tuple(fresh))
+        self._advance(written + made, op)
+
+    def fill(self, target: Tensor, init: Init) -> None:
+        """Record that every element of `target` gets the value that `init` describes."""
+        self._advance([target], Op(Fill(init), (_blank_if_covered(target),)))
+
+    def call(self, registered: Registered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of a user's init function, which fills its first argument."""
+        op = Op(registered, mapped(_operand, args), mapped(_operand, kwargs))
+        self._advance([args[0]], op)
+
+    def _advance(self, changed: Sequence[Tensor], op: Op) -> None:
+        for tensor in changed:
+            set_version(tensor, Version(_version(tensor).buffer, op))
+            if isinstance(tensor, nn.Parameter):
+                self.remember(tensor)
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def lift(self, value: Tensor) -> Tensor:
+        """Return a tensor without memory that stands for a copy of `value`."""
+        if value.is_meta:
+            return value
+        lifted = _meta_twin(value)
+        _, geometry = _take_in(lifted) or (None, Geometry.of(lifted))
+        fresh = ((_version(lifted).buffer, geometry),)
+        self._advance([lifted], Op(aten.clone.default, (value.detach().clone(),), {}, fresh))
+        return lifted
+
+    def values(self, tensor: Tensor, reader: object) -> Tensor:
+        """Return the values of a tensor on the tape, on the CPU.
+
+        Raises:
+            UnsupportedOperation: They depend on random draws, which have no values yet.
+        """
+        version = _version(tensor)
+        drawn = next((op for op in ops_behind(version) if op.draws), None)
+        if drawn is not None:
+            raise UnsupportedOperation(
+                f"{reader} needs the values of a tensor of shape {list(tensor.shape)} while the "
+                f"module is being built, but they depend on a random draw ({drawn.call}), which is "
+                "made later by unison.materialize. Make the decision from shapes or settings; or "
+                "put the code into a function fn(tensor, ...) that fills its first argument and "
+                "decorate it with unison.register_init"
+            )
+        with _disable_current_modes():
+            return evaluate(Operand(version, Geometry.of(tensor)), None)
+
+    def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def value_of(leaf: Any) -> Any:
+            has_none = isinstance(leaf, Tensor) and leaf.is_meta
+            return self.values(leaf, func) if has_none else leaf
+
+        result = func(*mapped(value_of, args), **mapped(value_of, kwargs))
+        return mapped(lambda leaf: self.lift(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _version(tensor: Tensor) -> Version:
+    version = version_of(tensor)
+    assert version is not None, "every tensor that reaches the tape has been taken in"
+    return version
+
+
+def _take_in(tensor: Tensor) -> tuple[Buffer, Geometry] | None:
+    """Give a tensor on a new storage a first version; returns where it lies, or None for a view."""
+    if version_of(tensor) is not None:
+        return None
+    buffer = Buffer()
+    set_version(tensor, Version(buffer, None))
+    return buffer, Geometry.of(tensor)
+
+
+def _operand(leaf: Any) -> Any:
+    """What stands for an argument on the tape."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_meta:
+        return leaf.detach().clone()  # as it is now: it may be changed later
+    return Operand(_version(leaf), Geometry.of(leaf))
+
+
+def _blank_if_covered(target: Tensor) -> Operand:
+    """The operand of something that is written and not read: what it covers need not be made."""
+    version, geometry = _version(target), Geometry.of(target)
+    if geometry.covers(target.untyped_storage().nbytes()):
+        version = Version(version.buffer, None)
+    return Operand(version, geometry)
+
+
+def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
+    """The constant that all of `source` is known to be, as `weight[0] = 0.0` makes one."""
+    op = _version(source).op if source.is_meta else None
+    if op is None or not isinstance(op.call, Fill) or not isinstance(op.call.init, Constant):
+        return None
+    filled = op.args[0].geometry
+    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= Geometry.of(source).end
+    return op.call.init if is_all and filled.dtype == source.dtype == dtype else None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments whose content an operation changes, by its schema."""
+    if torch.Tag.inplace_view in func.tags:  # `t_`, `resize_`: changes the view only
+        return []
+    written: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return written
+
+
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _refuse_memory(func: Any, written: list[Tensor]) -> None:
+    for tensor in written:
+        if not tensor.is_meta:
+            raise UnsupportedOperation(
+                f"{func} writes values that will only be there after unison.materialize into a "
+                f"tensor of shape {list(tensor.shape)} that was made outside unison.meta_init(); "
+                "make that tensor inside too"
+            )
+
+
+def _refuse_storages(func: Any, args: tuple[Any, ...]) -> None:
+    for leaf in args:
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device != META:
+            raise UnsupportedOperation(
+                f"{func} puts a tensor onto memory read from somewhere, as torch.load does; load "
+                "outside unison.meta_init() and copy_() the values inside"
+            )
+
+
+def _meta_twin(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    keywords = {name: mapped(_meta_twin, value) for name, value in kwargs.items()}
+    if "device" in keywords:
+        keywords["device"] = META
+    return func(*mapped(_meta_twin, args), **keywords)

@@ -1,0 +1,228 @@
+"""Data files of a checkpoint: safetensors, written and read by torch's checkpoint machinery.
+
+torch's own file reader unpickles its metadata, so a checkpoint from elsewhere could run code. These
+two classes take its place; what they leave on disk is described in manifest.py.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from unison.errors import BadInput
+from unison.shard.state.agree import CheckpointFailed
+from unison.shard.state.folder import sha256_of, sync
+from unison.shard.state.manifest import Chunk, Manifest, SavedFile
+
+FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
+
+
+class FileWriter(StorageWriter):
+    """Writes one rank's chunks into safetensors files of a folder.
+
+    Args:
+        folder: Where to write; it exists.
+        rank: This rank, for the files' names.
+        on_finish: Called on rank 0 with the chunks of every tensor and the files, when every rank
+            has written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        on_finish: Callable[[dict[str, list[Chunk]], dict[str, SavedFile]], None],
+    ) -> None:
+        self._folder, self._rank, self._on_finish = folder, rank, on_finish
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, some files after one another."""
+        results = []
+        for index, items in enumerate(_batches(plan.items)):
+            name = f"rank-{self._rank}-{index}.safetensors"
+            chunks = {item.index: _chunk(item, name) for item in items}
+            tensors = {
+                chunk.key(where.fqn): _on_host(planner, item)
+                for item, (where, chunk) in zip(items, chunks.items(), strict=True)
+            }
+            file = _write(self._folder / name, tensors)
+            results += [WriteResult(where, 0, (chunk, file)) for where, chunk in chunks.items()]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Hand over what all ranks wrote."""
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        files: dict[str, SavedFile] = {}
+        for result in itertools.chain.from_iterable(results):
+            chunk, file = result.storage_data
+            chunks[result.index.fqn].append(chunk)
+            files[chunk.file] = file
+        self._on_finish(
+            {name: sorted(each, key=lambda c: c.start) for name, each in chunks.items()}, files
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never chosen by name."""
+        return False
+
+
+def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Cut items into runs of at most FILE_BYTES, each of one item at least."""
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        assert item.tensor_data is not None
+        num_bytes = (
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        )
+        if batch and size + num_bytes > FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes
+    if batch:
+        yield batch
+
+
+def _chunk(item: WriteItem, file: str) -> Chunk:
+    assert item.tensor_data is not None
+    (start,), (length,) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+    return Chunk(start, start + length, file)
+
+
+def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, Tensor)
+    return value.detach().cpu().contiguous()
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> SavedFile:
+    """Write a file; it is on the disk, not only on its way there, when this returns."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what it makes of a full disk or a missing folder
+        raise CheckpointFailed(f"could not write {path}: {error}") from None
+    sync(path)
+    return SavedFile(path.stat().st_size, sha256_of(path))
+
+
+class FileReader(StorageReader):
+    """Reads what a rank needs of a checkpoint, and no other bytes.
+
+    Args:
+        folder: The checkpoint.
+        manifest: What it holds.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def read_metadata(self) -> Metadata:
+        """The manifest in the words of torch's planners."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=tensor.dtype),
+                    torch.Size([tensor.numel]),
+                    [_box(chunk) for chunk in tensor.chunks],
+                )
+                for name, tensor in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Find chunks by name and first element."""
+        self._chunks = {
+            MetadataIndex(name, [chunk.start]): chunk
+            for name, tensor in self._manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items, file by file."""
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self._chunks[item.storage_index].file].append(item)
+        for name, items in by_file.items():
+            self._read_file(name, items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._folder / name, framework="pt", device="cpu") as file:
+                for item in items:
+                    chunk = self._chunks[item.storage_index]
+                    (start,), (length,) = item.storage_offsets, item.lengths
+                    stored = file.get_slice(chunk.key(item.storage_index.fqn))
+                    target = planner.resolve_tensor(item)
+                    target.copy_(stored[start : start + length])
+                    planner.commit_tensor(item, target)
+        except SafetensorError as error:
+            raise BadInput(f"{self._folder / name} is damaged: {error}") from None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never chosen by name."""
+        return False
+
+
+def _box(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.stop - chunk.start]))

@@ -1,0 +1,189 @@
+"""Checkpoints of a run, and how a run goes on from one.
+
+A run with `checkpoint_every` writes RUN/checkpoints/step-000100 and so on, and keeps the last few.
+`unison train --resume RUN` goes on from the newest with the settings of RUN/config.json. Which rows
+a step takes, the dropout masks and the learning rate are functions of the step, so that only the
+parameters, the optimizer's state and the step itself need to be kept.
+"""
+
+import json
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unison.config import Execution, Mechanism, Output, TrainConfig
+from unison.errors import BadInput
+from unison.shard import MANIFEST_FILE, load_checkpoint, save_checkpoint
+from unison.train.run_folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    RESULT_FILE,
+    checkpoints_of,
+)
+from unison.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come, beside what its model and optimizer hold.
+
+    Attributes:
+        step: Optimizer steps taken.
+        num_targets: Targets trained on.
+        training_seconds: Time in training steps.
+        seconds: Time in all.
+        train_before: Loss on the fixed training rows before the first step.
+        eval_before: Loss on the held-out rows before the first step.
+        eval_after: The last one measured.
+    """
+
+    step: int
+    num_targets: int
+    training_seconds: float
+    seconds: float
+    train_before: float
+    eval_before: float
+    eval_after: float
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run; every rank has one."""
+
+    def __init__(self, output: Output, world: World) -> None:
+        self._run, self._world = Path(output.folder), world
+        self._every, self._keep = output.checkpoint_every, output.keep_checkpoints
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step."""
+        return self._every > 0 and step % self._every == 0
+
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, progress: Progress
+    ) -> None:
+        """Write a checkpoint and remove the oldest ones; every rank must call it."""
+        folder = self._run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
+        extra = {"progress": asdict(progress), "scheduler": scheduler.state_dict()}
+        save_checkpoint(folder, model, optimizer, extra=extra)
+        if self._world.is_main:
+            for old in checkpoints_of(self._run)[: -self._keep]:
+                # The manifest first: what is left if this is cut short is no checkpoint.
+                (old / MANIFEST_FILE).unlink()
+                shutil.rmtree(old)
+
+
+def load_newest(
+    run: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+) -> Progress:
+    """Fill everything from a run's newest checkpoint; every rank must call it."""
+    extra = load_checkpoint(checkpoints_of(run)[-1], model, optimizer, verify=True)
+    scheduler.load_state_dict(extra["scheduler"])
+    return Progress(**extra["progress"])
+
+
+def check_resumable(run: Path) -> None:
+    """Refuse a folder that has nothing to go on with.
+
+    Raises:
+        BadInput: If it is no run, is done, or has no checkpoint.
+    """
+    if not (run / CONFIG_FILE).is_file():
+        raise BadInput(f"{run} is not the folder of a run; --resume takes one that stopped")
+    if (run / RESULT_FILE).is_file():
+        raise BadInput(f"the run in {run} is complete; start a new one with another --out")
+    if not checkpoints_of(run):
+        raise BadInput(
+            f"the run in {run} has no complete checkpoint; start it again with --overwrite, and "
+            "--checkpoint-every to have some"
+        )
+
+
+def resumed_config(run: Path, asked: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The settings to go on with: the saved ones, and what may differ as asked.
+
+    Args:
+        run: The folder of the run.
+        asked: Settings from the command line, defaults where nothing was said.
+        given: Names of the fields, and of the model's overrides, that were said.
+
+    Raises:
+        BadInput: If the mechanism would change, naming every setting that differs.
+    """
+    check_resumable(run)
+    saved = _read_config(run)
+    given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
+    before, after = (
+        {**asdict(mechanism), **mechanism.overrides}
+        for mechanism in (saved.mechanism, asked.mechanism)
+    )
+    changes = [
+        f"{name} from {before.get(name)!r} to {after[name]!r}"
+        for name in sorted(given)
+        if name in after and before.get(name) != after[name]
+    ]
+    if changes:
+        raise BadInput(
+            f"the run in {run} goes on with its own settings, which cannot change: "
+            f"{', '.join(changes)}; leave these options out, or start a new run"
+        )
+    output = _said(asked.output, given) | {
+        "folder": str(run),
+        "overwrite": False,
+        "resume": True,
+        "command": asked.output.command,
+    }
+    return TrainConfig(
+        mechanism=saved.mechanism,
+        execution=replace(saved.execution, **_said(asked.execution, given)),
+        output=replace(saved.output, **output),
+    )
+
+
+def _said(settings: Execution | Output, given: Collection[str]) -> dict[str, Any]:
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if field.name in given
+    }
+
+
+def _read_config(run: Path) -> TrainConfig:
+    try:
+        content = json.loads((run / CONFIG_FILE).read_text())
+        return TrainConfig(
+            mechanism=Mechanism(**content["mechanism"]),
+            execution=Execution(**content["execution"]),
+            output=Output(**content["output"]),
+        )
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{run / CONFIG_FILE} cannot be read by this unison: {type(error).__name__} {error}"
+        ) from None
+
+
+def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
+    """Refuse to go on with other data.
+
+    Raises:
+        BadInput: If the rows are not those the run began with.
+    """
+    before = json.loads((run / CONFIG_FILE).read_text()).get("rows")
+    after = json.loads(json.dumps(rows))
+    if before != after:
+        raise BadInput(
+            f"the data of the run in {run} has changed: its rows were {before}, now they are "
+            f"{after}; put the old data back, or start a new run"
+        )
+
+
+def saved_world_size(run: Path) -> int:
+    """How many ranks a run had when it began."""
+    try:
+        return int(json.loads((run / "environment.json").read_text())["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
