@@ -187,13 +187,13 @@ class Context:
     def end_backward_of(self, entered_at: int) -> None:
         """The backward pass has come to what a unit was given: sum what is complete."""
         if self._is_in_backward:
-            self._complete_after(entered_at - 1)
+            for each in self._entered_after(entered_at - 1):
+                self._complete(each)
 
-    def _complete_after(self, time: int) -> None:
-        # Units were entered in this order, so that the complete ones are the last.
-        complete = itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open))
-        for each in list(complete):
-            self._complete(each)
+    def _entered_after(self, time: int) -> list[Unit]:
+        """The open units that were entered after a time, the last one first."""
+        # They were entered in this order, so that these are the last.
+        return list(itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open)))
 
     def begin_backward_of(self, unit: Unit, left_at: int) -> None:
         """Have a unit's parameters full, start to gather the next one, sum what is complete.
@@ -211,11 +211,15 @@ class Context:
         if unit not in self._open:  # of a graph that an earlier backward pass left over
             self._open = {unit: 0, **self._open}
         unit.begin_backward()
+        complete = self._entered_after(left_at)
+        for each in complete:
+            each.free()  # before memory is taken for the next one
         if not unit.is_whole:
             place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
             if place > 0:
                 self.order[place - 1].start_gather()
-        self._complete_after(left_at)
+        for each in complete:
+            self._complete(each)
 
     def _complete(self, unit: Unit) -> None:
         """A unit has all its gradients: free it and start to sum."""
