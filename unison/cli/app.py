@@ -6,6 +6,7 @@ import sys
 import typer
 
 import unison
+from unison.cli.bench import bench
 from unison.cli.presets import presets
 from unison.cli.train import train
 from unison.errors import UnisonError
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(presets)
+app.add_typer(bench, rich_help_panel="Verbs")
 
 
 def _show_version(wanted: bool) -> None:

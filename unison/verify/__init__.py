@@ -1,0 +1,18 @@
+"""Claims and their checks: two runs that must agree, where they part, and what memory they took."""
+
+from unison.verify.memory import MODEL_STATE, Bytes, Category, MemoryTracker
+from unison.verify.parity import Experiment, Parity, Trained, compare
+from unison.verify.provenance import check_writable, write_result
+
+__all__ = [
+    "MODEL_STATE",
+    "Bytes",
+    "Category",
+    "Experiment",
+    "MemoryTracker",
+    "Parity",
+    "Trained",
+    "check_writable",
+    "compare",
+    "write_result",
+]

@@ -1,0 +1,114 @@
+"""Where figures come from: command, date, commit, hardware and versions, beside them in one file.
+
+Nothing in it names a person or a machine.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unison.errors import BadInput
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "numpy", "triton", "unison")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a result file that could not be written, before the work is done.
+
+    Raises:
+        BadInput: Naming what is in the way.
+    """
+    if path.is_dir():
+        raise BadInput(f"expected the name of a file to write, found the folder {path}")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise BadInput(f"cannot write {path}: {folder} is not a folder that may be written to")
+
+
+def write_result(path: Path, name: str, figures: Mapping[str, Any]) -> None:
+    """Write figures, and all that is needed to judge and repeat them, as one JSON file.
+
+    Args:
+        path: Where to; missing folders are made.
+        name: What was measured.
+        figures: The results; values that JSON can hold.
+    """
+    result = {
+        "name": name,
+        "command": shlex.join(["unison", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **commit(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "figures": dict(figures),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this source tree and whether the tree differs from it.
+
+    Both are None where the package was installed rather than checked out. A copy of the tree
+    without its history takes the hash from the environment variable UNISON_COMMIT.
+    """
+    # An installed package may lie inside the repository of somebody else's project.
+    is_ours = _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py")) is not None
+    full = _git("rev-parse", "HEAD") if is_ours else None
+    if full is None:
+        return {"commit": os.environ.get("UNISON_COMMIT"), "dirty": None}
+    # A result file just written does not make the code that wrote it another one.
+    changes = _git("status", "--porcelain", "--", ":/", ":(top,exclude)bench/results")
+    return {"commit": full, "dirty": bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def versions() -> dict[str, str | None]:
+    """The versions that figures depend on; None for a package that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
