@@ -3,6 +3,7 @@
 This module holds the public names and nothing else. Importing it needs torch and numpy only.
 """
 
+from unison import clip
 from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
 from unison.models import per_sample_loss
 from unison.shard import (
@@ -56,6 +57,7 @@ __all__ = [
     "__version__",
     "auto_shard",
     "batch_mean",
+    "clip",
     "clip_grad_norm_",
     "current_plan",
     "deal",

@@ -1,0 +1,217 @@
+"""Attention, recurrent networks and single operations, and that no rule is without a case."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from tests.capture.common import BATCH, CASES, TOKENS, WIDTH, captured, floats, squares
+from tests.capture.layers import LAYERS, Op
+from tests.harness import assert_close
+from tests.harness.oracle import per_sample_gradients
+from unison.capture import AxisTable, Capture, check_samples_apart, learn_axes
+from unison.errors import UnsupportedOperation
+from unison.ops import RULES
+
+quiet = pytest.mark.filterwarnings("ignore:no rule for", "ignore:There is a performance drop")
+
+
+@quiet
+@pytest.mark.parametrize("name", LAYERS)
+def test_records_are_the_per_sample_gradients(name):
+    case = LAYERS[name]
+    model, batch = case.make().double(), case.batch(BATCH)
+    axes = learn_axes(model, case.loss, batch)
+    check_samples_apart(model, case.loss, batch, axes)
+    for size in (BATCH, 1, 2):
+        part = batch[:size]
+        expected = per_sample_gradients(model, case.loss, part)
+        assert_close(captured(model, case.loss, part, axes), expected, dtype=torch.float64)
+
+
+# ---- what is refused, with its reason ------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.LSTM(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        packed = pack_padded_sequence(x, [TOKENS] * len(x), batch_first=True)
+        return self.network(packed)[0].data
+
+
+class Joined(nn.Module):
+    """One row that belongs to no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.up = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.up(torch.cat([self.row.detach(), x]))[1:]
+
+
+REFUSED = {
+    "batch norm": (lambda: nn.BatchNorm1d(WIDTH), (WIDTH,), "weight, bias: batch norm"),
+    "batch norm function": (
+        lambda: Op(lambda x, w: torch.batch_norm(x, w, None, None, None, True, 0, 0, False), WIDTH),
+        (WIDTH,),
+        "weight: batch norm",
+    ),
+    "packed sequence": (Packed, (TOKENS, WIDTH), r"network\.weight_ih_l0.*: a packed sequence"),
+    "a row of no sample": (Joined, (WIDTH,), r"linear\(up\.weight, up\.bias\): dimension 0 has 6"),
+    "in place without a rule": (
+        lambda: Op(lambda x, w: x.sin().pow_(w), WIDTH),
+        (WIDTH,),
+        r"pow_\(weight\) writes in place",
+    ),
+    "into no sample": (
+        lambda: Op(lambda x, w: x + torch.zeros(WIDTH).double().add_(w), WIDTH),
+        (WIDTH,),
+        "weight: an in-place operation on something that does not depend on the batch",
+    ),
+    "into rows by number": (
+        lambda: Op(_scattered, WIDTH),
+        (TOKENS, WIDTH),
+        "weight: a parameter written to rows found by tensors of indices",
+    ),
+    "unbatched attention": (
+        lambda: Op(_unbatched, WIDTH),
+        (WIDTH,),
+        "multi-head attention without a batch dimension",
+    ),
+    "embedding with max_norm": (
+        lambda: Op(lambda x, w: F.embedding((x > 0).long(), w, max_norm=1.0), 2, WIDTH),
+        (WIDTH,),
+        "weight: F.embedding with max_norm",
+    ),
+    "running statistics": (
+        lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        (4, 9),
+        "instance norm with running statistics",
+    ),
+}
+
+
+def _scattered(x, w):
+    y = x.sin()
+    y[torch.arange(len(x)), 0] = w
+    return y
+
+
+def _unbatched(x, w):
+    eye = torch.eye(WIDTH, dtype=x.dtype)
+    return F.multi_head_attention_forward(
+        *(x, x, x, WIDTH, 2, torch.cat([eye] * 3), None, None, None, False, 0.0, eye, w)
+    )[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_it_is_learned(name):
+    make, shape, message = REFUSED[name]
+    with pytest.raises(UnsupportedOperation, match=message):
+        learn_axes(make().double(), squares, floats(*shape)(BATCH))
+
+
+class _Product(torch.autograd.Function):
+    """A product that torch functions do not see."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_Product.apply, "a gradient reached 'weight'"),
+        (lambda x, w: _Product.apply(x, 1 + w.float().double()), "a gradient reached 'weight'"),
+        (lambda x, w: w.repeat_interleave(len(x), 0) * x, "from parameters alone; use `expand`"),
+        (lambda x, w: torch.frexp(x * w).mantissa + torch.aminmax(w, dim=0)[0], None),
+        (lambda x, w: torch.max(x, w.expand_as(x)), None),
+        (torch.maximum, None),
+        (lambda x, w: torch.topk(x * w, 2)[0], None),
+        (lambda x, w: torch.special.xlog1py(x, w.abs()), None),
+        (lambda x, w: torch.cdist(x, torch.cat([w, 2 * w])), None),
+        (lambda x, w: F.cosine_similarity(x, w)[:, None], None),
+        (lambda x, w: F.bilinear(x, x, w.expand(2, WIDTH, WIDTH)), None),
+        (lambda x, w: F.embedding_bag((x > 0).long(), torch.cat([w, w.cos()])), None),
+        (lambda x, w: torch.outer(x[:, 0], w[0]), None),
+        (lambda x, w: torch.lerp(x, w, 0.3), None),
+        (torch.kron, None),
+        (lambda x, w: x.index_add(1, torch.tensor([0, 2]), w[:, :2].expand(len(x), 2)), None),
+        (lambda x, w: torch.vmap(lambda row: (row * w).sin())(x), "inside of torch.func or vmap"),
+        (torch.ops.aten.mul, None),
+    ],
+)
+@quiet
+def test_right_or_refused(function, message):
+    model, batch = Op(function, 1, WIDTH).double(), floats(WIDTH)(BATCH)
+    if message is not None:
+        with pytest.raises(UnsupportedOperation, match=message):
+            check_samples_apart(model, squares, batch, learn_axes(model, squares, batch))
+        return
+    axes = learn_axes(model, squares, batch)
+    check_samples_apart(model, squares, batch, axes)
+    expected = per_sample_gradients(model, squares, batch)
+    assert_close(captured(model, squares, batch, axes), expected, dtype=torch.float64)
+
+
+class Hoarder(nn.Module):
+    """Keeps its parameters in a list besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.kept = [self.up.weight]
+
+    def forward(self, x):
+        return F.linear(x, self.kept[0], self.up.bias)
+
+
+def test_a_parameter_kept_elsewhere_is_found():
+    model, batch = Hoarder().double(), floats(WIDTH)(BATCH)
+    axes = learn_axes(model, squares, batch)
+    with pytest.raises(UnsupportedOperation, match=r"a gradient reached 'up\.weight'"):
+        check_samples_apart(model, squares, batch, axes)
+    assert not model.up.weight._backward_hooks  # nothing stays behind
+
+
+# ---- every rule has a case -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exercised():
+    """The functions with a rule that the cases call."""
+    found, call = set(), Capture.call
+
+    def listen(self, func, args, kwargs):
+        found.add(func)
+        return call(self, func, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "call", listen)
+        for case in (*CASES.values(), *LAYERS.values()):
+            model, batch = case.make().double(), case.batch(BATCH)
+            with Capture(model, BATCH, axes=AxisTable(), on_record=print).learning():
+                case.loss(model, batch)
+        for make, shape, _ in REFUSED.values():
+            with pytest.raises(UnsupportedOperation):
+                learn_axes(make().double(), squares, floats(*shape)(BATCH))
+    return found
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("function", RULES, ids=lambda f: getattr(f, "__qualname__", str(f)))
+def test_every_rule_has_a_case(function, exercised):
+    assert function in exercised

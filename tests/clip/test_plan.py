@@ -1,0 +1,205 @@
+"""The planner: cheapest, within memory, the same every time, and readable."""
+
+import json
+
+import pytest
+import torch
+
+from tests.clip.common import RECORDS, dense, lookup, product
+from unison.clip import (
+    GRADIENT_METHODS,
+    MACHINES,
+    MODES,
+    NORM_METHODS,
+    Choice,
+    Layer,
+    Plan,
+    Use,
+    choose,
+    describe,
+    flat,
+    from_records,
+    measure,
+    plan_clipping,
+)
+from unison.clip.costs import GRADIENT_COSTS, NORM_COSTS
+from unison.errors import BadInput, UnsupportedOperation
+
+
+def linear(name: str, tokens: int, rows: int, columns: int, batch: int = 4) -> Layer:
+    use = Use(kind="product", tokens=tokens, rows=rows, columns=columns)
+    return Layer(name=name, batch=batch, itemsize=4, uses=(use,))
+
+
+TIED = Layer(
+    name="embedding.weight",
+    batch=4,
+    itemsize=4,
+    uses=(
+        Use(kind="lookup", tokens=512, rows=50257, columns=1280),
+        Use(kind="product", tokens=512, rows=50257, columns=1280),
+    ),
+)
+MODEL = [
+    TIED,
+    linear("attention.weight", 512, 1280, 1280),
+    linear("up.weight", 512, 5120, 1280),
+    linear("lora.weight", 512, 16, 4096),
+    linear("short.weight", 64, 1280, 1280, batch=64),
+    linear("pooler.weight", 1, 1280, 1280),
+    describe("norm.weight", [dense(torch.Generator(), 1280)]),
+]
+
+
+def test_every_method_has_a_cost():
+    assert NORM_COSTS.keys() == NORM_METHODS.keys()
+    assert GRADIENT_COSTS.keys() == GRADIENT_METHODS.keys()
+
+
+def test_modes_are_points_of_norm_and_gradient():
+    assert set(MODES) == {"grad_materialize", "ghost", "ghost_bk", "flash_fuse", "flash_fuse_bk"}
+    for choice in MODES.values():
+        norm, gradient = NORM_METHODS[choice.norm], GRADIENT_METHODS[choice.gradient]
+        assert norm.is_kept == gradient.needs_kept
+        assert choice.num_backwards == gradient.num_backwards
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_named_mode_is_the_same_for_all_layers(mode):
+    plan = plan_clipping(MODEL, mode=mode)
+    assert {plan.choice(layer.name) for layer in MODEL} == {MODES[mode]}
+    assert plan.num_backwards == (1 if mode.endswith(("_bk", "materialize")) else 2)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_takes_the_cheapest_single_pass(machine):
+    plan = plan_clipping(MODEL, machine=machine)
+    assert plan.num_backwards == 1
+    for layer in plan.layers:
+        allowed = [a for a in layer.alternatives if a.choice.num_backwards == 1]
+        assert layer.chosen == min(allowed, key=lambda a: a.seconds)
+    for mode in MODES:
+        assert plan.seconds <= plan_clipping(MODEL, mode=mode, machine=machine).seconds
+
+
+def test_choices_follow_the_shapes():
+    plan = plan_clipping(MODEL, machine="cuda")
+    assert plan.choice("pooler.weight").norm == "rank_one"
+    assert plan.choice("lora.weight").norm == "materialize"  # a Gram matrix would cost 16 times F
+    assert plan.choice("short.weight") == MODES["ghost_bk"]  # 64 samples of 64 tokens
+    long = linear("long.weight", 8192, 1280, 1280)
+    seconds = {str(a.choice): a.seconds for a in plan_clipping([long]).layers[0].alternatives}
+    assert seconds["tile+records"] < seconds["gram+records"] / 2  # G grows with T²
+
+
+def test_flops_are_those_of_the_design():
+    batch, tokens, rows, columns = 4, 4096, 640, 1280
+    layer = linear("weight", tokens, rows, columns, batch)
+    flops = 2 * batch * tokens * rows * columns
+    assert NORM_COSTS["tile"](layer).flops == pytest.approx(flops, rel=1e-3)
+    assert NORM_COSTS["materialize"](layer).flops == pytest.approx(flops, rel=1e-3)
+    gram = batch * tokens**2 * (rows + columns)
+    assert NORM_COSTS["gram"](layer).flops == pytest.approx(gram, rel=0.07)
+    assert GRADIENT_COSTS["records"](layer).flops == flops
+    assert GRADIENT_COSTS["kept"](layer).kept_bytes == 4 * batch * rows * columns
+    assert GRADIENT_COSTS["records"](layer).kept_bytes == 4 * batch * tokens * (rows + columns)
+    assert GRADIENT_COSTS["second_backward"](layer).kept_bytes == 0
+
+
+def test_less_memory_costs_time_until_nothing_fits():
+    free = plan_clipping(MODEL)
+    seconds, budget = [free.seconds], free.bytes_needed
+    passes = []
+    while True:
+        budget = int(0.9 * budget)
+        try:
+            plan = plan_clipping(MODEL, memory_budget=budget)
+        except BadInput as error:
+            assert "smaller physical batch" in str(error)  # noqa: PT017
+            break
+        assert plan.bytes_needed <= budget
+        seconds.append(plan.seconds)
+        passes.append(plan.num_backwards)
+    assert seconds == sorted(seconds)
+    assert passes == sorted(passes)
+    assert set(passes) == {1, 2}
+
+
+def test_one_layer_gets_its_best_that_fits():
+    layer = linear("weight", 64, 1280, 1280, batch=64)
+    options = plan_clipping([layer]).layers[0].alternatives
+    for limit in {a.cost.kept_bytes + a.cost.transient_bytes for a in options}:
+        fitting = [a for a in options if a.cost.kept_bytes + a.cost.transient_bytes <= limit]
+        chosen = plan_clipping([layer], memory_budget=limit).layers[0].chosen
+        assert chosen == min(fitting, key=lambda a: a.seconds)
+
+
+def test_a_plan_is_frozen_and_survives_json():
+    plan = plan_clipping(MODEL, memory_budget=10**9, machine="cuda")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(json.dumps(json.loads(plan.to_json()), indent=2)) == plan
+    assert plan_clipping(MODEL, memory_budget=10**9, machine="cuda").to_json() == plan.to_json()
+    assert hash(plan) == hash(Plan.from_json(plan.to_json()))
+
+
+def test_a_plan_prints_as_a_table():
+    plan = plan_clipping(MODEL)
+    header, *lines, last = str(plan).splitlines()
+    assert [line.count(" * ") for line in lines].count(1) == len(MODEL)
+    assert len(lines) == sum(len(layer.alternatives) for layer in plan.layers)
+    ends = {len(line) for line in lines}
+    assert ends == {len(header)}
+    for layer in MODEL:
+        assert sum(line.startswith(layer.name) for line in lines) == 1
+    assert "1 backward" in last
+
+
+def test_no_layers_make_an_empty_plan():
+    plan = plan_clipping([])
+    assert (plan.num_backwards, plan.seconds, plan.bytes_needed) == (1, 0, 0)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "mode auto" in str(plan)
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_what_is_described_can_be_clipped(case, gen):
+    """The planner never chooses a method that refuses the records it was told of."""
+    records = RECORDS[case](gen)
+    layer = describe("weight", records)
+    assert sum(use.tokens for use in layer.uses if use.kind != "dense") == sum(
+        record.g.shape[1] for record in records if hasattr(record, "g")
+    )
+    for alternative in plan_clipping([layer]).layers[0].alternatives:
+        norms, used = measure(records, alternative.choice.norm)
+        coefficients = flat(norms, 1.0).values
+        method = GRADIENT_METHODS[alternative.choice.gradient]
+        expected = from_records(used, coefficients, records[0].shape)
+        assert torch.equal(method.clipped_sum(used, coefficients, records[0].shape), expected)
+    assert isinstance(choose(records), Choice)
+
+
+def test_what_cannot_be_planned_is_refused(gen):
+    with pytest.raises(BadInput, match="did you mean 'ghost'"):
+        plan_clipping(MODEL, mode="gost")
+    with pytest.raises(BadInput, match="machine must be one of"):
+        plan_clipping(MODEL, machine="abacus")
+    with pytest.raises(BadInput, match="every parameter once"):
+        plan_clipping([TIED, TIED])
+    with pytest.raises(KeyError, match="no layer 'x'"):
+        plan_clipping(MODEL).choice("x")
+    with pytest.raises(BadInput, match="clipping needs"):
+        plan_clipping(MODEL, mode="ghost_bk", memory_budget=10**6)
+    records = RECORDS["two matrices"](gen)
+    with pytest.raises(UnsupportedOperation, match="'ghost' cannot be used for the parameter"):
+        choose(records, "ghost")
+    assert choose(records).norm == "materialize"
+    unknown = Use(kind="table", tokens=1, rows=1, columns=1)
+    with pytest.raises(ValueError, match="found 'table'"):
+        plan_clipping([Layer(name="w", batch=1, itemsize=4, uses=(unknown,))])
+
+
+def test_lookups_are_never_planned_as_whole_tables_of_rows(gen):
+    layer = describe("table", [lookup(gen, batch=2, tokens=50, rows=30000, features=64)])
+    assert plan_clipping([layer]).choice("table").gradient == "records"
+    both = describe("tied", [lookup(gen), product(gen)])
+    assert [use.kind for use in both.uses] == ["lookup", "product"]

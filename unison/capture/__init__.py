@@ -1,0 +1,15 @@
+"""Capture by operation: what each parameter was used for, and the gradient of what came out."""
+
+from unison.capture.axes import AxisTable
+from unison.capture.capture import Capture
+from unison.capture.learn import batch_size_of, check_samples_apart, learn_axes
+from unison.capture.tracked import Tracked
+
+__all__ = [
+    "AxisTable",
+    "Capture",
+    "Tracked",
+    "batch_size_of",
+    "check_samples_apart",
+    "learn_axes",
+]

@@ -1,0 +1,182 @@
+"""Where the samples lie in the output of each operation that touches a parameter.
+
+[Note: two sizes] A dimension's size does not tell whether it holds samples: with as many tokens as
+samples, position ids `[T]` look like a batch. So the axes are *learned*: the model runs once more
+with another number of samples, and the dimension whose size has changed is the one. An output that
+has not changed at all does not depend on the batch: it is made of parameters alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unison.errors import UnsupportedOperation
+
+NO_AXIS = None  # made of parameters alone
+Axis = int | None
+Axes = tuple[Axis, tuple[Axis, ...]]  # of the output, of each tensor argument
+
+
+class Call(NamedTuple):
+    """One operation that touches parameters, as far as it is known before it runs.
+
+    Attributes:
+        func: The torch function.
+        names: The parameters it touches.
+        shapes: Shapes of its tensor arguments, parameters among them.
+        batch: The number of samples.
+    """
+
+    func: Callable[..., Any]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    batch: int
+
+    @property
+    def kind(self) -> tuple:
+        """What stays the same when sizes change."""
+        return self.func, self.names, tuple(len(shape) for shape in self.shapes)
+
+    def __str__(self) -> str:
+        name = getattr(self.func, "__name__", str(self.func))
+        return f"{name}({', '.join(self.names)})"
+
+
+class Seen(NamedTuple):
+    """A call, and what came out.
+
+    Attributes:
+        call: The call.
+        output: The shape of what came out.
+        digest: A few numbers made of its values; None where parameters are all that went in.
+    """
+
+    call: Call
+    output: tuple[int, ...]
+    digest: Tensor | None = None
+
+
+@dataclass
+class AxisTable:
+    """What was learned: the axis of the samples by kind of call, or by call where kinds differ."""
+
+    by_kind: dict[tuple, Axes] = field(default_factory=dict)
+    by_call: dict[Call, Axes] = field(default_factory=dict)
+    mixed: dict[tuple, list[Call]] = field(default_factory=dict)  # kinds seen in several ways
+
+    def find(self, call: Call) -> Axes | None:
+        """The dimensions that hold the samples in the output and in each tensor argument.
+
+        None if the call was not seen when the axes were learned.
+        """
+        found = self.by_call.get(call)
+        if found is not None:
+            return found
+        kind = call.kind
+        if kind not in self.mixed:
+            return self.by_kind.get(kind)
+        ways = {self.by_call[seen] for seen in self.mixed[kind] if self._resembles(call, seen)}
+        return ways.pop() if len(ways) == 1 else None
+
+    def _resembles(self, call: Call, seen: Call) -> bool:
+        """Whether two calls differ in nothing but the number of samples."""
+        for axis, now, then in zip(self.by_call[seen][1], call.shapes, seen.shapes, strict=True):
+            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
+                if (a * seen.batch != b * call.batch) if dim == axis else a != b:
+                    return False
+        return True
+
+    def knows(self, call: Call) -> bool:
+        """Whether the call's axis was learned."""
+        return self.find(call) is not None
+
+    def axis(self, call: Call) -> Axis:
+        """The dimension of the output that holds the samples.
+
+        Raises:
+            UnsupportedOperation: If the call was not seen when the axes were learned.
+        """
+        return self._found(call)[0]
+
+    def _found(self, call: Call) -> Axes:
+        found = self.find(call)
+        if found is None:
+            raise UnsupportedOperation(
+                f"{call} was not seen when it was learned where samples lie: the model takes "
+                "another path for this batch"
+            )
+        return found
+
+    def learn(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> int:
+        """Compare two passes over different numbers of samples, `sizes`.
+
+        Returns:
+            How many calls were new.
+
+        Raises:
+            UnsupportedOperation: If the passes did not make the same calls, or samples have no
+                place of their own.
+        """
+        if [seen.call.kind for seen in many] != [seen.call.kind for seen in fewer]:
+            raise UnsupportedOperation(
+                "the model does other operations for another number of samples; write its forward "
+                "so that it does not depend on the size of the batch"
+            )
+        num_new = 0
+        for first, second in zip(many, fewer, strict=True):
+            call = first.call
+            arguments = tuple(
+                _changed(a, b, call) for a, b in zip(call.shapes, second.call.shapes, strict=True)
+            )
+            found = _samples(first, second, sizes), arguments
+            num_new += not self.knows(call)
+            if self.by_call.setdefault(call, found) != found:
+                raise UnsupportedOperation(
+                    f"{call} is called twice with the same shapes {call.shapes}, but with samples "
+                    "in different dimensions; learn from a batch with another number of samples"
+                )
+            self._put(call, found)
+        return num_new
+
+    def _put(self, call: Call, found: Axes) -> None:
+        if self.by_kind.setdefault(call.kind, found) != found or call.kind in self.mixed:
+            self.mixed[call.kind] = [each for each in self.by_call if each.kind == call.kind]
+
+
+def _samples(first: Seen, second: Seen, sizes: tuple[int, int]) -> Axis:
+    """The dimension of the samples, as many rows for each."""
+    axis = _changed(first.output, second.output, first.call)
+    if axis is NO_AXIS and not _is_same(first.digest, second.digest):
+        raise UnsupportedOperation(
+            f"{first.call} has no place for samples, and yet changes with them: a sum or a mean "
+            "over the batch went in, so that one sample's gradient depends on the others"
+        )
+    if axis is not None and first.output[axis] * sizes[1] != second.output[axis] * sizes[0]:
+        raise UnsupportedOperation(
+            f"{first.call}: dimension {axis} has {first.output[axis]} rows for {sizes[0]} samples "
+            f"and {second.output[axis]} for {sizes[1]}, so that samples do not have as many each; "
+            "write the operation so that all samples have the same number of rows"
+        )
+    return axis
+
+
+def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return True
+    return bool(torch.allclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True))
+
+
+def _changed(first: tuple[int, ...], second: tuple[int, ...], call: Call) -> Axis:
+    """The one dimension in which two shapes differ."""
+    if len(first) != len(second):
+        raise UnsupportedOperation(f"{call} has other dimensions for another number of samples")
+    dims = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if len(dims) > 1:
+        raise UnsupportedOperation(
+            f"{call}: dimensions {dims} both change with the number of samples, so that samples "
+            "mix; a sample must have a place of its own"
+        )
+    return dims[0] if dims else NO_AXIS

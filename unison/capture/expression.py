@@ -1,0 +1,202 @@
+"""What is made of parameters alone: followed as a parameter of its own.
+
+`1 + w`, `w.float()`, `table[positions]` do not depend on the batch. Their records are made where
+they meet the batch, and lead back to the parameter from there: for slices, reshapes, transposes and
+lookups without leaving the form of the record, for the rest through autograd.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unison.capture.tracked import Back, Listener, Tracked, all_plain, like, plain
+from unison.errors import UnsupportedOperation
+from unison.ops import (
+    Dense,
+    Record,
+    in_rows,
+    is_lookup,
+    looked_up,
+    per_sample,
+    reshaped,
+    transposed,
+)
+
+# The same values in another dtype or place in memory: records are those of the parameter.
+SAME = {
+    Tensor.to,
+    Tensor.float,
+    Tensor.double,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.type_as,
+    Tensor.contiguous,
+    Tensor.clone,
+    torch.clone,
+    Tensor.cuda,
+    Tensor.cpu,
+}
+
+# Of a matrix.
+TRANSPOSES = {
+    Tensor.t,
+    torch.t,
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.adjoint,
+    torch.adjoint,
+}
+
+# They may give some rows, or another shape, of the same memory.
+VIEWS = {
+    Tensor.__getitem__,
+    Tensor.narrow,
+    torch.narrow,
+    Tensor.chunk,
+    torch.chunk,
+    Tensor.split,
+    torch.split,
+    Tensor.view,
+    Tensor.view_as,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.unflatten,
+    torch.unflatten,
+    Tensor.unsqueeze,
+    torch.unsqueeze,
+    Tensor.squeeze,
+    torch.squeeze,
+}
+
+# Expressions whatever their sizes are, where the parameter is the only tensor.
+ALWAYS = SAME | TRANSPOSES
+
+
+MIXED = (
+    "{name} of a parameter and of something computed from all samples together, such as their "
+    "mean: one sample's gradient then depends on the others"
+)
+
+
+def is_always_expression(func: Callable[..., Any], args: tuple) -> bool:
+    """Whether it need not be learned that a call does not depend on the batch."""
+    return func in ALWAYS and type(args[0]) is Tracked
+
+
+def derive(
+    listener: Listener, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run a function of parameters alone; what comes out is tracked too."""
+    first = args[0] if args else None
+    if type(first) is Tracked:
+        if func in SAME:
+            value = func(first.value, *all_plain(args[1:]), **all_plain(kwargs))
+            is_float = value.is_floating_point()
+            return Tracked.derived(value, first.sources, listener) if is_float else value
+        if func in TRANSPOSES and first.value.ndim == 2:
+            return _made(first, func(first.value), transposed, listener)
+        if func is Tensor.__getitem__ and is_lookup(first.value, args[1]):
+            return _lookup(listener, args[1] % len(first.value), first)
+        if func in VIEWS:
+            output = func(first.value, *all_plain(args[1:]), **kwargs)
+            items = output if isinstance(output, list | tuple) else [output]
+            views = [_view(first, item, listener) for item in items]
+            if all(view is not None for view in views):
+                return like(output, views) if isinstance(output, list | tuple) else views[0]
+    if func is F.embedding:
+        return _lookup(listener, *args, **kwargs)
+    return _through_autograd(listener, func, args, kwargs)
+
+
+def _made(first: Tracked, value: Tensor, step: Back, listener: Listener) -> Tracked:
+    sources = tuple(source.through(step) for source in first.sources)
+    return Tracked.derived(value, sources, listener)
+
+
+def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
+    """Follow a view that is a reshape of the tensor or a run of its rows; None for others."""
+    base, shape = first.value, tuple(first.value.shape)
+    if not base.is_contiguous() or not output.is_contiguous() or output.numel() == 0:
+        return None
+    if output.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        return None
+    start = output.storage_offset() - base.storage_offset()
+    if output.numel() == base.numel():
+        return _made(first, output, partial(reshaped, shape=shape), listener)
+    if output.shape[1:] == base.shape[1:] and output.ndim == base.ndim:
+        row = start // base.stride(0)
+        return _made(first, output, partial(in_rows, start=row, shape=shape), listener)
+    return None
+
+
+def _lookup(
+    listener: Listener,
+    input: Any,  # noqa: A002
+    weight: Any,
+    padding_idx: int | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tracked:
+    """Rows of a table for ids that are the same for all samples, such as positions."""
+    value, shape = F.embedding(input, plain(weight), padding_idx), tuple(plain(weight).shape)
+    step = partial(looked_up, ids=input, shape=shape, padding=padding_idx)
+    return _made(weight, value, step, listener)
+
+
+def _through_autograd(
+    listener: Listener, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    leaves: dict[int, tuple[Tracked, Tensor]] = {}
+
+    def as_leaf(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return like(value, [as_leaf(item) for item in value])
+        if type(value) is not Tracked:
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise UnsupportedOperation(MIXED.format(name=getattr(func, "__name__", func)))
+            return value
+        if id(value) not in leaves:
+            leaves[id(value)] = value, value.value.detach().requires_grad_()
+        return leaves[id(value)][1]
+
+    with torch.enable_grad():
+        output = func(
+            *(as_leaf(each) for each in args), **{k: as_leaf(v) for k, v in kwargs.items()}
+        )
+    found = list(leaves.values())
+    if isinstance(output, list | tuple):
+        return like(output, [_followed(item, found, listener) for item in output])
+    return _followed(output, found, listener)
+
+
+def _followed(output: Any, leaves: list[tuple[Tracked, Tensor]], listener: Listener) -> Any:
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        return output
+    sources = tuple(
+        source.through(partial(_pulled_back, output=output, leaf=leaf))
+        for tracked, leaf in leaves
+        for source in tracked.sources
+    )
+    return Tracked.derived(output, sources, listener)
+
+
+def _pulled_back(record: Record, *, output: Tensor, leaf: Tensor) -> Dense:
+    """The record of `leaf` from that of `output`, through the graph between them."""
+    value = per_sample(record)  # [batch, *output.shape]
+    if len(value) == 0:
+        return Dense(value.new_zeros(0, *leaf.shape))
+    (gradient,) = torch.autograd.grad(
+        output,
+        leaf,
+        value.to(output.dtype),
+        retain_graph=True,
+        is_grads_batched=True,
+        allow_unused=True,
+    )
+    return Dense(value.new_zeros(len(value), *leaf.shape) if gradient is None else gradient)

@@ -1,0 +1,74 @@
+"""The tap: where a gradient passes by, and a record is made of it."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_as_no_view = torch.ops.aten._unsafe_view.default
+
+
+class Use(Protocol):
+    """What to do with the gradient of an output."""
+
+    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Make the records of the parameters that were used."""
+        ...
+
+
+class _InPlace(torch.autograd.Function):
+    """Marks a fresh tensor as its own output.
+
+    The mark costs no copy, and the tensor may be changed in place later (a view could not). It
+    needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
+    activation checkpointing drops it and makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(*saved)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
+        ctx.use.record(g, tuple(value.detach() for value in saved))
+        return None, g, None, *(None for _ in saved)
+
+
+class _Copied(torch.autograd.Function):
+    """The same, for tensors that share memory with others."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(*saved)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
+        ctx.use.record(g, tuple(value.detach() for value in saved))
+        return None, g, None, *(None for _ in saved)
+
+
+def tap(
+    use: Use, output: Tensor, anchor: Tensor, saved: tuple[Tensor, ...], *, is_fresh: bool
+) -> Tensor:
+    """Let `use` see the gradient of `output`.
+
+    Args:
+        use: Who records.
+        output: What an operation returned.
+        anchor: A scalar that requires a gradient, so that one comes even if no input does.
+        saved: What the record is made of.
+        is_fresh: Whether the operation made the output new and does not need it in its backward.
+    """
+    if not is_fresh:
+        return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
+    if output._base is not None:
+        # A view of something that nobody else sees, as a linear map reshapes what it made.
+        output = _as_no_view(output, output.shape)
+    return _InPlace.apply(use, output, anchor, *saved)  # type: ignore[return-value]

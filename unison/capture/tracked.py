@@ -1,0 +1,137 @@
+"""Tracked parameters: tensors that tell the capture of every operation that touches them.
+
+[Note: by operation] Peers hook classes of modules and miss what they did not list: a tied head, a
+module with a forward of its own, a bare parameter. A tracked tensor is a subclass of `Tensor` whose
+`__torch_function__` torch calls for any function it is passed to. It lies in the instance
+dictionary of the module, which Python looks at before `nn.Module.__getattr__` looks into
+`_parameters`: optimizers and `named_parameters()` go on seeing the parameter itself.
+
+[Note: no way past] What torch functions do not see (a custom `autograd.Function`, code that kept
+the parameter in a list of its own) would get no record. Tracked tensors and parameters therefore
+take gradients: records are made from the values without a graph, so a gradient that arrives came
+by another way, and raises.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from unison.errors import UnsupportedOperation
+from unison.ops import Record
+
+Back = Callable[[Record], Record]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a tracked tensor was made of.
+
+    Attributes:
+        name: The parameter's canonical name; a tied one has one.
+        shape: The parameter's shape.
+        back: Turns a record of the tensor into one of the parameter; None where they are the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    back: Back | None = None
+
+    def through(self, step: Back) -> "Source":
+        """The source of something made of the tensor; `step` leads back to the tensor."""
+        before = self.back
+        back = step if before is None else lambda record: before(step(record))
+        return Source(self.name, self.shape, back)
+
+    def of(self, record: Record) -> Record:
+        """The parameter's record from the tensor's."""
+        return record if self.back is None else self.back(record)
+
+
+class Listener(Protocol):
+    """Who is told of operations."""
+
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that touches a tracked tensor."""
+        ...
+
+
+class Tracked(Tensor):
+    """A parameter, or something made of parameters alone, whose uses are recorded."""
+
+    value: Tensor  # the same memory without the mark and without a graph
+    sources: tuple[Source, ...]  # several where it was made of several parameters
+    names: tuple[str, ...]  # of the sources, each once
+    listener: Listener
+
+    @staticmethod
+    def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
+        """Mark a tensor; it shares the memory."""
+        value = value.detach()
+        tracked = torch.Tensor._make_subclass(Tracked, value, True)
+        tracked.value, tracked.sources, tracked.listener = value, sources, listener
+        tracked.names = tuple(dict.fromkeys(source.name for source in sources))
+        return tracked
+
+    @staticmethod
+    def derived(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
+        """Mark something made of tracked tensors; nobody holds it to look for a gradient later."""
+        tracked = Tracked.of(value, sources, listener)
+        with torch._C.DisableTorchFunctionSubclass():
+            tracked.register_hook(partial(refuse_gradient, tracked.names[0]))
+        return tracked
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Hand the call to the capture."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        listener = (first if type(first) is Tracked else find_tracked(args, kwargs)).listener
+        return listener.call(func, args, kwargs)
+
+
+def refuse_gradient(name: str, _: Tensor | None = None) -> NoReturn:
+    """Raise for a gradient that came past the capture; a hook of tensors."""
+    raise UnsupportedOperation(
+        f"a gradient reached {name!r} from an operation that was not seen: a custom "
+        "autograd.Function, or code that kept the parameter elsewhere than in its module. Use "
+        "torch functions on the module's attribute"
+    )
+
+
+def find_tracked(args: tuple, kwargs: dict[str, Any]) -> Tracked:
+    """The first tracked tensor among arguments, in lists and tuples too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tracked):
+            return value
+        if isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, Tracked):
+                    return item
+    raise AssertionError("torch called a tracked tensor's function without one")
+
+
+def plain(value: Any) -> Any:
+    """A tracked tensor without its mark; anything else as it is."""
+    return value.value if type(value) is Tracked else value
+
+
+def all_plain(value: Any) -> Any:
+    """`plain` on everything in nested lists, tuples and dictionaries."""
+    if type(value) is Tracked:
+        return value.value
+    if isinstance(value, list | tuple):
+        return like(value, [all_plain(item) for item in value])
+    if isinstance(value, dict):
+        return {key: all_plain(item) for key, item in value.items()}
+    return value
+
+
+def like(value: Any, items: list[Any]) -> Any:
+    """Items in a sequence of the type of `value`; named tuples take theirs one by one."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

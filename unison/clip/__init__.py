@@ -1,0 +1,67 @@
+"""Per-sample clipping as pure maths: norm methods × gradient methods, coefficients, the planner."""
+
+from unison.clip.bounds import DOUBLE, Arithmetic, SampleNorms, bounded, mass
+from unison.clip.coefficients import (
+    RULES,
+    Coefficients,
+    GroupCoefficients,
+    automatic,
+    flat,
+    per_group,
+    per_layer,
+)
+from unison.clip.costs import MACHINES, Cost, Machine
+from unison.clip.functional import ClippedGradients, PerSampleLoss, axes_of, clipped_gradients
+from unison.clip.gradients import (
+    GRADIENT_METHODS,
+    GradientMethod,
+    add_clipped,
+    from_kept,
+    from_records,
+)
+from unison.clip.layers import Layer, Use, describe
+from unison.clip.modes import AUTO, MODES, Choice
+from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
+from unison.clip.plan import Alternative, LayerPlan, Plan, choose, plan_clipping
+
+__all__ = [
+    "AUTO",
+    "DOUBLE",
+    "GRADIENT_METHODS",
+    "MACHINES",
+    "MODES",
+    "NORM_METHODS",
+    "RULES",
+    "Alternative",
+    "Arithmetic",
+    "Choice",
+    "ClippedGradients",
+    "Coefficients",
+    "Cost",
+    "GradientMethod",
+    "GroupCoefficients",
+    "Layer",
+    "LayerPlan",
+    "Machine",
+    "NormMethod",
+    "PerSampleLoss",
+    "Plan",
+    "SampleNorms",
+    "Use",
+    "add_clipped",
+    "automatic",
+    "axes_of",
+    "bounded",
+    "choose",
+    "clipped_gradients",
+    "describe",
+    "flat",
+    "from_kept",
+    "from_records",
+    "mass",
+    "measure",
+    "per_group",
+    "per_layer",
+    "per_sample_gradients",
+    "plan_clipping",
+]

@@ -1,0 +1,87 @@
+"""Layers as the planner sees them: the shapes of a parameter's records, without their data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unison.clip.matrix import check_records, matrix_shape, num_terms, tensors_of
+from unison.ops import Dense, Lookup, Product, Record
+
+KINDS: dict[type, str] = {Product: "product", Lookup: "lookup", Dense: "dense"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One use of a parameter.
+
+    Attributes:
+        kind: `"product"`, `"lookup"` or `"dense"`.
+        tokens: Tokens per sample; 1 for dense.
+        rows: Rows of the parameter as a matrix (d_out, or the table's length).
+        columns: Its columns (d_in, or the table's features).
+    """
+
+    kind: str
+    tokens: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One parameter and its uses by one physical batch: all that the planner knows of it.
+
+    Attributes:
+        name: The parameter's full name.
+        batch: Samples in the batch.
+        itemsize: Bytes per element of the records.
+        uses: Several for tied weights and for layers called several times.
+    """
+
+    name: str
+    batch: int
+    itemsize: int
+    uses: tuple[Use, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.uses[0].rows * self.uses[0].columns
+
+    def num_tokens(self, kind: str) -> int:
+        """Return the tokens per sample of all uses of one kind."""
+        return sum(use.tokens for use in self.uses if use.kind == kind)
+
+    def placeholder_records(self) -> list[Record]:
+        """Return records of these shapes without data, to ask methods whether they take them."""
+        return [_placeholder(use, self.batch) for use in self.uses]
+
+
+def describe(name: str, records: Sequence[Record]) -> Layer:
+    """Return what the planner has to know of a parameter with these records."""
+    uses = []
+    for record in records:
+        rows, columns = matrix_shape([record])
+        kind = KINDS[type(record)]
+        uses.append(Use(kind=kind, tokens=num_terms(record), rows=rows, columns=columns))
+    tensors = [tensor for record in records for tensor in tensors_of(record)]
+    itemsize = max(tensor.element_size() for tensor in tensors)
+    return Layer(name=name, batch=check_records(records), itemsize=itemsize, uses=tuple(uses))
+
+
+def _placeholder(use: Use, batch: int) -> Record:
+    shape = (use.rows, use.columns)
+    match use.kind:
+        case "product":
+            a = torch.empty(batch, use.tokens, use.columns, device="meta")
+            g = torch.empty(batch, use.tokens, use.rows, device="meta")
+            return Product(a, g, False, shape)
+        case "lookup":
+            ids = torch.empty(batch, use.tokens, dtype=torch.int64, device="meta")
+            g = torch.empty(batch, use.tokens, use.columns, device="meta")
+            return Lookup(ids, g, shape)
+        case "dense":
+            return Dense(torch.empty(batch, *shape, device="meta"))
+        case _:
+            raise ValueError(f"expected one of {list(KINDS.values())}, found {use.kind!r}")

@@ -1,0 +1,287 @@
+"""The planner: which norm and gradient method each layer uses, and what the others would cost.
+
+The five named modes are points of norm × gradient, the same for all layers. `auto` takes for each
+layer the cheapest pair, as long as what is kept until the end of the backward pass fits the memory
+budget. A plan is a function of shapes, budget and machine name alone. It is frozen, JSON-able and
+part of the mechanism: other methods round differently.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unison import check
+from unison.clip.costs import GRADIENT_COSTS, MACHINES, NORM_COSTS, Cost
+from unison.clip.layers import Layer, Use, describe
+from unison.clip.modes import AUTO, CHOICES, MODES, Choice
+from unison.clip.norms import NORM_METHODS
+from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Record
+
+__all__ = [
+    "AUTO",
+    "MODES",
+    "Alternative",
+    "Choice",
+    "LayerPlan",
+    "Plan",
+    "choose",
+    "plan_clipping",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What one choice of methods costs on one layer, and how long that takes."""
+
+    choice: Choice
+    cost: Cost
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What one layer does, and what it could have done.
+
+    Attributes:
+        layer: Its shapes.
+        chosen: What it does.
+        alternatives: Every pair of methods that takes this layer's records, cheapest first.
+    """
+
+    layer: Layer
+    chosen: Alternative
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The methods of all layers. `str(plan)` is a table; `Plan.from_json` reads `plan.to_json()`.
+
+    Attributes:
+        mode: One of `MODES`, or `"auto"`.
+        machine: The name of the machine whose rates were assumed.
+        memory_budget: Bytes that clipping may hold, or None for no bound.
+        layers: In the order given.
+    """
+
+    mode: str
+    machine: str
+    memory_budget: int | None
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def num_backwards(self) -> int:
+        """Backward passes per batch: all layers agree."""
+        return max((layer.chosen.choice.num_backwards for layer in self.layers), default=1)
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of clipping, beside forward pass and input gradients."""
+        return sum(layer.chosen.seconds for layer in self.layers)
+
+    @property
+    def bytes_needed(self) -> int:
+        """What is kept until the backward pass ends, and the largest transient on top."""
+        return _bytes_needed([layer.chosen for layer in self.layers])
+
+    def choice(self, name: str) -> Choice:
+        """Return the methods of the layer of that name."""
+        choices = {layer.layer.name: layer.chosen.choice for layer in self.layers}
+        if name not in choices:
+            raise KeyError(f"no layer {name!r} in the plan; it has {list(choices)}")
+        return choices[name]
+
+    def to_json(self) -> str:
+        """Return the whole plan as one line of JSON, keys in a fixed order."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "layers": tuple(map(_layer_plan, fields["layers"]))})
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def plan_clipping(
+    layers: Sequence[Layer],
+    *,
+    mode: str = AUTO,
+    memory_budget: int | None = None,
+    machine: str = "cpu",
+) -> Plan:
+    """Return the cheapest allowed methods of every layer.
+
+    In `auto`, layers start with their cheapest single-pass pair. While they need more memory than
+    there is, the one that loses least time per byte saved moves to a smaller pair. If no single
+    pass fits, all layers go to a second backward pass, which keeps nothing.
+
+    Args:
+        layers: Shapes of every parameter's records, from `describe`.
+        mode: One of `MODES`, or `"auto"`.
+        memory_budget: Bytes that clipping may hold beside the model's own training.
+        machine: One of `MACHINES`.
+
+    Raises:
+        BadInput: if a name is unknown or given twice, or nothing fits the budget.
+        UnsupportedOperation: if the mode's methods do not take the records of a layer.
+    """
+    check.one_of([AUTO, *MODES], mode=mode)
+    check.one_of(MACHINES, machine=machine)
+    names = [layer.name for layer in layers]
+    if len(set(names)) < len(names):
+        raise BadInput(f"expected every parameter once, found {sorted(names)}")
+    options = [_alternatives(layer, machine) for layer in layers]
+    if mode == AUTO:
+        chosen = _cheapest(options, memory_budget)
+    else:
+        chosen = [_named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]
+        _check_fits(chosen, memory_budget)
+    plans = zip(layers, chosen, options, strict=True)
+    return Plan(
+        mode=mode,
+        machine=machine,
+        memory_budget=memory_budget,
+        layers=tuple(LayerPlan(layer=p, chosen=c, alternatives=tuple(o)) for p, c, o in plans),
+    )
+
+
+def choose(records: Sequence[Record], mode: str = AUTO, machine: str = "cpu") -> Choice:
+    """Return the methods for the records of one parameter, with no bound on memory."""
+    layer = describe("the parameter", records)
+    return plan_clipping([layer], mode=mode, machine=machine).choice(layer.name)
+
+
+def _alternatives(layer: Layer, machine: str) -> list[Alternative]:
+    """Return every choice of methods that takes this layer's records, cheapest first."""
+    records = layer.placeholder_records()
+    found = []
+    for choice in CHOICES:
+        if NORM_METHODS[choice.norm].refusal(records) is None:
+            cost = NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)
+            seconds = cost.seconds(MACHINES[machine])
+            found.append(Alternative(choice=choice, cost=cost, seconds=seconds))
+    return sorted(found, key=lambda a: (a.seconds, a.cost.kept_bytes, str(a.choice)))
+
+
+def _named(layer: Layer, options: Sequence[Alternative], mode: str) -> Alternative:
+    for option in options:
+        if option.choice == MODES[mode]:
+            return option
+    why = NORM_METHODS[MODES[mode].norm].refusal(layer.placeholder_records())
+    raise UnsupportedOperation(
+        f"clipping {mode!r} cannot be used for {layer.name}: {why}; clipping 'auto' can"
+    )
+
+
+def _cheapest(
+    options: Sequence[Sequence[Alternative]], memory_budget: int | None
+) -> list[Alternative]:
+    """Return one alternative per layer, all of one pass or all of two."""
+    candidates = []
+    for num_backwards in (1, 2):
+        allowed = [
+            [a for a in layer if a.choice.num_backwards == num_backwards] for layer in options
+        ]
+        if all(allowed):
+            candidates.append(_shrink([layer[0] for layer in allowed], allowed, memory_budget))
+    fitting = [chosen for chosen in candidates if _fits(chosen, memory_budget)]
+    if not fitting:
+        _check_fits(min(candidates, key=_bytes_needed), memory_budget)
+    return min(fitting, key=lambda chosen: sum(each.seconds for each in chosen))
+
+
+def _shrink(
+    chosen: list[Alternative],
+    allowed: Sequence[Sequence[Alternative]],
+    memory_budget: int | None,
+) -> list[Alternative]:
+    """Trade time for memory, least time per byte first, until the chosen fit or none is left."""
+    while not _fits(chosen, memory_budget):
+        swaps = [
+            ((a.seconds - now.seconds) / (_held(now) - _held(a)), i, str(a.choice), a)
+            for i, now in enumerate(chosen)
+            for a in allowed[i]
+            if _held(a) < _held(now)
+        ]
+        if not swaps:
+            break
+        _, i, _, smaller = min(swaps, key=lambda swap: swap[:3])
+        chosen = [*chosen[:i], smaller, *chosen[i + 1 :]]
+    return chosen
+
+
+def _held(alternative: Alternative) -> int:
+    return alternative.cost.kept_bytes + alternative.cost.transient_bytes
+
+
+def _bytes_needed(chosen: Sequence[Alternative]) -> int:
+    transient = max((each.cost.transient_bytes for each in chosen), default=0)
+    return sum(each.cost.kept_bytes for each in chosen) + transient
+
+
+def _fits(chosen: Sequence[Alternative], memory_budget: int | None) -> bool:
+    return memory_budget is None or _bytes_needed(chosen) <= memory_budget
+
+
+def _check_fits(chosen: Sequence[Alternative], memory_budget: int | None) -> None:
+    if not _fits(chosen, memory_budget):
+        raise BadInput(
+            f"clipping needs {_bytes_needed(chosen):,} bytes, and memory_budget is "
+            f"{memory_budget:,}: use a smaller physical batch"
+        )
+
+
+def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
+    layer = fields["layer"]
+    return LayerPlan(
+        layer=Layer(**{**layer, "uses": tuple(Use(**use) for use in layer["uses"])}),
+        chosen=_alternative(fields["chosen"]),
+        alternatives=tuple(map(_alternative, fields["alternatives"])),
+    )
+
+
+def _alternative(fields: dict[str, Any]) -> Alternative:
+    choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
+    return Alternative(choice=choice, cost=cost, seconds=fields["seconds"])
+
+
+def _table(plan: Plan) -> str:
+    """Return one line per layer and alternative in aligned columns, chosen marked with *."""
+    lines = [("layer", "uses", "", "method", "GFLOP", "moved MB", "kept MB", "ms")]
+    for each in plan.layers:
+        layer = each.layer
+        uses = ", ".join(f"{u.kind} {u.tokens}×{u.rows}×{u.columns}" for u in layer.uses)
+        heads = [(layer.name, f"{layer.batch} × ({uses})")]
+        heads += [("", "")] * (len(each.alternatives) - 1)
+        for head, option in zip(heads, each.alternatives, strict=True):
+            mark = "*" if option == each.chosen else ""
+            lines.append((*head, mark, str(option.choice), *_figures(option.cost, option.seconds)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(
+            cell.ljust(width) if i < 4 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    budget = "none" if plan.memory_budget is None else f"{plan.memory_budget / 1e6:,.1f} MB"
+    total = (
+        f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
+        f"{plan.num_backwards} backward, {plan.bytes_needed / 1e6:,.1f} MB, "
+        f"{1e3 * plan.seconds:,.3f} ms"
+    )
+    return "\n".join([*texts, total])
+
+
+def _figures(cost: Cost, seconds: float) -> tuple[str, str, str, str]:
+    return (
+        f"{cost.flops / 1e9:,.3f}",
+        f"{cost.moved_bytes / 1e6:,.2f}",
+        f"{cost.kept_bytes / 1e6:,.2f}",
+        f"{1e3 * seconds:,.3f}",
+    )

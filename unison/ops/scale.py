@@ -1,0 +1,121 @@
+"""Elementwise products and sums with a parameter that is broadcast over samples."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unison.ops.layout import Layout
+from unison.ops.linear import of_bias, wide
+from unison.ops.records import Dense
+from unison.ops.registry import Tap, rule
+
+
+def of_factor(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
+    """Record of w in y = x * w."""
+    return Dense(layout.reduced(wide(g) * x, shape))
+
+
+def of_subtracted(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -> Dense:
+    """Record of w in y = x - w."""
+    return Dense(layout.reduced(-wide(g), shape))
+
+
+def of_divisor(layout: Layout, g: Tensor, x: Tensor, w: Tensor, *, shape: tuple[int, ...]) -> Dense:
+    """Record of w in y = x / w."""
+    return Dense(layout.reduced(-wide(g) * x / (w * w), shape))
+
+
+def _operands(tap: Tap, left: Any, right: Any) -> tuple[Any, Any] | None:
+    """The plain operand and the parameter; None if both are parameters."""
+    if tap.tracks(left) and tap.tracks(right):
+        return None
+    return (right, left) if tap.tracks(left) else (left, right)
+
+
+@rule(torch.mul, torch.multiply, Tensor.mul)
+def scale(tap: Tap, left: Any, right: Any) -> Any:
+    """`x * w` in either order."""
+    operands = _operands(tap, left, right)
+    if operands is None or not isinstance(operands[0], Tensor):
+        return NotImplemented
+    x, w = operands
+    return tap(x * tap.plain(w), saved=(x,), uses=[(w, of_factor)])
+
+
+@rule(torch.add, Tensor.add)
+def shift(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
+    """`x + w` in either order."""
+    operands = _operands(tap, left, right)
+    if operands is None or not isinstance(operands[0], Tensor) or alpha != 1:
+        return NotImplemented
+    x, w = operands
+    return tap(x + tap.plain(w), saved=(), uses=[(w, of_bias)])
+
+
+@rule(torch.sub, torch.subtract, Tensor.sub)
+def subtract(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
+    """`x - w` and `w - x`."""
+    operands = _operands(tap, left, right)
+    if operands is None or not isinstance(operands[0], Tensor) or alpha != 1:
+        return NotImplemented
+    w = operands[1]
+    y = tap.plain(left) - tap.plain(right)
+    return tap(y, saved=(), uses=[(w, of_bias if tap.tracks(left) else of_subtracted)])
+
+
+@rule(Tensor.__rsub__)
+def rsubtract(tap: Tap, right: Any, left: Any) -> Any:
+    """`x - w` as Python asks the parameter for it."""
+    return subtract(tap, left, right)
+
+
+@rule(torch.div, torch.true_divide, Tensor.div)
+def divide(tap: Tap, left: Any, right: Any, *, rounding_mode: str | None = None) -> Any:
+    """`x / w`."""
+    is_by_parameter = tap.tracks(right) and not tap.tracks(left) and isinstance(left, Tensor)
+    if not is_by_parameter or rounding_mode is not None:
+        return NotImplemented
+    w = tap.plain(right)
+    return tap(left / w, saved=(left, w), uses=[(right, of_divisor)])
+
+
+def of_chosen(
+    layout: Layout, g: Tensor, condition: Tensor, *, shape: tuple[int, ...], is_chosen: bool
+) -> Dense:
+    """Record of w in y = where(condition, w, x), or the other way round."""
+    condition = condition if is_chosen else condition.logical_not()
+    return Dense(layout.reduced(torch.where(condition, wide(g), 0.0), shape))
+
+
+@rule(torch.where)
+def where(tap: Tap, condition: Any, left: Any, right: Any) -> Any:
+    """`where(condition, w, x)`, as a mask token is put in."""
+    if tap.tracks(left) and tap.tracks(right):
+        return NotImplemented
+    y = torch.where(condition, tap.plain(left), tap.plain(right))
+    w = left if tap.tracks(left) else right
+    chosen = partial(of_chosen, is_chosen=tap.tracks(left))
+    return tap(y, saved=(condition,), uses=[(w, chosen)])
+
+
+@rule(Tensor.where)
+def where_method(tap: Tap, left: Any, condition: Any, right: Any) -> Any:
+    """The same as a method of the first choice."""
+    return where(tap, condition, left, right)
+
+
+@rule(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
+def expand(tap: Tap, value: Any, *sizes: Any, **options: Any) -> Any:
+    """One value for every sample, as a class token is handed out."""
+    if len(sizes) == 1 and isinstance(sizes[0], Tensor):
+        sizes = (sizes[0].shape,)
+    y = tap.plain(value).expand(*sizes, **options)
+    return tap(y, saved=(), uses=[(value, of_bias)], is_fresh=False)
+
+
+@rule(Tensor.repeat, torch.tile, Tensor.tile)
+def repeat(tap: Tap, value: Any, *sizes: Any) -> Any:
+    """The same by copies."""
+    return tap(tap.plain(value).repeat(*sizes), saved=(), uses=[(value, of_bias)])
