@@ -340,11 +340,16 @@ def test_ranks_end_with_their_parent():
 
 def test_ctrl_c_ends_the_ranks():
     pids = [pid for _, pid in run_on_ranks(2, rank_and_pid)]
+    # A shell that runs the tests in the background has them ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_on_ranks(2, hang, 0, timeout=20)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_on_ranks(2, hang, 0, timeout=20)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     assert _end(pids)
     assert len(run_on_ranks(2, rank_and_pid)) == 2
 

@@ -111,16 +111,17 @@ def check_samples_apart(module: nn.Module, run: Run, batch: Any, axes: AxisTable
 
 
 def _check_losses_apart(module: nn.Module, run: Run, batch: Any, size: int) -> None:
-    def losses(num_samples: int, seed: int) -> Tensor:
+    def losses(num_samples: int, num_drawn: int = 0) -> Tensor:
         with _generators_kept(batch), torch.no_grad(), _checkpointing_quiet():
-            torch.manual_seed(seed)
+            for device in {torch.device("cpu"), *_devices(batch)}:
+                torch.rand(num_drawn, device=device)
             return run(module, resized(batch, num_samples)).double()
 
-    all_losses = losses(size, seed=0)
-    if not torch.equal(all_losses, losses(size, seed=1)):
-        return  # random
+    all_losses = losses(size)
+    if not torch.equal(all_losses, losses(size, num_drawn=1)):
+        return  # it draws random numbers
     num_left = (size + 1) // 2
-    change = (losses(num_left, seed=0) - all_losses[:num_left]).abs().max()
+    change = (losses(num_left) - all_losses[:num_left]).abs().max()
     if float(change) > LARGEST_CHANGE * float(all_losses.abs().max()):
         raise UnsupportedOperation(
             f"samples mix: when {size - num_left} of {size} samples leave the batch, the losses of "
@@ -153,8 +154,11 @@ def _checkpointing_quiet() -> Iterator[None]:
 
 
 def _generators_kept(batch: Any) -> Any:
-    devices = {leaf.device for leaf in _tensors(batch) if leaf.is_cuda}
-    return torch.random.fork_rng(devices=list(devices))
+    return torch.random.fork_rng(devices=list(_devices(batch)))
+
+
+def _devices(batch: Any) -> set[torch.device]:
+    return {leaf.device for leaf in _tensors(batch) if leaf.is_cuda}
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -10,7 +10,9 @@ function from the gradient of the output to a record.
         y = F.linear(x, tap.plain(weight), tap.plain(bias))
         return tap(y, saved=(x,), uses=[(weight, of_weight), (bias, of_bias)])
 
-Builders are called as `builder(layout, g, *saved, shape=...)`.
+Builders are called as `builder(layout, g, *saved, shape=...)`. A rule that does not know a case
+returns `NotImplemented`. A rule of something composite hands nothing to `tap`: it calls the torch
+functions it is made of on tracked values, and each of them comes to its own rule.
 """
 
 from collections.abc import Callable, Sequence
