@@ -36,6 +36,7 @@ def outcome(monkeypatch):
     return plant
 
 
+@pytest.mark.full
 def test_real_ranks_agree_with_one_process_in_every_bit(bench, tmp_path):
     file = tmp_path / "results" / "parity.json"
     options = ["--nproc", "2", "--batch-size", "3", "--json", "--out", file]

@@ -81,12 +81,10 @@ def losses_and_norms(folder: Path) -> list[tuple[float, float]]:
     return [(record["train/loss"], record["train/grad_norm"]) for record in records]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--shard", "fsdp2"],
-        pytest.param(["--shard", "hybrid", "--replicas", "2"], marks=pytest.mark.full),
-    ],
+    [["--shard", "fsdp2"], ["--shard", "hybrid", "--replicas", "2"]],
     ids=["fsdp2", "hybrid"],
 )
 def test_command_line_on_two_ranks_gives_the_bits_of_full_on_one(options, tmp_path):
