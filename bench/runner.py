@@ -1,16 +1,8 @@
 """The shared runner: side-by-side timing, and result files that say where figures come from."""
 
-import datetime
 import gc
-import importlib.metadata
-import json
 import math
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,8 +11,10 @@ from typing import Any
 
 import torch
 
+from unison.verify import commit
+from unison.verify import write_result as provenance_result
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "numpy", "triton", "unison")
 
 # The 97.5 % point of Student's t by degrees of freedom; beyond the table the last one is used,
 # which errs on the wide side.
@@ -135,85 +129,11 @@ def write_result(
     Returns:
         The path of the file.
     """
-    folder = ROOT / directory
-    folder.mkdir(parents=True, exist_ok=True)
-    result = {
-        "name": name,
-        "command": command_line(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **commit(),
-        "hardware": hardware(),
-        "versions": versions(),
-        "figures": dict(figures),
-    }
-    path = folder / f"{name}.json"
-    # NaN is no JSON: a figure that is not finite must be dealt with by its benchmark.
-    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    path = ROOT / directory / f"{name}.json"
+    provenance_result(path, name, figures)
     return path
-
-
-def command_line() -> str:
-    """Return the command as typed from the root, without this machine's paths."""
-    words = ["python", *sys.orig_argv[1:]]
-    return shlex.join(word.replace(f"{ROOT}{os.sep}", "") for word in words)
-
-
-def commit() -> dict[str, Any]:
-    """Return the commit's hash and whether the tree differs from it.
-
-    A copy of the tree whose history is not this one's (on a GPU machine, say) takes the hash from
-    the environment variable UNISON_COMMIT.
-    """
-    named = os.environ.get("UNISON_COMMIT")
-    full = _git("rev-parse", "HEAD")
-    if named is not None or full is None:
-        return {"commit": named, "dirty": None}
-    # A result file just written does not make the code that wrote it another one.
-    changes = _git("status", "--porcelain", "--", ".", ":!bench/results")
-    return {"commit": full, "dirty": bool(changes)}
 
 
 def short_commit() -> str:
     """Return the short hash for file names, or `uncommitted`."""
-    return _git("rev-parse", "--short", "HEAD") or "uncommitted"
-
-
-def _git(*args: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def hardware() -> dict[str, Any]:
-    """Return what the figures were measured on."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu_model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpus": gpus,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions that figures depend on; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return (commit()["commit"] or "uncommitted")[:7]

@@ -1,6 +1,7 @@
 """Settings that hold for every test: fixed keys, no traces left behind, ranks that end."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,6 +23,14 @@ hypothesis.settings.load_profile("unison")
 def gen(request: pytest.FixtureRequest) -> torch.Generator:
     """A CPU generator whose seed is a hash of the test's node id."""
     return torch.Generator().manual_seed(context.seed_of(request.node.nodeid))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text file that is long enough to train on for a few steps."""
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "check"}
+BASE = {"errors", "check", "names"}
 SUBSTRATE = BASE | {"config", "rng", "kernels"}
 BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "kfac"}
 LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
@@ -26,6 +26,7 @@ LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "check": {"errors"},
+    "names": set(),
     "config": BASE,
     "kernels": BASE | {"config"},
     "rng": BASE | {"config", "kernels"},

@@ -129,7 +129,8 @@ class Execution:
             check.positive(replicas=self.replicas)
             if self.shard != "hybrid":
                 raise BadInput(
-                    f"replicas={self.replicas} is for shard 'hybrid', found {self.shard!r}"
+                    f"replicas={self.replicas} is for shard 'hybrid', found {self.shard!r}; add "
+                    "--shard hybrid or leave --replicas out"
                 )
         if self.micro_batch_size is not None:
             check.positive(micro_batch_size=self.micro_batch_size)

@@ -210,16 +210,29 @@ def test_evaluation_leaves_no_records():
 # ---- batches of any size -------------------------------------------------------------------------
 
 
+# torch itself, or the model's own code, does not run on an empty batch.
+NEEDS_SAMPLES = (
+    "instance norm",
+    "attention padded and causal",
+    "attention bias",
+    "einsum flattened",
+)
+
+
 @quiet
-@pytest.mark.parametrize("name", [*CASES, *LAYERS])
+@pytest.mark.parametrize("name", NEEDS_SAMPLES)
+def test_what_does_not_run_on_an_empty_batch(name):
+    case = (CASES | LAYERS)[name]
+    model, batch = case.make().double(), case.batch(2)
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        case.loss(model, batch[:0]).sum().backward()
+
+
+@quiet
+@pytest.mark.parametrize("name", sorted(set(CASES | LAYERS) - set(NEEDS_SAMPLES)))
 def test_an_empty_batch_leaves_empty_records(name):
     case = (CASES | LAYERS)[name]
     model, batch = case.make().double(), case.batch(2)
-    try:
-        case.loss(model, batch[:0]).sum().backward()
-    except (RuntimeError, ValueError, IndexError):
-        pytest.skip("the model itself does not run on an empty batch")
-    model.zero_grad()
     axes = learn_axes(model, case.loss, batch)
     for name, gradient in captured(model, case.loss, batch[:0], axes).items():
         assert gradient.shape == (0, *model.get_parameter(name).shape)

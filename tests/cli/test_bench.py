@@ -1,29 +1,20 @@
 """`unison bench parity` as a person runs it."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 
 from tests.verify.samples import parity
-from unison.cli import main
 
 FAST = ["--preset", "tiny", "--num-layers", "1", "--steps", "2", "--tokens", "5"]
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys):
+def bench(unison, monkeypatch):
     """Run `unison bench` in this process; returns exit code, standard output and error."""
     monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["unison", "bench", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        return left.value.code or 0, out, err
-
-    return run
+    return partial(unison, "bench")
 
 
 @pytest.fixture

@@ -1,32 +1,14 @@
 """`unison train --resume` as a person runs it."""
 
 import json
-import sys
 
 import pytest
-
-from unison.cli import main
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8", "--json"]
 
 
-@pytest.fixture
-def unison(monkeypatch, capsys):
-    """Run the command line in this process; returns exit code, standard output and error."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["unison", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        return left.value.code or 0, out, err
-
-    return run
-
-
-def test_resume_goes_on_with_the_saved_settings(unison, tmp_path):
-    text, run = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+def test_resume_goes_on_with_the_saved_settings(unison, text, tmp_path):
+    run = tmp_path / "run"
     began = ["train", "--data", text, "--out", run, "--checkpoint-every", "2", "--seed", "3"]
     code, out, err = unison(*began, *FAST)
     assert code == 0, err

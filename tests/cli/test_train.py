@@ -8,32 +8,10 @@ import sys
 import pytest
 import torch
 
-from unison.cli import main
 from unison.models import load
 from unison.train.metrics import read_metrics
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    return path
-
-
-@pytest.fixture
-def unison(monkeypatch, capsys):
-    """Run the command line in this process; returns exit code, standard output and error."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["unison", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        return left.value.code or 0, out, err
-
-    return run
 
 
 def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):

@@ -87,9 +87,7 @@ def losses_and_norms(folder: Path) -> list[tuple[float, float]]:
     [["--shard", "fsdp2"], ["--shard", "hybrid", "--replicas", "2"]],
     ids=["fsdp2", "hybrid"],
 )
-def test_command_line_on_two_ranks_gives_the_bits_of_full_on_one(options, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+def test_command_line_on_two_ranks_gives_the_bits_of_full_on_one(options, text, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     mechanism = Mechanism(
         data=str(text),

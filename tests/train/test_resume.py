@@ -34,13 +34,6 @@ def config_of(folder: Path, data: Path, **options) -> TrainConfig:
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    return path
-
-
-@pytest.fixture
 def stop_at(monkeypatch):
     """Let the step of a number fail."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+from unison.names import canonical_name
 
 
 class Place(NamedTuple):
@@ -24,13 +24,8 @@ def places(module: nn.Module) -> Iterator[Place]:
         own = child._parameters
         if not own:
             continue
-        prefix = "".join(f"{part}." for part in path.split(".") if part and part not in _WRAPPERS)
+        prefix = f"{path}." if path else ""
         for attribute, parameter in own.items():
             if parameter is not None:
-                name = names.setdefault(id(parameter), prefix + attribute)
+                name = names.setdefault(id(parameter), canonical_name(prefix + attribute))
                 yield Place(child, attribute, parameter, name)
-
-
-def canonical_names(module: nn.Module) -> dict[int, str]:
-    """The name of each parameter by its id: the first one of a tied one, without wrappers."""
-    return {id(place.parameter): place.name for place in places(module)}

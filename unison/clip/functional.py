@@ -221,8 +221,8 @@ def axes_of(
     Args:
         model: The model.
         per_sample_loss: As in `clipped_gradients`.
-        batch: A batch; its shapes but for the number of samples, and whether the model trains,
-            decide whether what was learned still holds.
+        batch: A batch. Its shapes but for the number of samples, the code of the loss, and what is
+            trained decide whether what was learned still holds.
         is_checked: Whether to make sure that samples do not mix.
     """
     leaves, spec = tree_flatten(batch)
@@ -230,7 +230,10 @@ def axes_of(
         (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
     )
     trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    key = (str(spec), kinds, model.training, trained)
+    # The code, not the function: that of a closure may be made anew for each batch, and hold the
+    # model, which then would never be forgotten.
+    code = getattr(per_sample_loss, "__code__", type(per_sample_loss))
+    key = (str(spec), kinds, model.training, trained, code)
     tables = _learned.setdefault(model, {})
     if key not in tables:
         axes = learn_axes(model, per_sample_loss, batch)

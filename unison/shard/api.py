@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unison import check
 from unison.errors import BadInput
+from unison.names import canonical_name
 from unison.shard.engine import install
 from unison.shard.flat_group import ParameterInfo, Use
-from unison.shard.names import canonical_name
 from unison.shard.optimizers import watch_optimizers
 from unison.shard.policies import MixedPrecision, as_offload, as_precision
 from unison.shard.ranks import Axes, Ranks

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unison.names import canonical_name
 from unison.shard.dtensors import show_shards, whole
-from unison.shard.names import canonical_name
 from unison.shard.unit import Unit, units_of
 
 

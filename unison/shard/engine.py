@@ -35,6 +35,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.first_use import check_same_model, warn_of_same_data
 from unison.shard.granules import (
@@ -46,7 +47,6 @@ from unison.shard.granules import (
     rows_of_granule,
     split,
 )
-from unison.shard.names import canonical_name
 from unison.shard.unit import PLAIN, Unit, per_granule, units_of
 from unison.shard.whole import WholeModel
 

@@ -387,13 +387,13 @@ class FlatGroup:
                     else:
                         piece.grad.add_(gradient.view(-1))
 
-    def take_gradients(self) -> list[list[Tensor | None]]:
-        """Take the gradients that lie at the leaves, one list per set of leaves that has any."""
+    def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
+        """Take the gradients that lie at the leaves, with the granule of each set that has any."""
         taken = []
-        for leaves in self._leaves.values() if self.requires_grad else ():
+        for granule, leaves in self._leaves.items() if self.requires_grad else ():
             gradients = [leaf.grad for leaf in leaves]
             if any(gradient is not None for gradient in gradients):
-                taken.append(gradients)
+                taken.append((granule, gradients))
                 for leaf in leaves:
                     leaf.grad = None
         return taken

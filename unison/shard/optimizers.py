@@ -10,9 +10,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from unison import check
 from unison.errors import UnsupportedOperation
+from unison.names import canonical_name
 from unison.shard.dtensors import show_shards
 from unison.shard.flat_group import ORIGINAL_SHAPE
-from unison.shard.names import canonical_name
 from unison.shard.unit import units_of
 
 # They take norms, factors or products over a whole parameter, of which a rank holds a part.

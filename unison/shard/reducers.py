@@ -34,12 +34,8 @@ class Reducer(Protocol):
         """Which parameters this rank brought a gradient of."""
         ...
 
-    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Take the complete gradient of one parameter in one granule; the caller gives it away."""
-        ...
-
-    def take(self, gradients: Parts) -> None:
-        """Take the gradients of all parameters, where they are not told apart by granule."""
+    def take(self, granule: int, gradients: Parts) -> None:
+        """Take the complete gradients of one granule; the caller gives them away."""
         ...
 
     def start(self) -> None:
@@ -67,22 +63,15 @@ class AloneReducer:
         """Which parameters have a gradient."""
         return [gradient is not None for gradient in self._gradients]
 
-    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Keep a gradient, or add it to one that came before."""
-        before = self._gradients[slot]
-        if before is not None:
-            dtype = self._group.reduce_dtype
-            gradient = before.to(dtype) + gradient.to(dtype)
-        self._gradients[slot] = gradient
-
-    def take(self, gradients: Parts) -> None:
+    def take(self, granule: int, gradients: Parts) -> None:
         """Keep gradients, or add them to those that came before."""
-        if not any(self.used):
-            self._gradients = gradients
-            return
+        dtype = self._group.reduce_dtype
         for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                self.put(0, slot, gradient)
+            before = self._gradients[slot]
+            if before is None:
+                self._gradients[slot] = gradient
+            elif gradient is not None:
+                self._gradients[slot] = before.to(dtype) + gradient.to(dtype)
 
     def start(self) -> None:
         """Nothing is exchanged."""
@@ -127,13 +116,7 @@ class FastReducer:
         """Which parameters this rank added a gradient of."""
         return self._used
 
-    def put(self, granule: int, slot: int, gradient: Tensor) -> None:
-        """Add one gradient to this rank's own sum."""
-        gradients: Parts = [None] * len(self.used)
-        gradients[slot] = gradient
-        self.take(gradients)
-
-    def take(self, gradients: Parts) -> None:
+    def take(self, granule: int, gradients: Parts) -> None:
         """Add gradients to this rank's own sum, all of them in one call."""
         for is_first in (True, False):
             chosen = [
@@ -199,9 +182,11 @@ class OrderedReducer:
         """Which parameters some granule of this rank used."""
         return [len(seen) > 0 for seen in self._granules]
 
-    def take(self, gradients: Parts) -> None:
-        """Gradients of no granule have no place in the tree."""
-        raise AssertionError("the ordered reducer takes the gradients of granules")
+    def take(self, granule: int, gradients: Parts) -> None:
+        """Take the leaves of one granule."""
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.put(granule, slot, gradient)
 
     def put(self, granule: int, slot: int, gradient: Tensor) -> None:
         """Take a leaf of the tree; a granule that is not of the batch (a ghost) adds nothing."""

@@ -281,7 +281,9 @@ class Unit:
             if self.is_reducing:
                 self.on_late(self)
             if gradient is not None:
-                self._reducer(index).put(granule, slot, gradient)
+                reducer = self._reducer(index)
+                assert isinstance(reducer, OrderedReducer)
+                reducer.put(granule, slot, gradient)
 
         return receive
 
@@ -324,8 +326,8 @@ class Unit:
             for index, group in enumerate(self.groups):
                 if group.requires_grad:
                     reducer = self._reducer(index)
-                    for gradients in group.take_gradients():
-                        reducer.take(gradients)
+                    for granule, gradients in group.take_gradients():
+                        reducer.take(granule, gradients)
                     reducer.start()
         self.is_reducing = True
 

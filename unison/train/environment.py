@@ -2,11 +2,11 @@
 
 import os
 import platform
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from unison.verify import cpu_model, version_of
 
 PACKAGES = ("unison", "torch", "numpy", "numba", "triton", "transformers", "tokenizers")
 
@@ -15,9 +15,9 @@ def describe_environment(world_size: int, device: torch.device) -> dict[str, Any
     """Collect the versions and the hardware of this process."""
     return {
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads_per_rank": torch.get_num_threads(),
@@ -25,19 +25,3 @@ def describe_environment(world_size: int, device: torch.device) -> dict[str, Any
         "world_size": world_size,
         "device": device.type,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

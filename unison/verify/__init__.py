@@ -2,7 +2,15 @@
 
 from unison.verify.memory import MODEL_STATE, Bytes, Category, MemoryTracker
 from unison.verify.parity import Experiment, Parity, Trained, compare
-from unison.verify.provenance import check_writable, write_result
+from unison.verify.provenance import (
+    check_writable,
+    commit,
+    cpu_model,
+    hardware,
+    version_of,
+    versions,
+    write_result,
+)
 
 __all__ = [
     "MODEL_STATE",
@@ -13,6 +21,11 @@ __all__ = [
     "Parity",
     "Trained",
     "check_writable",
+    "commit",
     "compare",
+    "cpu_model",
+    "hardware",
+    "version_of",
+    "versions",
     "write_result",
 ]

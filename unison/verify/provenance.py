@@ -23,6 +23,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "numpy", "triton", "unison")
 
 
+def command_line() -> str:
+    """The command as typed: `unison ...`, or `python -m ...` from the root of the source tree."""
+    if Path(sys.argv[0]).name == "unison":
+        return shlex.join(["unison", *sys.argv[1:]])
+    words = ["python", *sys.orig_argv[1:]]
+    return shlex.join(word.replace(f"{PACKAGE.parent}{os.sep}", "") for word in words)
+
+
 def check_writable(path: Path) -> None:
     """Refuse a result file that could not be written, before the work is done.
 
@@ -48,7 +56,7 @@ def write_result(path: Path, name: str, figures: Mapping[str, Any]) -> None:
     """
     result = {
         "name": name,
-        "command": shlex.join(["unison", *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **commit(),
         "hardware": hardware(),
@@ -56,20 +64,25 @@ def write_result(path: Path, name: str, figures: Mapping[str, Any]) -> None:
         "figures": dict(figures),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    # NaN is no JSON: a figure that is not finite must be dealt with by its benchmark.
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def commit() -> dict[str, Any]:
     """The commit of this source tree and whether the tree differs from it.
 
-    Both are None where the package was installed rather than checked out. A copy of the tree
-    without its history takes the hash from the environment variable UNISON_COMMIT.
+    Both are None where the package was installed rather than checked out. A copy of the tree whose
+    history is not this one's (on a GPU machine, say) takes the hash from the environment variable
+    UNISON_COMMIT.
     """
+    named = os.environ.get("UNISON_COMMIT")
+    if named is not None:
+        return {"commit": named, "dirty": None}
     # An installed package may lie inside the repository of somebody else's project.
     is_ours = _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py")) is not None
     full = _git("rev-parse", "HEAD") if is_ours else None
     if full is None:
-        return {"commit": os.environ.get("UNISON_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
     # A result file just written does not make the code that wrote it another one.
     changes = _git("status", "--porcelain", "--", ":/", ":(top,exclude)bench/results")
     return {"commit": full, "dirty": bool(changes)}
@@ -87,15 +100,17 @@ def _git(*arguments: str) -> str | None:
 def hardware() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's own name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -104,10 +119,11 @@ def _cpu_model() -> str:
 
 def versions() -> dict[str, str | None]:
     """The versions that figures depend on; None for a package that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

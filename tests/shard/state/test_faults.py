@@ -339,6 +339,6 @@ def test_state_that_differs_between_ranks_is_not_written(world, tmp_path):
     model = sharded_zoo()
     optimizer = adamw(model)
     optimizer.param_groups[0]["lr"] = 0.1 * world.rank
-    with pytest.raises(BadInput, match="'group 0' differs between ranks"):
+    with pytest.raises(BadInput, match="group 0: rank 0 has"):
         save_checkpoint(tmp_path / "a", model, optimizer)
     assert not list(tmp_path.iterdir())

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.names import canonical_name
 from unison.shard.deferred.recipe import ORIGINALS, Recipe, recipe_of
 from unison.shard.deferred.replay import refuse_unknown
 from unison.shard.deferred.tape import Geometry, leaves, ops_behind
 from unison.shard.dtensors import is_dtensor
 from unison.shard.flat_group import ORIGINAL_SHAPE, RECIPE, FlatGroup
 from unison.shard.layout import Piece
-from unison.shard.names import canonical_name
 from unison.shard.unit import TAKEN_BY, units_of
 
 # What `nn.Module` itself keeps; tensors elsewhere in a module's attributes are plain ones.

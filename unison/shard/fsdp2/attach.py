@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from unison.errors import BadInput
+from unison.names import canonical_name
 from unison.shard.dtensors import fsdp2_modules
 from unison.shard.fsdp2.checks import check_modules, check_root, param_groups_of, shared_mesh
 from unison.shard.fsdp2.exchange import OrderedReduceScatter
@@ -14,7 +15,6 @@ from unison.shard.fsdp2.model import ATTRIBUTE, OrderedModel, ordered_model_of
 from unison.shard.fsdp2.module import OrderedModule
 from unison.shard.fsdp2.parameter import OrderedParameter
 from unison.shard.fsdp2.parts import after_forward, before_forward
-from unison.shard.names import canonical_name
 from unison.shard.ranks import Ranks
 
 M = TypeVar("M", bound=nn.Module)

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.shard.dtensors import fsdp2_modules, is_dtensor, mesh_of, show_shards
-from unison.shard.names import canonical_name
 from unison.shard.unit import units_of
 
 

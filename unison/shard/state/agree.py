@@ -1,7 +1,5 @@
 """Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -10,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unison.errors import BadInput, UnisonError
+from unison.shard.guard import compare_across_ranks
 from unison.shard.ranks import Ranks
 
 T = TypeVar("T")
@@ -100,26 +99,13 @@ def _raise(rank: int, message: Message, met: Exception | None) -> NoReturn:
 
 
 def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:
-    """Compare a description, name by name, over ranks; a collective.
-
-    Only a hash goes over the wire unless it differs.
+    """Refuse a description that differs between ranks; a collective.
 
     Raises:
-        BadInput: On every rank, naming the first difference.
+        BadInput: On every rank, naming what differs.
     """
-    text = json.dumps(description, sort_keys=True, default=str)
-    hashes = gather_objects(ranks, hashlib.sha256(text.encode()).hexdigest())
-    if len(set(hashes)) == 1:
-        return
-    first, *others = gather_objects(ranks, json.loads(text))
-    for rank, other in enumerate(others, start=1):
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                raise BadInput(
-                    f"{what} of {name!r} differs between ranks: {first.get(name, 'none')} on rank "
-                    f"0, {other.get(name, 'none')} on rank {rank}"
-                )
-    raise AssertionError("hashes differ, descriptions do not")
+    if ranks.size > 1:
+        compare_across_ranks(what, dict(sorted(description.items())), ranks.group)
 
 
 class Delivery:

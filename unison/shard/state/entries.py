@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.shard.dtensors import element_ranges, is_dtensor, local_part, mesh_of, show_shards
 from unison.shard.layout import Piece
-from unison.shard.names import canonical_name
 from unison.shard.ranks import Ranks
 from unison.shard.unit import units_of
 
