@@ -2,7 +2,13 @@
 
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
-from unison.capture.learn import batch_size_of, check_samples_apart, learn_axes
+from unison.capture.learn import (
+    batch_size_of,
+    check_samples_apart,
+    generators_kept,
+    learn_axes,
+    resized,
+)
 from unison.capture.tracked import Tracked
 
 __all__ = [
@@ -11,5 +17,7 @@ __all__ = [
     "Tracked",
     "batch_size_of",
     "check_samples_apart",
+    "generators_kept",
     "learn_axes",
+    "resized",
 ]

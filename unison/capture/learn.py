@@ -100,7 +100,7 @@ def check_samples_apart(module: nn.Module, run: Run, batch: Any, axes: AxisTable
                 )
 
         capture = Capture(module, size, axes=axes, on_record=check)
-        with capture.installed(is_guarded=True), _generators_kept(batch), torch.enable_grad():
+        with capture.installed(is_guarded=True), generators_kept(batch), torch.enable_grad():
             losses = run(module, batch)
             if losses.shape != (size,):
                 raise BadInput(
@@ -112,7 +112,7 @@ def check_samples_apart(module: nn.Module, run: Run, batch: Any, axes: AxisTable
 
 def _check_losses_apart(module: nn.Module, run: Run, batch: Any, size: int) -> None:
     def losses(num_samples: int, num_drawn: int = 0) -> Tensor:
-        with _generators_kept(batch), torch.no_grad(), _checkpointing_quiet():
+        with generators_kept(batch), torch.no_grad(), _checkpointing_quiet():
             for device in {torch.device("cpu"), *_devices(batch)}:
                 torch.rand(num_drawn, device=device)
             return run(module, resized(batch, num_samples)).double()
@@ -140,7 +140,7 @@ def _gradient(record: Record) -> Tensor:
 
 
 def _seen(capture: Capture, run: Run, batch: Any) -> list:
-    with capture.learning() as seen, _generators_kept(batch), _checkpointing_quiet():
+    with capture.learning() as seen, generators_kept(batch), _checkpointing_quiet():
         run(capture.module, batch)
     return seen
 
@@ -153,7 +153,8 @@ def _checkpointing_quiet() -> Iterator[None]:
         yield
 
 
-def _generators_kept(batch: Any) -> Any:
+def generators_kept(batch: Any) -> Any:
+    """Leave torch's generators as they are found, on the CPU and where the batch is."""
     return torch.random.fork_rng(devices=list(_devices(batch)))
 
 

@@ -1,6 +1,7 @@
 """Per-sample clipping as pure maths: norm methods × gradient methods, coefficients, the planner."""
 
 from unison.clip.bounds import DOUBLE, Arithmetic, SampleNorms, bounded, mass
+from unison.clip.clipping import Clipping
 from unison.clip.coefficients import (
     RULES,
     Coefficients,
@@ -9,9 +10,10 @@ from unison.clip.coefficients import (
     flat,
     per_group,
     per_layer,
+    summed,
 )
 from unison.clip.costs import MACHINES, Cost, Machine
-from unison.clip.functional import ClippedGradients, PerSampleLoss, axes_of, clipped_gradients
+from unison.clip.functional import ClippedGradients, clipped_gradients, zeros_of
 from unison.clip.gradients import (
     GRADIENT_METHODS,
     GradientMethod,
@@ -20,9 +22,11 @@ from unison.clip.gradients import (
     from_records,
 )
 from unison.clip.layers import Layer, Use, describe
+from unison.clip.learned import Learned, PerSampleLoss, axes_of, learn
 from unison.clip.modes import AUTO, MODES, Choice
 from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
 from unison.clip.plan import Alternative, LayerPlan, Plan, choose, plan_clipping
+from unison.clip.storage import Storage
 
 __all__ = [
     "AUTO",
@@ -36,17 +40,20 @@ __all__ = [
     "Arithmetic",
     "Choice",
     "ClippedGradients",
+    "Clipping",
     "Coefficients",
     "Cost",
     "GradientMethod",
     "GroupCoefficients",
     "Layer",
     "LayerPlan",
+    "Learned",
     "Machine",
     "NormMethod",
     "PerSampleLoss",
     "Plan",
     "SampleNorms",
+    "Storage",
     "Use",
     "add_clipped",
     "automatic",
@@ -58,10 +65,13 @@ __all__ = [
     "flat",
     "from_kept",
     "from_records",
+    "learn",
     "mass",
     "measure",
     "per_group",
     "per_layer",
     "per_sample_gradients",
     "plan_clipping",
+    "summed",
+    "zeros_of",
 ]

@@ -53,12 +53,12 @@ MACHINES: dict[str, Machine] = {
 
 # A second backward pass runs attention, norms and elementwise operations again too.
 SECOND_BACKWARD_OVERHEAD = 1.3
-# Per-sample gradients are kept in float32: filled with zeros, added to, read. To be squared or
-# summed they pass through float64 tiles. On a CPU these 52 bytes per element, at the bandwidth
-# above, are the time that was measured.
+# Per-sample gradients are kept in float32: written, squared while they are in cache, read once more
+# for the clipped sum. Squaring and adding is float64, which on a CPU takes as long as moving twice
+# the bytes at the bandwidth above would (measured).
 KEPT_ITEMSIZE = 4
-BYTES_TO_FILL = 3 * KEPT_ITEMSIZE
-BYTES_TO_READ = KEPT_ITEMSIZE + 16
+BYTES_TO_FILL = KEPT_ITEMSIZE
+BYTES_TO_READ = 2 * KEPT_ITEMSIZE
 # Samples × tokens after which `records` has read and written its float64 result once.
 TOKENS_PER_RESULT = 4096
 

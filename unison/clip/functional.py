@@ -5,28 +5,19 @@
 The engine is built of the same steps; this function needs no engine.
 """
 
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from unison import check
-from unison.capture import AxisTable, Capture, batch_size_of, check_samples_apart, learn_axes
-from unison.clip.bounds import SampleNorms
-from unison.clip.coefficients import RULES
-from unison.clip.gradients import GRADIENT_METHODS
-from unison.clip.layers import describe
-from unison.clip.norms import measure
+from unison.capture import Capture, batch_size_of
+from unison.clip.clipping import Clipping
+from unison.clip.coefficients import RULES, summed
+from unison.clip.learned import PerSampleLoss, learn
 from unison.clip.plan import AUTO, MODES, Plan, plan_clipping
 from unison.errors import BadInput
-from unison.ops import Record
-
-PerSampleLoss = Callable[[nn.Module, Any], Tensor]
-"""(model, batch) -> one loss per sample [batch]."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,22 +37,6 @@ class ClippedGradients:
     coefficients: Tensor
     num_dropped: Tensor
     plan: Plan
-
-
-@dataclass
-class _Parameter:
-    """One parameter on its way from records to a clipped sum."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    records: list[Record] = field(default_factory=list)
-
-    def zeros(self, device: torch.device) -> Tensor:
-        """The clipped sum of a parameter that no sample used."""
-        return torch.zeros(
-            self.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=device
-        )
 
 
 def clipped_gradients(
@@ -101,37 +76,25 @@ def clipped_gradients(
     check.one_of([*MODES, AUTO], mode=mode)
     check.one_of(RULES, rule=rule)
     size = batch_size_of(batch)
-    parameters = {
-        name: _Parameter(name, tuple(parameter.shape), parameter.dtype)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
     if size == 0:
-        return _of_nothing(model, parameters, mode)
-    axes = axes_of(model, per_sample_loss, batch, is_checked=is_checked)
-    keep = lambda name, record: parameters[name].records.append(record)  # noqa: E731
-    capture = Capture(model, size, axes=axes, on_record=keep)
-    may_need_second = mode == AUTO or MODES[mode].num_backwards == 2
+        return _of_nothing(model, mode)
+    learned = learn(model, per_sample_loss, batch, is_checked=is_checked)
+    machine = next(model.parameters()).device.type
+    plan = learned.plan(size, mode=mode, memory_budget=memory_budget, machine=machine)
+    clipping = Clipping(plan, size, learned.storage)
+    capture = Capture(model, size, axes=learned.axes, on_record=clipping.take)
     with capture.installed(), torch.enable_grad():
         losses = per_sample_loss(model, batch)
         _check_losses(losses, size)
-        losses.sum().backward(retain_graph=may_need_second)
-        used = [parameter for parameter in parameters.values() if parameter.records]
-        plan = plan_clipping(
-            [describe(parameter.name, parameter.records) for parameter in used],
-            mode=mode,
-            memory_budget=memory_budget,
-            machine=losses.device.type,
-        )
-        num_uses = {parameter.name: len(parameter.records) for parameter in used}
-        norms = _measured(used, plan, losses)
+        losses.sum().backward(retain_graph=plan.num_backwards == 2)
+        norms = summed(clipping.norms().values(), size, losses.device)
         coefficients = RULES[rule](norms, max_norm)
-        sums = {name: p.zeros(losses.device) for name, p in parameters.items()}
-        if plan.num_backwards == 2:
-            _second_backward(capture, losses, parameters, num_uses, coefficients.values, sums)
-        else:
-            for parameter in used:
-                sums[parameter.name] = _clipped_sum(parameter, plan, coefficients.values)
+        sums = zeros_of(model)
+        by_name = dict.fromkeys(sums, coefficients.values)
+        if clipping.num_backwards == 2:
+            clipping.begin_second_pass(by_name)
+            losses.sum().backward()
+        sums |= clipping.clipped_sums(by_name)
     return ClippedGradients(
         sums=sums,
         norms=norms.squared.clamp(min=0).sqrt(),
@@ -141,56 +104,21 @@ def clipped_gradients(
     )
 
 
-def _measured(used: list[_Parameter], plan: Plan, losses: Tensor) -> SampleNorms:
-    """The norms over all parameters; per-sample gradients formed on the way replace records."""
-    zeros = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
-    total = SampleNorms(zeros, zeros)
-    for parameter in used:
-        norms, records = measure(parameter.records, plan.choice(parameter.name).norm)
-        parameter.records = list(records) if plan.num_backwards == 1 else []
-        total = total + norms
-    return total
+def zeros_of(model: nn.Module) -> dict[str, Tensor]:
+    """The clipped sums of a model that no sample has used, in float32 or wider."""
+    return {
+        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
 
 
-def _clipped_sum(parameter: _Parameter, plan: Plan, coefficients: Tensor) -> Tensor:
-    """Σ_b c_b · gradient_b of one parameter; its records are given back."""
-    records, parameter.records = parameter.records, []
-    method = GRADIENT_METHODS[plan.choice(parameter.name).gradient]
-    return method.clipped_sum(records, coefficients, parameter.shape)
-
-
-def _second_backward(
-    capture: Capture,
-    losses: Tensor,
-    parameters: dict[str, _Parameter],
-    num_uses: dict[str, int],
-    coefficients: Tensor,
-    sums: dict[str, Tensor],
-) -> None:
-    """Make the records anew, and use those of a parameter as soon as they are all there.
-
-    The coefficients are applied to the records, not to the losses: on the way through the model
-    they would be rounded in its dtype, and nothing could be proved of the result.
-    """
-
-    def take(name: str, record: Record) -> None:
-        parameter = parameters[name]
-        parameter.records.append(record)
-        if len(parameter.records) == num_uses[name]:
-            records, parameter.records = parameter.records, []
-            method = GRADIENT_METHODS["second_backward"]
-            sums[name] = method.clipped_sum(records, coefficients, parameter.shape)
-
-    capture.on_record = take
-    losses.sum().backward()
-
-
-def _of_nothing(model: nn.Module, parameters: dict[str, _Parameter], mode: str) -> ClippedGradients:
+def _of_nothing(model: nn.Module, mode: str) -> ClippedGradients:
     """The clipped sum of no samples: zeros."""
     device = next(model.parameters()).device
     empty = torch.zeros(0, dtype=torch.float64, device=device)
     return ClippedGradients(
-        sums={name: parameter.zeros(device) for name, parameter in parameters.items()},
+        sums=zeros_of(model),
         norms=empty,
         coefficients=empty,
         num_dropped=torch.zeros((), dtype=torch.int64, device=device),
@@ -206,38 +134,3 @@ def _check_losses(losses: Tensor, size: int) -> None:
         )
     if not losses.requires_grad:
         raise BadInput("the losses do not depend on any trainable parameter")
-
-
-# ---- where samples lie, learned once per model and shape ----------------------------------------
-
-_learned: weakref.WeakKeyDictionary[nn.Module, dict[Any, AxisTable]] = weakref.WeakKeyDictionary()
-
-
-def axes_of(
-    model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, *, is_checked: bool = True
-) -> AxisTable:
-    """Where samples lie in the operations of a model, learned the first time and then remembered.
-
-    Args:
-        model: The model.
-        per_sample_loss: As in `clipped_gradients`.
-        batch: A batch. Its shapes but for the number of samples, the code of the loss, and what is
-            trained decide whether what was learned still holds.
-        is_checked: Whether to make sure that samples do not mix.
-    """
-    leaves, spec = tree_flatten(batch)
-    kinds = tuple(
-        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
-    )
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    # The code, not the function: that of a closure may be made anew for each batch, and hold the
-    # model, which then would never be forgotten.
-    code = getattr(per_sample_loss, "__code__", type(per_sample_loss))
-    key = (str(spec), kinds, model.training, trained, code)
-    tables = _learned.setdefault(model, {})
-    if key not in tables:
-        axes = learn_axes(model, per_sample_loss, batch)
-        if is_checked:
-            check_samples_apart(model, per_sample_loss, batch, axes)
-        tables[key] = axes
-    return tables[key]

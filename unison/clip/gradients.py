@@ -5,6 +5,7 @@ records); [Note: proved sensitivity] in bounds.py says why. Products go through 
 samples and tokens, (c·left)ᵀ right: no per-sample gradient is formed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from unison.clip.matrix import (
     wide_dtype,
 )
 from unison.errors import BadInput
+from unison.kernels.per_sample import weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
 
 # Samples × tokens of one GEMM. It reads and writes the whole result, so it should be long.
@@ -61,6 +63,8 @@ def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[i
         shape: The parameter's shape.
     """
     check_records(records)
+    if len(records) == 1 and isinstance(records[0], Dense):
+        return _of_dense(records[0], coefficients, wide_dtype(records)).view(shape)
     total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
     for record in records:
         add_clipped(total, record, coefficients)
@@ -131,10 +135,16 @@ def _add_lookup(total: Tensor, lookup: Lookup, coefficients: Tensor) -> None:
 
 
 def _add_dense(total: Tensor, dense: Dense, coefficients: Tensor) -> None:
-    values = dense.value.reshape(len(dense.value), total.numel())  # [batch, numel]
-    flat = total.view(-1)
-    for part in spans(total.numel(), num_per_tile(8 * len(values), total.device)):
-        flat[part] += coefficients @ _selected(values[:, part], coefficients)
+    total.view(-1).add_(_of_dense(dense, coefficients, torch.float64))
+
+
+def _of_dense(dense: Dense, coefficients: Tensor, dtype: torch.dtype) -> Tensor:  # [numel]
+    batch, numel = len(dense.value), math.prod(dense.shape)
+    if coefficients.shape != (batch,):
+        raise BadInput(f"expected coefficients [{batch}], found {list(coefficients.shape)}")
+    values = dense.value.reshape(batch, numel)
+    coefficients = coefficients.to(device=values.device, dtype=torch.float64)
+    return weighted_sum(values, coefficients, values.new_empty(numel, dtype=dtype))
 
 
 def _selected(x: Tensor, coefficients: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from unison.clip.matrix import (
     wide_dtype,
 )
 from unison.errors import UnsupportedOperation
+from unison.kernels.per_sample import squared_norms
 from unison.ops import Dense, Lookup, Product, Record
 
 
@@ -62,7 +63,9 @@ class NormMethod:
         return self.squared_norms(records)
 
 
-def measure(records: Sequence[Record], method: str) -> tuple[SampleNorms, Sequence[Record]]:
+def measure(
+    records: Sequence[Record], method: str, out: Tensor | None = None
+) -> tuple[SampleNorms, Sequence[Record]]:
     """Return bounded norms, and the records from which the clipped sum is to be computed.
 
     The latter are the given ones, except that `materialize` returns the per-sample gradients it has
@@ -71,10 +74,13 @@ def measure(records: Sequence[Record], method: str) -> tuple[SampleNorms, Sequen
     Args:
         records: The uses of one parameter.
         method: A name in `NORM_METHODS`.
+        out: Where `materialize` may put per-sample gradients: `needed_to_keep` says how much.
     """
     check.one_of(NORM_METHODS, method=method)
     if NORM_METHODS[method].is_kept:
-        records = [Dense(per_sample_gradients(records))]
+        value, squared = materialize(records, out)
+        records = [Dense(value)]
+        return bounded(records, squared), records
     return bounded(records, NORM_METHODS[method](records)), records
 
 
@@ -115,44 +121,56 @@ def per_sample_gradients(records: Sequence[Record]) -> Tensor:
 
     A single `Dense` record that is wide enough is returned as it is, not copied.
     """
-    batch = check_records(records)
-    dtype, shape = wide_dtype(records), records[0].shape
+    return materialize(records)[0]
+
+
+def needed_to_keep(records: Sequence[Record]) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return shape and dtype of what `materialize` has to allocate; None if it needs nothing."""
     if len(records) == 1 and isinstance(records[0], Dense):
-        return records[0].value.to(dtype)
+        return None
+    return (check_records(records), *records[0].shape), wide_dtype(records)
+
+
+def materialize(records: Sequence[Record], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Form the per-sample gradients, and square them while they are in cache.
+
+    Args:
+        records: The uses of one parameter.
+        out: Where to put the gradients [batch, *shape], of the dtype of `needed_to_keep`.
+
+    Returns:
+        The gradients [batch, *shape], float32 or wider, and their squared norms [batch], float64.
+    """
+    batch = check_records(records)
+    needed = needed_to_keep(records)
     first = tensors_of(records[0])[0]
-    if len(records) == 1 and isinstance(records[0], Product) and first.dtype == dtype:
-        left, right = factors(records[0])
-        with plain_arithmetic(first.device):  # the usual case, written once and not added to zeros
-            return torch.bmm(left.mT, right.to(dtype)).view(batch, *shape)
-    total = first.new_zeros(batch, *shape, dtype=dtype)
     with plain_arithmetic(first.device):
-        for record in records:
-            rows, columns = matrix_shape([record])
-            matrices = total.view(batch, rows, columns)
-            bytes_per_sample = dtype.itemsize * TOKENS_PER_TILE * (rows + columns)
-            for samples in spans(batch, num_per_tile(bytes_per_sample, first.device)):
-                _add_rows(matrices[samples], take(record, samples), slice(0, rows))
-    return total
+        if needed is None:
+            value = first.to(wide_dtype(records))
+            return value, squared_norms(value.reshape(batch, math.prod(value.shape[1:])))
+        shape, dtype = needed
+        total = first.new_empty(shape, dtype=dtype) if out is None else out
+        assert (total.shape, total.dtype) == (shape, dtype)
+        squared = torch.zeros(batch, dtype=torch.float64, device=first.device)
+        size = num_per_tile(dtype.itemsize * math.prod(shape[1:]), first.device)
+        for samples in spans(batch, size):
+            part = total[samples]
+            uses = [take(record, samples) for record in records]
+            if len(uses) == 1 and isinstance(uses[0], Product) and first.dtype == dtype:
+                left, right = factors(uses[0])  # the usual case: written, not added to zeros
+                torch.bmm(left.mT, right.to(dtype), out=part.view(len(left), *matrix_shape(uses)))
+            else:
+                part.zero_()
+                for use in uses:
+                    matrices = part.view(len(part), *matrix_shape([use]))
+                    _add_rows(matrices, use, slice(0, matrices.shape[1]))
+            squared[samples] = squared_norms(part.view(len(part), -1))
+    return total, squared
 
 
 def materialize_squared_norms(records: Sequence[Record]) -> Tensor:
     """Return the squared norms of the per-sample gradients, formed whole: [batch], float64."""
-    return squared_norms_of(per_sample_gradients(records))
-
-
-def squared_norms_of(per_sample: Tensor) -> Tensor:
-    """Return the squared norms of per-sample gradients [batch, *shape]: [batch], float64."""
-    batch, shape = len(per_sample), per_sample.shape[1:]
-    rows = shape[0] if shape else 1
-    matrices = per_sample.reshape(batch, rows, math.prod(shape[1:]))
-    total = per_sample.new_zeros(batch, dtype=torch.float64)
-    with plain_arithmetic(per_sample.device):
-        for samples in spans(batch, num_per_tile(16 * math.prod(shape), per_sample.device)):
-            height = num_per_tile(16 * matrices.shape[2], per_sample.device)
-            for part in spans(rows, height):
-                tile = matrices[samples, part].double()  # [samples, rows in the tile, columns]
-                total[samples] += tile.square().sum(-1).sum(-1)
-    return total
+    return materialize(records)[1]
 
 
 def rank_one_squared_norms(records: Sequence[Record]) -> Tensor:

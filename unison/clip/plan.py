@@ -9,6 +9,7 @@ part of the mechanism: other methods round differently.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from unison import check
@@ -86,12 +87,36 @@ class Plan:
         """What is kept until the backward pass ends, and the largest transient on top."""
         return _bytes_needed([layer.chosen for layer in self.layers])
 
+    @cached_property
+    def _by_name(self) -> dict[str, LayerPlan]:
+        return {each.layer.name: each for each in self.layers}
+
     def choice(self, name: str) -> Choice:
         """Return the methods of the layer of that name."""
-        choices = {layer.layer.name: layer.chosen.choice for layer in self.layers}
-        if name not in choices:
-            raise KeyError(f"no layer {name!r} in the plan; it has {list(choices)}")
-        return choices[name]
+        if name not in self._by_name:
+            raise KeyError(f"no layer {name!r} in the plan; it has {list(self._by_name)}")
+        return self._by_name[name].chosen.choice
+
+    def num_uses(self, name: str) -> int | None:
+        """Return how often the parameter of that name is expected to be used; None if not known."""
+        planned = self._by_name.get(name)
+        return None if planned is None else len(planned.layer.uses)
+
+    def choice_for(self, layer: Layer) -> Choice:
+        """Return the methods of a layer, planning anew for one that is not what was planned for.
+
+        Such a layer takes as many passes as the plan.
+        """
+        planned = self._by_name.get(layer.name)
+        if planned is not None and planned.layer.uses == layer.uses:
+            return planned.chosen.choice
+        options = _alternatives(layer, self.machine)
+        if self.mode != AUTO:
+            return _named(layer, options, self.mode).choice
+        options = [each for each in options if each.choice.num_backwards == self.num_backwards]
+        if not options:
+            raise UnsupportedOperation(f"no clipping method of the plan's passes takes {layer}")
+        return options[0].choice
 
     def to_json(self) -> str:
         """Return the whole plan as one line of JSON, keys in a fixed order."""

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from unison.kernels.compiled import jit
 from unison.kernels.feistel.reference import NUM_ROUNDS, Network
 from unison.kernels.random.ciphers import (
     MASK32,
@@ -12,14 +13,13 @@ from unison.kernels.random.ciphers import (
     PHILOX_W0,
     PHILOX_W1,
 )
-from unison.kernels.random.numba import _jit
 
 _U = np.uint64
 _M, _M0, _M1, _B32 = _U(MASK32), _U(PHILOX_M0), _U(PHILOX_M1), _U(32)
 _W0, _W1 = _U(PHILOX_W0), _U(PHILOX_W1)
 
 
-@_jit
+@jit
 def _shift(r, half, size, words):
     c0, c1, c2, c3 = half, _U(r), words[2], words[3]
     k0, k1 = words[0], words[1]
@@ -31,7 +31,7 @@ def _shift(r, half, size, words):
     return (c0 * size + ((c1 * size) >> _B32)) >> _B32
 
 
-@_jit
+@jit
 def _permute(x, out, words, n, num_left, num_right, is_inverse):
     for i in range(len(x)):
         value = _U(x[i])

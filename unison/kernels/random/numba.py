@@ -2,22 +2,17 @@
 
 Work goes in tiles that stay in the first-level cache: words first (a loop over blocks that LLVM
 turns into vector code), then the distribution, then the rounding into the output. Tiles are
-independent, so threads share nothing and their number cannot change a bit. Threads are plain
-Python threads running compiled code without the interpreter lock: no threading layer to configure,
-and nothing that breaks in a forked process.
+independent, so threads share nothing and their number cannot change a bit.
 
 No `fastmath`: LLVM then keeps every float64 product and sum apart (tests compare the bits).
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
-import numba as nb
 import numpy as np
 import torch
 
+from unison.kernels.compiled import jit, num_pieces, run_pieces
 from unison.kernels.random.ciphers import (
     CHACHA_CONSTANTS,
     CHACHA_DOUBLE_ROUNDS,
@@ -43,7 +38,6 @@ from unison.kernels.random.tables import (
 
 TILE = 1024  # elements
 LANES = 64  # ChaCha20 blocks computed side by side
-MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
 
 _U = np.uint64
 _M = _U(MASK32)
@@ -60,15 +54,7 @@ _SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
 _WORDS, _BERNOULLI = int(Distribution.WORDS), int(Distribution.BERNOULLI)
 
 
-def _jit(function: Any) -> Any:
-    """Compile without the interpreter lock, and keep the result on disk where that is possible."""
-    try:
-        return nb.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return nb.njit(nogil=True, error_model="numpy")(function)
-
-
-@_jit
+@jit
 def _philox_words(words, first, num_blocks, keys, c2_fixed, c3_fixed):
     """Write the 4 words of each block; `keys` holds the two key words of each round in turn."""
     for j in range(num_blocks):
@@ -87,7 +73,7 @@ def _philox_words(words, first, num_blocks, keys, c2_fixed, c3_fixed):
         words[4 * j + 3] = np.uint32(c3)
 
 
-@_jit
+@jit
 def _quarter_round(a, b, c, d):
     a = np.uint32(a + b)
     d = np.uint32(d ^ a)
@@ -104,7 +90,7 @@ def _quarter_round(a, b, c, d):
     return a, b, c, d
 
 
-@_jit
+@jit
 def _double_round(x):
     """Apply a column round and a diagonal round to x [16 * LANES].
 
@@ -137,7 +123,7 @@ def _double_round(x):
         )
 
 
-@_jit
+@jit
 def _chacha_words(words, first, num_blocks, state, x):
     """Write the 16 words of each block; `state` [16 * LANES] holds constants, key and nonce."""
     for group in range(0, num_blocks, LANES):
@@ -159,7 +145,7 @@ def _chacha_words(words, first, num_blocks, state, x):
                 words[at + i] = x[i * LANES + j]
 
 
-@_jit
+@jit
 def _inverse_tails(tile, v, coefficients, n):
     """Write |z| for each v: see `reference.inverse_tail`."""
     degree = coefficients.shape[0] - 1
@@ -182,7 +168,7 @@ def _inverse_tails(tile, v, coefficients, n):
             tile[i] = tile[i] * u[i] + row[segment[i]]
 
 
-@_jit
+@jit
 def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_negative):
     """Write the float64 values of n elements whose words begin at words[at]."""
     if distribution == _UNIFORM24:
@@ -226,7 +212,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
             tile[i] = min(max(tile[i], floats[2]), floats[3])
 
 
-@_jit
+@jit
 def _multiply(a, n):
     """Return upper and lower 64 bits of a · n, all unsigned."""
     a1, a0, n1, n0 = a >> _B32, a & _M, n >> _B32, n & _M
@@ -236,7 +222,7 @@ def _multiply(a, n):
     return upper, (middle << _B32) | (p00 & _M)
 
 
-@_jit
+@jit
 def _draw_ints(tile, words, at, n, distribution, ints):
     """Write the int64 values of n elements whose words begin at words[at]."""
     if distribution == _WORDS:
@@ -259,7 +245,7 @@ def _draw_ints(tile, words, at, n, distribution, ints):
             tile[i] = ints[0] + np.int64(upper)
 
 
-@_jit
+@jit
 def _fill_tiles(outs, starts, run, area, cipher, distribution, width, key, floats, ints, tables):
     """Fill rows area[0]:area[1], columns area[2]:area[3] of the output [num_rows * run].
 
@@ -320,32 +306,12 @@ def _fill_tiles(outs, starts, run, area, cipher, distribution, width, key, float
                         out_uint8[to + i] = numbers[i]
 
 
-_pool: tuple[int, ThreadPoolExecutor] | None = None
-
-
-def _forget_pool() -> None:
-    global _pool
-    _pool = None  # its threads did not survive the fork
-
-
-os.register_at_fork(after_in_child=_forget_pool)
-
-
-def _threads(count: int) -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None or _pool[0] != count:
-        if _pool is not None:
-            _pool[1].shutdown(wait=False)
-        _pool = (count, ThreadPoolExecutor(count, thread_name_prefix="unison-random"))
-    return _pool[1]
-
-
-def _cut(num_rows: int, run: int, num_pieces: int) -> list[tuple[int, int, int, int]]:
+def _cut(num_rows: int, run: int, count: int) -> list[tuple[int, int, int, int]]:
     """Cut rows x columns into pieces of about equal size, by rows if there are enough of them."""
-    if num_rows >= num_pieces:
-        cuts = [num_rows * i // num_pieces for i in range(num_pieces + 1)]
+    if num_rows >= count:
+        cuts = [num_rows * i // count for i in range(count + 1)]
         return [(a, b, 0, run) for a, b in pairwise(cuts) if a < b]
-    cuts = [run * i // num_pieces // TILE * TILE for i in range(num_pieces)] + [run]
+    cuts = [run * i // count // TILE * TILE for i in range(count)] + [run]
     return [(0, num_rows, a, b) for a, b in pairwise(cuts) if a < b]
 
 
@@ -370,16 +336,8 @@ def fill(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int) -> N
         (table(ORDINARY, cpu).numpy(), table(SECURE, cpu).numpy()),
     )
     first_elements = starts.numpy()
-    num_pieces = max(1, min(torch.get_num_threads(), out.numel() // MIN_PER_THREAD))
-    areas = _cut(len(first_elements), run, num_pieces)
-    if len(areas) <= 1:
-        for area in areas:
-            _fill_tiles(outs, first_elements, run, area, *rest)
-        return
-    pool = _threads(torch.get_num_threads())
-    jobs = [pool.submit(_fill_tiles, outs, first_elements, run, area, *rest) for area in areas]
-    for job in jobs:
-        job.result()
+    areas = _cut(len(first_elements), run, num_pieces(out.numel()))
+    run_pieces(_fill_tiles, [(outs, first_elements, run, area, *rest) for area in areas])
 
 
 def _fill_through_float32(

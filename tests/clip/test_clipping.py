@@ -1,0 +1,94 @@
+"""One batch's records on their way to clipped sums: planned for, used more often, used less."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness.oracle import clipped_sum, per_sample_norms
+from unison.clip import MODES, Storage, clipped_gradients, learn
+from unison.errors import UnsupportedOperation
+
+
+class Repeats(nn.Module):
+    """Uses a layer as often as it is told, and another one not if that is twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6)
+        self.num_repeats = 1
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 3, 6]
+        for _ in range(self.num_repeats):
+            x = torch.tanh(self.layer(x))
+        return x if self.num_repeats == 2 else self.other(x)
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum((1, 2))
+
+
+def batch(size: int) -> Tensor:
+    return torch.randn(size, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+ONE_PASS = [mode for mode in MODES if MODES[mode].num_backwards == 1]
+
+
+@pytest.mark.parametrize("mode", [*ONE_PASS, "auto"])
+@pytest.mark.parametrize("order", [(1, 3, 2), (3, 1, 2)], ids=str)
+def test_used_more_or_less_often_than_planned(mode, order):
+    torch.manual_seed(0)
+    model, x = Repeats().double(), batch(4)
+    for model.num_repeats in order:
+        norms = per_sample_norms(model, losses, x)
+        max_norm = float(norms.median())
+        found = clipped_gradients(model, losses, x, max_norm=max_norm, mode=mode)
+        torch.testing.assert_close(found.norms, norms, rtol=1e-9, atol=0.0)
+        for name, value in clipped_sum(model, losses, x, max_norm).items():
+            torch.testing.assert_close(found.sums[name].double(), value, rtol=1e-6, atol=1e-7)
+
+
+def test_two_passes_refuse_what_they_did_not_plan_for():
+    torch.manual_seed(0)
+    model = Repeats().double()
+    clipped_gradients(model, losses, batch(4), max_norm=1.0, mode="ghost")
+    model.num_repeats = 3
+    with pytest.raises(UnsupportedOperation, match=r"layer\.\w+ was used more often .* one pass"):
+        clipped_gradients(model, losses, batch(4), max_norm=1.0, mode="ghost")
+
+
+def test_the_first_batch_and_the_second_give_the_same_bits():
+    torch.manual_seed(0)
+    model = Repeats()
+    x = batch(5).float()
+    first, second = (clipped_gradients(model, losses, x, max_norm=0.5) for _ in range(2))
+    assert torch.equal(first.norms, second.norms)
+    for name, value in first.sums.items():
+        assert torch.equal(value, second.sums[name])
+
+
+def test_per_sample_gradients_use_the_same_memory_again():
+    torch.manual_seed(0)
+    model = Repeats()
+    x = batch(5).float()
+    clipped_gradients(model, losses, x, max_norm=0.5, mode="grad_materialize")
+    storage = learn(model, losses, x).storage
+    kept = {key: value.data_ptr() for key, value in storage._free.items()}
+    assert kept
+    clipped_gradients(model, losses, x, max_norm=0.5, mode="grad_materialize")
+    assert {key: value.data_ptr() for key, value in storage._free.items()} == kept
+
+
+def test_storage_lends_a_tensor_once():
+    storage, cpu = Storage(), torch.device("cpu")
+    first = storage.lend("w", (2, 3), torch.float32, cpu)
+    second = storage.lend("w", (2, 3), torch.float32, cpu)
+    assert first.data_ptr() != second.data_ptr()
+    storage.give_back("w", first)
+    again = storage.lend("w", (3, 2), torch.float32, cpu)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.shape == (3, 2)
+    storage.give_back("w", again)
+    storage.lend("w", (4, 3), torch.float32, cpu)  # another batch size: the old memory goes
+    assert not storage._free

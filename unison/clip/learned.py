@@ -1,0 +1,123 @@
+"""What is learned of a model, once per kind of batch: where samples lie, and what it records."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from unison.capture import (
+    AxisTable,
+    Capture,
+    check_samples_apart,
+    generators_kept,
+    learn_axes,
+    resized,
+)
+from unison.clip.layers import Layer, describe
+from unison.clip.plan import Plan, plan_clipping
+from unison.clip.storage import Storage
+from unison.ops import Record
+
+PerSampleLoss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> one loss per sample [batch]."""
+
+
+@dataclass(eq=False)
+class Learned:
+    """What is known of a model that is given batches of one kind.
+
+    Attributes:
+        axes: Where samples lie in the operations that touch parameters.
+        layers: The shapes of every used parameter's records, for a batch of a few samples.
+        storage: Memory for its per-sample gradients.
+    """
+
+    axes: AxisTable
+    layers: tuple[Layer, ...]
+    storage: Storage = field(default_factory=Storage)
+    _plans: dict[tuple, Plan] = field(default_factory=dict)
+
+    def plan(self, num_samples: int, *, mode: str, memory_budget: int | None, machine: str) -> Plan:
+        """Return the methods for batches of this size; the same ones every time."""
+        key = (num_samples, mode, memory_budget, machine)
+        if key not in self._plans:
+            layers = [replace(layer, batch=num_samples) for layer in self.layers]
+            self._plans[key] = plan_clipping(
+                layers, mode=mode, memory_budget=memory_budget, machine=machine
+            )
+        return self._plans[key]
+
+
+_learned: weakref.WeakKeyDictionary[nn.Module, dict[Any, Learned]] = weakref.WeakKeyDictionary()
+
+
+def learn(
+    model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, *, is_checked: bool = True
+) -> Learned:
+    """Return what is known of a model and batches like this one; learned the first time.
+
+    Args:
+        model: The model.
+        per_sample_loss: One loss per sample [batch].
+        batch: A batch. Its shapes but for the number of samples, the code of the loss, and what is
+            trained decide whether what was learned still holds.
+        is_checked: Whether to make sure that samples do not mix.
+    """
+    key = (*kind_of(model, batch), code_of(per_sample_loss))
+    tables = _learned.setdefault(model, {})
+    if key not in tables:
+        axes = learn_axes(model, per_sample_loss, batch)
+        if is_checked:
+            check_samples_apart(model, per_sample_loss, batch, axes)
+        tables[key] = Learned(axes, learn_layers(model, per_sample_loss, batch, axes))
+    return tables[key]
+
+
+def axes_of(
+    model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, *, is_checked: bool = True
+) -> AxisTable:
+    """Where samples lie in the operations of a model; see `learn`."""
+    return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
+
+
+def kind_of(model: nn.Module, batch: Any) -> tuple:
+    """All but the number of samples that decides what a model does with a batch."""
+    leaves, spec = tree_flatten(batch)
+    kinds = tuple(
+        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
+    )
+    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    autocast = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
+    return str(spec), kinds, model.training, trained, autocast
+
+
+def code_of(function: Callable[..., Any]) -> Any:
+    """The code, not the function.
+
+    That of a closure may be made anew for each batch, and hold the model, which then would never be
+    forgotten.
+    """
+    return getattr(function, "__code__", type(function))
+
+
+def learn_layers(
+    model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, axes: AxisTable
+) -> tuple[Layer, ...]:
+    """Run a few samples forward and backward, and describe what is recorded."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    few = resized(batch, 2)
+    keep = lambda name, record: found[name].append(record)  # noqa: E731
+    capture = Capture(model, 2, axes=axes, on_record=keep)
+    with capture.installed(), generators_kept(batch), torch.enable_grad():
+        losses = per_sample_loss(model, few)
+        if losses.requires_grad:
+            losses.sum().backward()
+    return tuple(describe(name, found[name]) for name in sorted(found))
