@@ -50,9 +50,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 # `from unison.data.rows import X`.
 PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 
-# Where privacy or kfac must know an owner of parameters, one small file per owner may import it:
-# {"unison/privacy/units.py": {"shard"}}.
-ADAPTERS: dict[str, set[str]] = {}
+# Where privacy or kfac must know who owns parameters and deals batches, small files of their own
+# may import it: one per owner, and those that the owners share.
+OWNERS = ("base", "sums", "buckets", "replicated", "units", "fsdp2", "fsdp2_group")
+OWNERS += ("tensor_parallel", "__init__")
+ADAPTERS: dict[str, set[str]] = {
+    **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
+    "unison/privacy/dealing.py": {"shard"},
+    "unison/privacy/ranks.py": {"shard"},
+}
 
 NOT_OURS_TO_IMPORT = {"bench", "tests", "examples"}
 

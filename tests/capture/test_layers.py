@@ -136,7 +136,7 @@ class _Product(torch.autograd.Function):
         (_Product.apply, "a gradient reached 'weight'"),
         (lambda x, w: _Product.apply(x, 1 + w.float().double()), "a gradient reached 'weight'"),
         (lambda x, w: w.repeat_interleave(len(x), 0) * x, "from parameters alone; use `expand`"),
-        (lambda x, w: torch.frexp(x * w).mantissa + torch.aminmax(w, dim=0)[0], None),
+        (lambda x, w: torch.frexp(x * w).mantissa + torch.max(w, dim=0)[0], None),
         (lambda x, w: torch.max(x, w.expand_as(x)), None),
         (torch.maximum, None),
         (lambda x, w: torch.topk(x * w, 2)[0], None),

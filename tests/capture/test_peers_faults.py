@@ -211,12 +211,8 @@ def test_evaluation_leaves_no_records():
 
 
 # torch itself, or the model's own code, does not run on an empty batch.
-NEEDS_SAMPLES = (
-    "instance norm",
-    "attention padded and causal",
-    "attention bias",
-    "einsum flattened",
-)
+NEEDS_SAMPLES = ("instance norm", "attention padded and causal", "einsum flattened")
+MAY_NEED_SAMPLES = ("attention bias",)  # torch 2.11 runs it, torch 2.13 does not
 
 
 @quiet
@@ -229,7 +225,7 @@ def test_what_does_not_run_on_an_empty_batch(name):
 
 
 @quiet
-@pytest.mark.parametrize("name", sorted(set(CASES | LAYERS) - set(NEEDS_SAMPLES)))
+@pytest.mark.parametrize("name", sorted(set(CASES | LAYERS) - {*NEEDS_SAMPLES, *MAY_NEED_SAMPLES}))
 def test_an_empty_batch_leaves_empty_records(name):
     case = (CASES | LAYERS)[name]
     model, batch = case.make().double(), case.batch(2)

@@ -1,6 +1,7 @@
 """The planner: cheapest, within memory, the same every time, and readable."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,11 +58,15 @@ def test_every_method_has_a_cost():
 
 
 def test_modes_are_points_of_norm_and_gradient():
-    assert set(MODES) == {"grad_materialize", "ghost", "ghost_bk", "flash_fuse", "flash_fuse_bk"}
+    assert set(MODES) == {
+        *("grad_materialize", "ghost", "ghost_bk", "flash_fuse", "flash_fuse_bk"),
+        "recompute_bk",
+    }
     for choice in MODES.values():
         norm, gradient = NORM_METHODS[choice.norm], GRADIENT_METHODS[choice.gradient]
         assert norm.is_kept == gradient.needs_kept
         assert choice.num_backwards == gradient.num_backwards
+        assert choice.num_forwards == gradient.num_forwards
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,6 +109,15 @@ def test_flops_are_those_of_the_design():
     assert GRADIENT_COSTS["kept"](layer).kept_bytes == 4 * batch * rows * columns
     assert GRADIENT_COSTS["records"](layer).kept_bytes == 4 * batch * tokens * (rows + columns)
     assert GRADIENT_COSTS["second_backward"](layer).kept_bytes == 0
+    recomputed = GRADIENT_COSTS["recomputed"](layer)
+    assert recomputed.flops == pytest.approx(2 * flops, rel=0.06)  # with its share of a forward
+    assert recomputed.kept_bytes == 4 * batch * tokens * rows  # g
+    turned = replace(layer, uses=(replace(layer.uses[0], is_transposed=True),))
+    assert GRADIENT_COSTS["recomputed"](turned).kept_bytes == 4 * batch * tokens * columns
+    for kind in ("lookup", "dense"):  # nothing to recompute
+        other = replace(layer, uses=(replace(layer.uses[0], kind=kind),))
+        kept = [GRADIENT_COSTS[name](other).kept_bytes for name in ("recomputed", "records")]
+        assert kept[0] == kept[1]
 
 
 def test_less_memory_costs_time_until_nothing_fits():
@@ -123,6 +137,41 @@ def test_less_memory_costs_time_until_nothing_fits():
     assert seconds == sorted(seconds)
     assert passes == sorted(passes)
     assert set(passes) == {1, 2}
+
+
+CHECKPOINTED = [replace(layer, is_checkpointed=True) for layer in MODEL]
+UNIFORM = [linear(f"{i}.up", 512, 4096, 1024, 16) for i in range(6)]
+UNIFORM += [linear(f"{i}.down", 512, 1024, 4096, 16) for i in range(6)]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "layers",
+    [MODEL, CHECKPOINTED, UNIFORM, [replace(each, is_checkpointed=True) for each in UNIFORM]],
+    ids=["model", "checkpointed", "uniform", "uniform, checkpointed"],
+)
+def test_auto_is_no_slower_than_a_mode_that_fits(layers, machine):
+    named = {mode: plan_clipping(layers, mode=mode, machine=machine) for mode in MODES}
+    budget = max(plan.bytes_needed for plan in named.values())
+    while budget >= min(plan.bytes_needed for plan in named.values()):
+        fitting = [plan.seconds for plan in named.values() if plan.bytes_needed <= budget]
+        found = plan_clipping(layers, memory_budget=budget, machine=machine)
+        assert found.bytes_needed <= budget
+        assert found.seconds <= min(fitting)
+        budget = int(0.9 * budget)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_second_forward_pass_lies_between_records_and_a_second_backward_pass(machine):
+    layers = [replace(each, is_checkpointed=True) for each in UNIFORM]
+    records = plan_clipping(layers, mode="ghost_bk", machine=machine)
+    passes, budget = [], records.bytes_needed
+    while not passes or passes[-1] != (2, 1):
+        plan = plan_clipping(layers, memory_budget=budget, machine=machine)
+        passes.append((plan.num_backwards, plan.num_forwards))
+        budget = plan.bytes_needed - 1
+    assert passes == sorted(passes)
+    assert set(passes) == {(1, 1), (1, 2), (2, 1)}
 
 
 def test_one_layer_gets_its_best_that_fits():

@@ -35,7 +35,7 @@ CLOSE_TIMEOUT = 20.0
 # may read an environment variable, which must then be the test's and not the fork server's. (With
 # torch._dynamo comes triton: set TRITON_INTERPRET before the first pool starts, not inside a test.)
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.testing"]
-PRELOAD += ["numpy", "pytest", "hypothesis"]
+PRELOAD += ["numpy", "numba", "pytest", "hypothesis"]
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,7 @@ def test_recipe_hides_its_key():
     assert again.floats[:2] == recipe.floats
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_profiler_does_not_see_the_key():
     recipe = recipe_of(Cipher.CHACHA20, Distribution.NORMAL)
     with torch.profiler.profile(record_shapes=True, with_stack=False) as profile:

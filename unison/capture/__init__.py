@@ -1,5 +1,6 @@
 """Capture by operation: what each parameter was used for, and the gradient of what came out."""
 
+from unison.capture.again import Surroundings
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
 from unison.capture.learn import (
@@ -14,6 +15,7 @@ from unison.capture.tracked import Tracked
 __all__ = [
     "AxisTable",
     "Capture",
+    "Surroundings",
     "Tracked",
     "batch_size_of",
     "check_samples_apart",

@@ -14,17 +14,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unison.capture.again import (
+    Place,
+    Repeats,
+    Surroundings,
+    buffers_unchanged,
+    checkpointing_quiet,
+    nothing_saved,
+)
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression
 from unison.capture.fallback import is_in_place, per_sample_fallback
 from unison.capture.names import places
+from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
 from unison.capture.refuse import refuse_compiled
-from unison.capture.tap import tap
+from unison.capture.tap import tap, untapped
 from unison.capture.tracked import Source, Tracked, all_plain, plain, refuse_gradient
 from unison.errors import UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Record
+from unison.ops import RULES, Builder, Layout, Product, Record
 
 OnRecord = Callable[[str, Record], None]
+
+# On a module whose parameters somebody else puts in place during a pass: a function from a capture
+# to a context in which it puts tracked ones there.
+PLACING = "_unison_placing"
+OnProduct = Callable[[str, Product], bool]
 
 # They give the values up on purpose, or read none: what comes out is not followed.
 UNFOLLOWED = {
@@ -71,12 +85,37 @@ class _Use:
     capture: "Capture"
     layout: Layout
     uses: Sequence[tuple[Tracked, Builder]]
+    number: int | None = None  # in the forward pass, if it can be met again
+    is_late: bool = False  # made in a backward pass
+
+    def records(
+        self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
+    ) -> Iterator[tuple[Place, str, Record]]:
+        """Make the records, or some of them: where each belongs, its parameter, the record."""
+        is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
+        for i, (tracked, builder) in enumerate(self.uses):
+            if places is not None and all(i != place[0] for place in places):
+                continue
+            if is_whole:
+                record = builder(self.layout, g, *saved, shape=tuple(tracked.value.shape))
+            else:
+                record = record_of(builder, self.layout, tracked.value, g, saved)
+            for j, source in enumerate(tracked.sources):
+                if places is None or (i, j) in places:
+                    yield (i, j), source.name, source.of(record)
 
     def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        for tracked, builder in self.uses:
-            record = builder(self.layout, g, *saved, shape=tuple(tracked.value.shape))
-            for source in tracked.sources:
-                self.capture.on_record(source.name, source.of(record))
+        capture, number, places = self.capture, self.number, []
+        for place, name, record in self.records(g, saved):
+            if self.is_late:
+                capture.recorded_late.add(name)
+            if number is None or capture.on_product is None or not isinstance(record, Product):
+                capture.on_record(name, record)
+            elif capture.on_product(name, record):
+                places.append(place)
+        if places:
+            assert number is not None
+            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
 
 
 class Capture:
@@ -87,15 +126,36 @@ class Capture:
         batch: Number of samples.
         axes: Where samples lie, as learned; an empty table only learns.
         on_record: Called with a parameter's name and a record, once per use, in the backward pass.
+        on_product: Called in its place for products that can be met again, if it is given. It
+            returns whether this one should be: then the gradient is kept, and `on_record` gets an
+            equal record in `again`.
+
+    Attributes:
+        used: Names of the parameters that were used.
+        used_late: Names of those that were used in the backward pass: activation checkpointing.
+        recorded_late: Names of those whose records are of such uses, which `again` does not meet:
+            reentrant activation checkpointing.
     """
 
     def __init__(
-        self, module: nn.Module, batch: int, *, axes: AxisTable, on_record: OnRecord
+        self,
+        module: nn.Module,
+        batch: int,
+        *,
+        axes: AxisTable,
+        on_record: OnRecord,
+        on_product: OnProduct | None = None,
     ) -> None:
-        self.module, self.batch, self.axes, self.on_record = module, batch, axes, on_record
+        self.module, self.batch, self.axes = module, batch, axes
+        self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
         self.used: set[str] = set()
-        self._anchor: Tensor | None = None
+        self.used_late: set[str] = set()
+        self.recorded_late: set[str] = set()
+        self.repeats = Repeats()
+        self._is_again = False
+        self._outer = -1  # number of the backward pass in which all of this happens, if any
+        self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
         self._layouts: dict[int, Layout] = {}
 
@@ -114,6 +174,14 @@ class Capture:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
         refuse_compiled(self.module)
+        if not self._is_again:  # else it is what waits
+            self.repeats.clear()
+        self._outer = torch._C._current_graph_task_id()
+        placing = self.module.__dict__.get(PLACING)
+        if placing is not None:
+            with placing(self):
+                yield self
+            return
         tracked: dict[int, Tracked] = {}
         hidden: list[tuple[dict[str, Any], str, Any]] = []
         guards: list[RemovableHandle] = []
@@ -154,6 +222,37 @@ class Capture:
                 yield self.seen
         finally:
             self.seen = None
+
+    @contextmanager
+    def again(self, surroundings: Surroundings) -> Iterator[None]:
+        """Run the forward pass once more in this block: see [Note: keep g, recompute a].
+
+        `on_record` gets the records of the products that `on_product` wanted again.
+
+        Guarantees:
+            If the block is left without an exception, each of them had the same bits as the first
+            time, but for a probability below 2⁻³⁰ ([Note: fingerprints]).
+
+        Args:
+            surroundings: What held when the first forward pass began.
+
+        Raises:
+            UnsupportedOperation: If the two passes are not the same.
+        """
+        self._is_again = True
+        try:
+            with (
+                buffers_unchanged(self.module),
+                surroundings.restored(),
+                torch.enable_grad(),
+                nothing_saved(),
+                checkpointing_quiet(),
+            ):
+                yield
+            self.repeats.check()
+        finally:
+            self._is_again = False
+            self.repeats.clear()
 
     # --- what tracked tensors call ---------------------------------------------------------------
 
@@ -204,7 +303,8 @@ class Capture:
             for item in value if isinstance(value, list | tuple) else (value,):
                 if type(item) is Tracked:
                     shapes.append(item.value.shape)
-                    names = tuple(dict.fromkeys(names + item.names)) if names else item.names
+                    own = item.of_parameters
+                    names = tuple(dict.fromkeys(names + own)) if names else own
                 elif isinstance(item, Tensor):
                     shapes.append(item.shape)
         return Call(func, names, tuple(shapes), self.batch)
@@ -216,6 +316,8 @@ class Capture:
         if self.seen is None and axes is not None:
             if axes[0] is NO_AXIS:
                 return derive(self, func, args, kwargs)
+            if any(is_in_parts(plain(each)) for each in (*args, *kwargs.values())):
+                refuse_use(call.names, f"there is no rule for {call}")
             before, self._current = self._current, (call, axes)
             try:
                 return per_sample_fallback(self, call, axes, args, kwargs)
@@ -266,12 +368,25 @@ class Capture:
         assert axis is not None
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
         for value, _ in tracked:
-            self.used.update(value.names)
+            self.used.update(value.of_parameters)
         layout = self._layouts.get(axis) or self._layouts.setdefault(axis, Layout(self.batch, axis))
-        if self._anchor is None or self._anchor.device != output.device:
-            self._anchor = torch.zeros((), device=output.device, requires_grad=True)
-        use = _Use(self, layout, tracked)
-        return tap(use, output, self._anchor, tuple(saved), is_fresh=is_fresh)
+        if self._is_again:
+            use, inputs = _Use(self, layout, tracked), tuple(each.detach() for each in saved)
+            for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
+                for _, name, record in use.records(g, inputs, places):
+                    self.on_record(name, record)
+            return untapped(output, is_fresh=is_fresh)
+        is_late = torch._C._current_graph_task_id() != self._outer
+        if is_late:
+            self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
+        anchor = self.anchors.get(output.device)
+        if anchor is None:
+            anchor = torch.zeros((), device=output.device, requires_grad=True)
+            self.anchors[output.device] = anchor
+        is_numbered = self.on_product is not None and not is_late
+        number = self.repeats.number(call) if is_numbered else None
+        use = _Use(self, layout, tracked, number, is_late)
+        return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
 
 
 def _has_float_tensor(value: Any) -> bool:
@@ -290,15 +405,16 @@ def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor 
     if not any(isinstance(value, Tensor) and type(value) is not Tracked for value in values):
         return None
     items = output if isinstance(output, list | tuple) else [output]
-    first = next(item for item in items if isinstance(item, Tensor)).detach().double()
-    return torch.stack([first.sum(), first.square().sum()])
+    found = next(item for item in items if isinstance(item, Tensor)).detach()
+    first = local(found).double()
+    return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
 
 
 def _refuse_gradients(tracked: Iterable[Tracked]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for each in tracked:
             if each.grad is not None:
-                refuse_gradient(each.names[0])
+                refuse_gradient(each.of_parameters[0])
 
 
 @contextmanager

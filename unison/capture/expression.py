@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unison.capture.parts import is_in_parts, looked_up_part, refuse_use
 from unison.capture.tracked import Back, Listener, Tracked, all_plain, like, plain
 from unison.errors import UnsupportedOperation
 from unison.ops import (
@@ -103,6 +104,7 @@ def derive(
             return _made(first, func(first.value), transposed, listener)
         if func is Tensor.__getitem__ and is_lookup(first.value, args[1]):
             return _lookup(listener, args[1] % len(first.value), first)
+        _refuse_part(first, func)
         if func in VIEWS:
             output = func(first.value, *all_plain(args[1:]), **kwargs)
             items = output if isinstance(output, list | tuple) else [output]
@@ -112,6 +114,12 @@ def derive(
     if func is F.embedding:
         return _lookup(listener, *args, **kwargs)
     return _through_autograd(listener, func, args, kwargs)
+
+
+def _refuse_part(tracked: Tracked, func: Callable[..., Any]) -> None:
+    if is_in_parts(tracked.value):
+        name = getattr(func, "__name__", func)
+        refuse_use(tracked.of_parameters, f"{name} makes something of it that all samples share")
 
 
 def _made(first: Tracked, value: Tensor, step: Back, listener: Listener) -> Tracked:
@@ -144,8 +152,12 @@ def _lookup(
     **__: Any,
 ) -> Tracked:
     """Rows of a table for ids that are the same for all samples, such as positions."""
-    value, shape = F.embedding(input, plain(weight), padding_idx), tuple(plain(weight).shape)
-    step = partial(looked_up, ids=input, shape=shape, padding=padding_idx)
+    table = plain(weight)
+    value = F.embedding(input, table, padding_idx)
+    if is_in_parts(table):
+        step = partial(looked_up_part, ids=input, table=table, padding=padding_idx)
+    else:
+        step = partial(looked_up, ids=input, shape=tuple(table.shape), padding=padding_idx)
     return _made(weight, value, step, listener)
 
 
@@ -161,6 +173,7 @@ def _through_autograd(
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedOperation(MIXED.format(name=getattr(func, "__name__", func)))
             return value
+        _refuse_part(value, func)
         if id(value) not in leaves:
             leaves[id(value)] = value, value.value.detach().requires_grad_()
         return leaves[id(value)][1]

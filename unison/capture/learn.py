@@ -1,14 +1,13 @@
 """Learning where samples lie, and making sure that they do not mix."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
 from unison.errors import BadInput, UnsupportedOperation
@@ -112,7 +111,7 @@ def check_samples_apart(module: nn.Module, run: Run, batch: Any, axes: AxisTable
 
 def _check_losses_apart(module: nn.Module, run: Run, batch: Any, size: int) -> None:
     def losses(num_samples: int, num_drawn: int = 0) -> Tensor:
-        with generators_kept(batch), torch.no_grad(), _checkpointing_quiet():
+        with generators_kept(batch), torch.no_grad(), checkpointing_quiet():
             for device in {torch.device("cpu"), *_devices(batch)}:
                 torch.rand(num_drawn, device=device)
             return run(module, resized(batch, num_samples)).double()
@@ -140,17 +139,9 @@ def _gradient(record: Record) -> Tensor:
 
 
 def _seen(capture: Capture, run: Run, batch: Any) -> list:
-    with capture.learning() as seen, generators_kept(batch), _checkpointing_quiet():
+    with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
         run(capture.module, batch)
     return seen
-
-
-@contextmanager
-def _checkpointing_quiet() -> Iterator[None]:
-    """Reentrant checkpointing wonders why nothing requires a gradient in a pass without them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        yield
 
 
 def generators_kept(batch: Any) -> Any:

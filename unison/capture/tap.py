@@ -68,7 +68,17 @@ def tap(
     """
     if not is_fresh:
         return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
-    if output._base is not None:
-        # A view of something that nobody else sees, as a linear map reshapes what it made.
-        output = _as_no_view(output, output.shape)
-    return _InPlace.apply(use, output, anchor, *saved)  # type: ignore[return-value]
+    return _InPlace.apply(use, _own(output), anchor, *saved)  # type: ignore[return-value]
+
+
+def untapped(output: Tensor, *, is_fresh: bool) -> Tensor:
+    """What `tap` returns, in the same place in memory and without a graph."""
+    return _own(output) if is_fresh else output.clone()
+
+
+def _own(output: Tensor) -> Tensor:
+    """Let a view of something that nobody else sees be none.
+
+    A linear map makes one, where it reshapes what it made.
+    """
+    return output if output._base is None else _as_no_view(output, output.shape)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
 from unison.errors import UnsupportedOperation
 from unison.ops import Record
 
@@ -64,16 +65,17 @@ class Tracked(Tensor):
 
     value: Tensor  # the same memory without the mark and without a graph
     sources: tuple[Source, ...]  # several where it was made of several parameters
-    names: tuple[str, ...]  # of the sources, each once
+    of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
     listener: Listener
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
         """Mark a tensor; it shares the memory."""
         value = value.detach()
-        tracked = torch.Tensor._make_subclass(Tracked, value, True)
+        shell = shell_of(value) if is_in_parts(value) else value
+        tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
-        tracked.names = tuple(dict.fromkeys(source.name for source in sources))
+        tracked.of_parameters = tuple(dict.fromkeys(source.name for source in sources))
         return tracked
 
     @staticmethod
@@ -81,8 +83,43 @@ class Tracked(Tensor):
         """Mark something made of tracked tensors; nobody holds it to look for a gradient later."""
         tracked = Tracked.of(value, sources, listener)
         with torch._C.DisableTorchFunctionSubclass():
-            tracked.register_hook(partial(refuse_gradient, tracked.names[0]))
+            tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
         return tracked
+
+    # --- what parallel plans ask distributed tensors ---------------------------------------------
+
+    @property
+    def placements(self) -> Any:
+        """How the value lies on ranks, if it is a distributed tensor."""
+        return self.value.placements  # type: ignore[attr-defined]
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks that it lies on."""
+        return self.value.device_mesh  # type: ignore[attr-defined]
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> "Tracked":
+        """The same values, placed in another way."""
+        before: Any = self.value
+        after = before.redistribute(*args, **kwargs)
+        step = partial(
+            moved_back,
+            before=span_of(before),
+            after=span_of(after),
+            shape=tuple(before.shape),
+            mesh=before.device_mesh,
+        )
+        sources = tuple(source.through(step) for source in self.sources)
+        return Tracked.derived(after, sources, self.listener)
+
+    def to_local(self, **kwargs: Any) -> "Tracked":
+        """This rank's part, as a tensor of its own; its records are those of the part."""
+        if kwargs or self.value.placements[0].is_partial():  # type: ignore[attr-defined]
+            raise UnsupportedOperation(
+                f"{self.of_parameters[0]}: to_local of a summand, or with placements for its "
+                "gradient; redistribute it before"
+            )
+        return Tracked.derived(local(self.value), self.sources, self.listener)
 
     @classmethod
     def __torch_function__(

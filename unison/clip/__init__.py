@@ -1,5 +1,6 @@
 """Per-sample clipping as pure maths: norm methods × gradient methods, coefficients, the planner."""
 
+from unison.clip.alternatives import Alternative
 from unison.clip.bounds import DOUBLE, Arithmetic, SampleNorms, bounded, mass
 from unison.clip.clipping import Clipping
 from unison.clip.coefficients import (
@@ -25,7 +26,7 @@ from unison.clip.layers import Layer, Use, describe
 from unison.clip.learned import Learned, PerSampleLoss, axes_of, learn
 from unison.clip.modes import AUTO, MODES, Choice
 from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
-from unison.clip.plan import Alternative, LayerPlan, Plan, choose, plan_clipping
+from unison.clip.plan import LayerPlan, Plan, choose, plan_clipping
 from unison.clip.storage import Storage
 
 __all__ = [

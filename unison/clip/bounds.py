@@ -38,6 +38,18 @@ Scaling in bfloat16 would cost 2⁻⁷·√T. That is why plain-torch methods ac
 why `materialize` keeps what it measured: then the contribution *is* c times a known tensor (K = 1,
 S = n), and it does not matter in which precision that tensor was made.
 
+*The same records.* Norm and sum must be made of the same numbers: this is a theorem about rounding,
+not about two runs of a model. `kept` and `records` hold the very tensors that were measured.
+`second_backward` sends the same losses back through the graph of the first pass. Activation
+checkpointing runs its part of the model again for either pass, and some GPU kernels add in an order
+that changes from run to run: then the records of the two passes may differ in their last bits, and
+the bound holds up to that difference, not exactly. Use the other methods where that matters.
+`recomputed` holds the g that was measured and makes a again; its bits are compared with those that
+were measured, and a difference raises before a sum is given out (unison/capture/again.py). So its
+bound is exact, but for a fingerprint that misses a difference with probability below 2⁻³⁰. To
+compare is right here: no kernel library promises equal bits for equal calls, so that a bound
+based on such a promise would be a hope.
+
 *What this does not say.* The sum over the *batch* rounds too, and its error depends on the other
 samples: with and without one sample, computed sums may differ by C + 2γ_{BK} Σ_b c_b S_b + 2u‖sum‖.
 The second term is below 1e-5·C for a batch of 1000 samples of 1000 tokens in float64 sums. The

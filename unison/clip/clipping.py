@@ -1,22 +1,24 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from unison.clip.bounds import SampleNorms
-from unison.clip.gradients import GRADIENT_METHODS
+from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.layers import describe
+from unison.clip.matrix import tensors_of, wide_dtype
 from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
 from unison.clip.storage import Storage
 from unison.errors import UnsupportedOperation
-from unison.ops import Record
-from unison.ops.records import Dense
+from unison.ops import Product, Record
 
 
 @dataclass(eq=False)
@@ -25,21 +27,32 @@ class _Parameter:
 
     Attributes:
         name: Its name.
-        records: What is waiting to be measured, or kept for the clipped sum.
-        num_uses: Records that came in the first pass.
+        records: What is waiting to be measured, or to be added up.
+        comes_again: Which records of the first pass a second one makes again.
         choice: Its methods, once it was measured.
         norms: Its samples' norms; None while records wait.
+        num_missing: Records that were dropped, and that a second pass has not made again yet.
         lent: Storage of its per-sample gradients.
+        total: The float64 sum of records that have come again, while others are missing.
+        dtype: Of the result.
         clipped: Its clipped sum, where a second pass made it.
     """
 
     name: str
     records: list[Record] = field(default_factory=list)
-    num_uses: int = 0
+    comes_again: list[bool] = field(default_factory=list)
     choice: Choice | None = None
     norms: SampleNorms | None = None
+    num_missing: int = 0
     lent: Tensor | None = None
+    total: Tensor | None = None
+    dtype: torch.dtype = torch.float32
     clipped: Tensor | None = None
+
+    def refuse(self, what: str) -> NoReturn:
+        raise UnsupportedOperation(
+            f"{self.name} {what}. Use a clipping mode that keeps records, such as 'flash_fuse_bk'"
+        )
 
 
 class Clipping:
@@ -49,6 +62,10 @@ class Clipping:
     what its method does not need later is given back there and then. The plan decides the methods,
     not the result: a parameter that is used more or less often than planned is measured when
     the pass is over.
+
+    Methods that drop records want them again, in a second pass: `second_backward` all of them, in
+    the order of a backward pass; `recomputed` those that were given to `take_product`, in that of a
+    forward pass. What the forward pass will not meet again is given to `take`, and kept.
 
     Args:
         plan: The methods of every parameter.
@@ -65,20 +82,32 @@ class Clipping:
     def take(self, name: str, record: Record) -> None:
         """Take a record of a parameter; given to `Capture` as its `on_record`."""
         parameter = self._parameters.setdefault(name, _Parameter(name))
-        if self._coefficients is not None:
+        if self._coefficients is None:
+            self._take(parameter, record, comes_again=False)
+        else:
             self._take_again(parameter, record, self._coefficients[name])
-            return
+
+    def take_product(self, name: str, record: Product) -> bool:
+        """Take a record that a second forward pass can make again, and return whether it should.
+
+        Given to `Capture` as its `on_product`.
+        """
+        comes_again = self.plan.num_forwards_of(name) == 2
+        parameter = self._parameters.setdefault(name, _Parameter(name))
+        self._take(parameter, record, comes_again=comes_again)
+        return comes_again
+
+    def _take(self, parameter: _Parameter, record: Record, *, comes_again: bool) -> None:
         if parameter.norms is not None:  # used more often than planned
-            if not parameter.records:
-                raise UnsupportedOperation(
-                    f"{name} was used more often by this batch than by the one that clipping was "
-                    "planned for, and the records of its first uses are gone. Use a clipping mode "
-                    "of one pass, such as 'flash_fuse_bk'"
+            if parameter.num_missing:
+                parameter.refuse(
+                    "was used more often by this batch than by the one that clipping was planned "
+                    "for, and the records of its first uses are gone"
                 )
             parameter.norms = None
         parameter.records.append(record)
-        parameter.num_uses += 1
-        if parameter.num_uses == self.plan.num_uses(name):
+        parameter.comes_again.append(comes_again)
+        if len(parameter.comes_again) == self.plan.num_uses(parameter.name):
             self._measure(parameter)
 
     def norms(self) -> dict[str, SampleNorms]:
@@ -98,12 +127,20 @@ class Clipping:
 
     @property
     def num_backwards(self) -> int:
-        """Passes that the used parameters' methods need."""
+        """Backward passes that the used parameters' methods need."""
         choices = [parameter.choice for parameter in self._parameters.values()]
         return max((choice.num_backwards for choice in choices if choice), default=1)
 
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes that they need: one, if nothing was dropped that it would make again."""
+        return 2 if self.num_backwards == 1 and any(self._missing()) else 1
+
+    def _missing(self) -> Iterator[_Parameter]:
+        return (each for each in self._parameters.values() if each.num_missing)
+
     def begin_second_pass(self, coefficients: Mapping[str, Tensor]) -> None:
-        """Make sums of the records that come from now on.
+        """Make sums of the records that come from now on, forward or backward.
 
         The coefficients are applied to the records, not to the losses: on the way through the model
         they would be rounded in its dtype, and nothing could be proved of the result.
@@ -113,57 +150,85 @@ class Clipping:
         """
         self._coefficients = coefficients
 
-    def clipped_sums(self, coefficients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def clipped_sums(
+        self, coefficients: Mapping[str, Tensor], names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Make the clipped sum of one used parameter after the other, giving their records back.
 
         Args:
             coefficients: [batch] of every parameter, as given to `begin_second_pass` if there was
                 one.
+            names: Which parameters; all unless given. Those that were not used are left out.
         """
-        for name, parameter in self._parameters.items():
+        for parameter in self._missing():
+            parameter.refuse(
+                f"was used by the first pass, and {parameter.num_missing} of those uses did not "
+                "come again in the second: the model is not the same in both"
+            )
+        for name in list(self._parameters) if names is None else names:
+            parameter = self._parameters.pop(name, None)
+            if parameter is None:
+                continue
             if parameter.clipped is None:
-                parameter.clipped = self._clipped_sum(parameter, coefficients[name])
-            clipped, parameter.clipped = parameter.clipped, None
-            yield name, clipped
-        self._parameters.clear()
+                self._finish(parameter, coefficients[name])
+            assert parameter.clipped is not None
+            yield name, parameter.clipped
 
     def _measure(self, parameter: _Parameter) -> None:
-        choice = self._choice(parameter)
+        choice = self.plan.choice_for(describe(parameter.name, parameter.records))
         if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
             needed = needed_to_keep(parameter.records)
             if needed is not None:
-                device = _device_of(parameter.records[0])
+                device = tensors_of(parameter.records[0])[0].device
                 parameter.lent = self._storage.lend(parameter.name, *needed, device)
         # Storage holds the result only if the records are not in it already.
         out = parameter.lent if parameter.choice is None else None
         parameter.norms, records = measure(parameter.records, choice.norm, out)
-        parameter.choice = choice
-        parameter.records = list(records) if choice.num_backwards == 1 else []
-
-    def _choice(self, parameter: _Parameter) -> Choice:
-        layer = describe(parameter.name, parameter.records)
-        return self.plan.choice_for(layer)
+        parameter.choice, parameter.dtype = choice, wide_dtype(parameter.records)
+        if choice.num_backwards == 2:
+            dropped = [True] * len(parameter.comes_again)
+        else:
+            dropped = [choice.num_forwards == 2 and each for each in parameter.comes_again]
+        parameter.num_missing = sum(dropped)
+        if parameter.num_missing:  # then no method has put other records in their place
+            records = [each for each, is_out in zip(records, dropped, strict=True) if not is_out]
+        parameter.records = list(records)
 
     def _take_again(self, parameter: _Parameter, record: Record, coefficients: Tensor) -> None:
-        """Use the records of a parameter as soon as they are all there."""
+        """Add a record up as soon as all others are there, or earlier where that saves memory."""
+        if parameter.choice is None or parameter.clipped is not None:
+            parameter.refuse("was used more often by the second pass than by the first")
+        if not parameter.num_missing:
+            return  # its records were kept
         parameter.records.append(record)
-        if len(parameter.records) == parameter.num_uses:
-            parameter.clipped = self._clipped_sum(parameter, coefficients)
+        parameter.num_missing -= 1
+        if not parameter.num_missing:
+            self._finish(parameter, coefficients)
+        elif 8 * math.prod(record.shape) <= sum(map(_num_bytes, parameter.records)):
+            self._add(parameter, coefficients)
 
-    def _clipped_sum(self, parameter: _Parameter, coefficients: Tensor) -> Tensor:
-        records, parameter.records = parameter.records, []
+    def _add(self, parameter: _Parameter, coefficients: Tensor) -> None:
+        """Put the float64 sum of the records in their place."""
+        if parameter.total is None:
+            first = parameter.records[0]
+            device = tensors_of(first)[0].device
+            parameter.total = torch.zeros(first.shape, dtype=torch.float64, device=device)
+        while parameter.records:
+            add_clipped(parameter.total, parameter.records.pop(0), coefficients)
+
+    def _finish(self, parameter: _Parameter, coefficients: Tensor) -> None:
+        """Make the clipped sum: no record is missing."""
         assert parameter.choice is not None
-        method = GRADIENT_METHODS[parameter.choice.gradient]
-        if not records:
-            raise UnsupportedOperation(
-                f"{parameter.name} was used by the first backward pass and not by the second: the "
-                "model is not the same in both. Use a clipping mode of one pass"
-            )
-        clipped = method.clipped_sum(records, coefficients, records[0].shape)
+        if parameter.total is None:
+            method = GRADIENT_METHODS[parameter.choice.gradient]
+            records, parameter.records = parameter.records, []
+            parameter.clipped = method.clipped_sum(records, coefficients, records[0].shape)
+        else:
+            self._add(parameter, coefficients)
+            parameter.clipped, parameter.total = parameter.total.to(parameter.dtype), None
         if parameter.lent is not None:
             self._storage.give_back(parameter.name, parameter.lent)
-        return clipped
 
 
-def _device_of(record: Record) -> torch.device:
-    return record.value.device if isinstance(record, Dense) else record.g.device
+def _num_bytes(record: Record) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_of(record))

@@ -10,7 +10,18 @@ For one Product with B samples of T tokens, F = 2·B·T·rows·columns is one we
 | `rank_one`        | 2·B·(rows + columns)   | –                                        |
 | `kept`            | 2·B·rows·columns       | per-sample gradients read again          |
 | `records`         | F                      | the result, once per few thousand tokens |
+| `recomputed`      | F, and F for the output| the same, and a twice for fingerprints   |
 | `second_backward` | F, and F for the input | the same                                 |
+
+A layer under activation checkpointing runs forward in every backward pass: F more for
+`second_backward`. What is kept from the layer's backward to the end of the pass:
+
+| method            | bytes kept                                                        |
+|-------------------|-------------------------------------------------------------------|
+| `kept`            | per-sample gradients: 4·B·rows·columns                            |
+| `records`         | a and g: B·T·(rows + columns) elements                            |
+| `recomputed`      | g: B·T·rows elements; lookups and dense records as they are       |
+| `second_backward` | –                                                                 |
 
 The plain weight gradient (F) is never computed, so `materialize` with `kept` replaces it and pays
 in bytes. Estimates are functions of shapes and of the named machine alone: the same on every rank
@@ -51,8 +62,12 @@ MACHINES: dict[str, Machine] = {
     )
 }
 
-# A second backward pass runs attention, norms and elementwise operations again too.
-SECOND_BACKWARD_OVERHEAD = 1.3
+# A second pass runs attention, norms and elementwise operations again too, which cost more backward
+# than forward.
+FORWARD_OVERHEAD = 1.1
+BACKWARD_OVERHEAD = 1.3
+# To take a fingerprint takes as long as moving this many bytes per number would (measured).
+BYTES_PER_FINGERPRINT = 32
 # Per-sample gradients are kept in float32: written, squared while they are in cache, read once more
 # for the clipped sum. Squaring and adding is float64, which on a CPU takes as long as moving twice
 # the bytes at the bandwidth above would (measured).
@@ -178,13 +193,43 @@ def records_cost(layer: Layer) -> Cost:
     )
 
 
+def recomputed_cost(layer: Layer) -> Cost:
+    """Return the cost of `records`, and of this layer's part of another forward pass.
+
+    Of products only g is kept. Lookups hardly hold anything else, and dense records are no larger.
+    """
+    again, forward = records_cost(layer), forward_cost(layer)
+    inputs = [use.tokens * _input_features(use) for use in layer.uses if use.kind == "product"]
+    num_inputs = layer.batch * sum(inputs)
+    largest = layer.batch * layer.itemsize * max(inputs, default=0)
+    saved_bytes = num_inputs * layer.itemsize if layer.is_repeatable else 0
+    return Cost(
+        native_flops=forward.native_flops,
+        double_flops=again.double_flops,
+        moved_bytes=again.moved_bytes
+        + forward.moved_bytes
+        + 2 * BYTES_PER_FINGERPRINT * num_inputs,
+        kept_bytes=again.kept_bytes - saved_bytes,
+        transient_bytes=again.transient_bytes + largest,
+    )
+
+
+def forward_cost(layer: Layer) -> Cost:
+    """Return the cost of this layer's part of a forward pass without a graph."""
+    return Cost(
+        native_flops=int(FORWARD_OVERHEAD * _product_flops(layer)),
+        moved_bytes=2 * _record_bytes(layer),
+    )
+
+
 def second_backward_cost(layer: Layer) -> Cost:
     """Return the cost of `records`, and of this layer's part of another pass; nothing is kept."""
     again = records_cost(layer)
+    forward = forward_cost(layer) if layer.is_checkpointed else Cost()
     return Cost(
-        native_flops=int(SECOND_BACKWARD_OVERHEAD * _product_flops(layer)),
+        native_flops=int(BACKWARD_OVERHEAD * _product_flops(layer)) + forward.native_flops,
         double_flops=again.double_flops,
-        moved_bytes=again.moved_bytes + 2 * _record_bytes(layer),
+        moved_bytes=again.moved_bytes + 2 * _record_bytes(layer) + forward.moved_bytes,
         transient_bytes=again.transient_bytes,
     )
 
@@ -199,6 +244,7 @@ NORM_COSTS: dict[str, Callable[[Layer], Cost]] = {
 GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
     "kept": kept_cost,
     "records": records_cost,
+    "recomputed": recomputed_cost,
     "second_backward": second_backward_cost,
 }
 
@@ -210,6 +256,10 @@ def _product_flops(layer: Layer) -> int:
 
 def _record_bytes(layer: Layer) -> int:
     return layer.batch * sum(_bytes_per_sample(use, layer.itemsize) for use in layer.uses)
+
+
+def _input_features(use: Use) -> int:
+    return use.rows if use.is_transposed else use.columns
 
 
 def _bytes_per_sample(use: Use, itemsize: int) -> int:

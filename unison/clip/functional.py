@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unison import check
-from unison.capture import Capture, batch_size_of
+from unison.capture import Capture, Surroundings, batch_size_of
 from unison.clip.clipping import Clipping
 from unison.clip.coefficients import RULES, summed
 from unison.clip.learned import PerSampleLoss, learn
@@ -55,7 +55,9 @@ def clipped_gradients(
     Guarantees:
         No sample's share of `sums`, as it is computed, has a norm above `max_norm` over all
         trainable parameters together, whatever the dtype, the mode and the other samples. Every
-        mode gives the same gradients up to rounding.
+        mode gives the same gradients up to rounding. `"ghost"` and `"flash_fuse"`, which run
+        backward twice, need kernels that give the same bits twice: see *The same records* in
+        [Note: proved sensitivity].
 
     Args:
         model: The model as the user wrote it; its `.grad`s are not touched.
@@ -82,8 +84,15 @@ def clipped_gradients(
     machine = next(model.parameters()).device.type
     plan = learned.plan(size, mode=mode, memory_budget=memory_budget, machine=machine)
     clipping = Clipping(plan, size, learned.storage)
-    capture = Capture(model, size, axes=learned.axes, on_record=clipping.take)
+    capture = Capture(
+        model,
+        size,
+        axes=learned.axes,
+        on_record=clipping.take,
+        on_product=clipping.take_product if plan.num_forwards == 2 else None,
+    )
     with capture.installed(), torch.enable_grad():
+        surroundings = Surroundings.here(model, batch)
         losses = per_sample_loss(model, batch)
         _check_losses(losses, size)
         losses.sum().backward(retain_graph=plan.num_backwards == 2)
@@ -94,6 +103,11 @@ def clipped_gradients(
         if clipping.num_backwards == 2:
             clipping.begin_second_pass(by_name)
             losses.sum().backward()
+        elif clipping.num_forwards == 2:
+            del losses  # and what its graph still holds
+            clipping.begin_second_pass(by_name)
+            with capture.again(surroundings):
+                per_sample_loss(model, batch)
         sums |= clipping.clipped_sums(by_name)
     return ClippedGradients(
         sums=sums,

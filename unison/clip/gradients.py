@@ -25,6 +25,7 @@ from unison.clip.matrix import (
 from unison.errors import BadInput
 from unison.kernels.per_sample import weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
+from unison.ops.records import add_rows_
 
 # Samples × tokens of one GEMM. It reads and writes the whole result, so it should be long.
 _TOKENS_PER_GEMM = 4096
@@ -42,12 +43,15 @@ class GradientMethod:
         num_backwards: Backward passes of the whole model: a second one makes the records anew
             instead of keeping them.
         clipped_sum: (records, coefficients [batch], shape) to Σ_b c_b · gradient_b [*shape].
+        num_forwards: Forward passes of the whole model: a second one makes anew what went into the
+            products, instead of keeping it.
     """
 
     name: str
     needs_kept: bool
     num_backwards: int
     clipped_sum: Callable[[Sequence[Record], Tensor, tuple[int, ...]], Tensor]
+    num_forwards: int = 1
 
 
 def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -131,7 +135,7 @@ def _add_lookup(total: Tensor, lookup: Lookup, coefficients: Tensor) -> None:
         ids = lookup.ids[samples]  # [samples, tokens]
         g = _selected(lookup.g[samples], c).mul_(c.view(-1, 1, 1))
         g = g.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
-        table.index_add_(0, ids.clamp(min=0).flatten(), g.flatten(0, 1))
+        add_rows_(table, ids.clamp(min=0).flatten(), g.flatten(0, 1))
 
 
 def _add_dense(total: Tensor, dense: Dense, coefficients: Tensor) -> None:
@@ -162,7 +166,15 @@ GRADIENT_METHODS: dict[str, GradientMethod] = {
     for method in (
         GradientMethod("kept", needs_kept=True, num_backwards=1, clipped_sum=from_records),
         GradientMethod("records", needs_kept=False, num_backwards=1, clipped_sum=from_records),
-        # The records of the second pass are used as they come and dropped, layer after layer.
+        # The records of the second pass, forward or backward, are used as they come and dropped,
+        # layer after layer.
+        GradientMethod(
+            "recomputed",
+            needs_kept=False,
+            num_backwards=1,
+            clipped_sum=from_records,
+            num_forwards=2,
+        ),
         GradientMethod(
             "second_backward", needs_kept=False, num_backwards=2, clipped_sum=from_records
         ),

@@ -34,6 +34,7 @@ from unison.clip.matrix import (
     tensors_of,
 )
 from unison.ops import Dense, Lookup, Product, Record
+from unison.ops.records import add_rows_
 
 _FEATURES_PER_TILE = 4096
 
@@ -118,7 +119,7 @@ def lookup_squared_norms(lookups: Sequence[Lookup]) -> Tensor:
         g = torch.cat([lookup.g[..., features].double() for lookup in lookups], 1)
         g = g.masked_fill_(is_padding, 0.0)  # [batch, tokens, features in the tile]
         sums = torch.zeros_like(g.flatten(0, 1))  # [batch * tokens, features in the tile]
-        sums.index_add_(0, slots.flatten(), g.flatten(0, 1))
+        add_rows_(sums, slots.flatten(), g.flatten(0, 1))
         total += sums.view_as(g).square_().sum(-1).sum(-1)
     return total
 

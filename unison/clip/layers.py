@@ -20,12 +20,14 @@ class Use:
         tokens: Tokens per sample; 1 for dense.
         rows: Rows of the parameter as a matrix (d_out, or the table's length).
         columns: Its columns (d_in, or the table's features).
+        is_transposed: Whether rows and columns are the other way round, as in x @ W.
     """
 
     kind: str
     tokens: int
     rows: int
     columns: int
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,16 @@ class Layer:
         batch: Samples in the batch.
         itemsize: Bytes per element of the records.
         uses: Several for tied weights and for layers called several times.
+        is_checkpointed: Whether it runs forward in the backward pass too.
+        is_repeatable: Whether a second forward pass meets all of its uses again.
     """
 
     name: str
     batch: int
     itemsize: int
     uses: tuple[Use, ...]
+    is_checkpointed: bool = False
+    is_repeatable: bool = True
 
     @property
     def numel(self) -> int:
@@ -63,8 +69,14 @@ def describe(name: str, records: Sequence[Record]) -> Layer:
     uses = []
     for record in records:
         rows, columns = matrix_shape([record])
-        kind = KINDS[type(record)]
-        uses.append(Use(kind=kind, tokens=num_terms(record), rows=rows, columns=columns))
+        use = Use(
+            kind=KINDS[type(record)],
+            tokens=num_terms(record),
+            rows=rows,
+            columns=columns,
+            is_transposed=isinstance(record, Product) and record.is_transposed,
+        )
+        uses.append(use)
     tensors = [tensor for record in records for tensor in tensors_of(record)]
     itemsize = max(tensor.element_size() for tensor in tensors)
     return Layer(name=name, batch=check_records(records), itemsize=itemsize, uses=tuple(uses))
@@ -74,9 +86,10 @@ def _placeholder(use: Use, batch: int) -> Record:
     shape = (use.rows, use.columns)
     match use.kind:
         case "product":
-            a = torch.empty(batch, use.tokens, use.columns, device="meta")
-            g = torch.empty(batch, use.tokens, use.rows, device="meta")
-            return Product(a, g, False, shape)
+            left = torch.empty(batch, use.tokens, use.rows, device="meta")
+            right = torch.empty(batch, use.tokens, use.columns, device="meta")
+            a, g = (left, right) if use.is_transposed else (right, left)
+            return Product(a, g, use.is_transposed, shape)
         case "lookup":
             ids = torch.empty(batch, use.tokens, dtype=torch.int64, device="meta")
             g = torch.empty(batch, use.tokens, use.columns, device="meta")

@@ -120,4 +120,11 @@ def learn_layers(
         losses = per_sample_loss(model, few)
         if losses.requires_grad:
             losses.sum().backward()
-    return tuple(describe(name, found[name]) for name in sorted(found))
+    return tuple(
+        replace(
+            describe(name, found[name]),
+            is_checkpointed=name in capture.used_late,
+            is_repeatable=name not in capture.recorded_late,
+        )
+        for name in sorted(found)
+    )

@@ -26,6 +26,11 @@ class Choice:
         """Backward passes of the whole model."""
         return GRADIENT_METHODS[self.gradient].num_backwards
 
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes of the whole model."""
+        return GRADIENT_METHODS[self.gradient].num_forwards
+
 
 # A norm method that forms per-sample gradients goes with the gradient method that uses them.
 CHOICES: tuple[Choice, ...] = tuple(
@@ -42,4 +47,5 @@ MODES: dict[str, Choice] = {
     "ghost_bk": Choice("gram", "records"),
     "flash_fuse": Choice("tile", "second_backward"),
     "flash_fuse_bk": Choice("tile", "records"),
+    "recompute_bk": Choice("tile", "recomputed"),
 }

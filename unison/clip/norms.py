@@ -32,6 +32,7 @@ from unison.clip.matrix import (
 from unison.errors import UnsupportedOperation
 from unison.kernels.per_sample import squared_norms
 from unison.ops import Dense, Lookup, Product, Record
+from unison.ops.records import add_rows_
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _add_rows(tile: Tensor, record: Record, rows: slice) -> None:
             index = (ids - rows.start).masked_fill(~is_here, 0)
             index = index + height * torch.arange(batch, device=ids.device).unsqueeze(1)
             g = g.to(dtype).masked_fill(~is_here.unsqueeze(-1), 0.0)
-            tile.view(batch * height, columns).index_add_(0, index.flatten(), g.flatten(0, 1))
+            add_rows_(tile.view(batch * height, columns), index.flatten(), g.flatten(0, 1))
         case Dense(value=value):
             columns = tile.shape[2]
             num_rows = math.prod(record.shape) // max(1, columns)

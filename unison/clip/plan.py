@@ -1,6 +1,6 @@
 """The planner: which norm and gradient method each layer uses, and what the others would cost.
 
-The five named modes are points of norm × gradient, the same for all layers. `auto` takes for each
+The named modes are points of norm × gradient, the same for all layers. `auto` takes for each
 layer the cheapest pair, as long as what is kept until the end of the backward pass fits the memory
 budget. A plan is a function of shapes, budget and machine name alone. It is frozen, JSON-able and
 part of the mechanism: other methods round differently.
@@ -13,10 +13,19 @@ from functools import cached_property
 from typing import Any
 
 from unison import check
-from unison.clip.costs import GRADIENT_COSTS, MACHINES, NORM_COSTS, Cost
+from unison.clip.alternatives import (
+    Alternative,
+    alternatives_of,
+    bytes_needed,
+    check_fits,
+    fastest,
+    forward_seconds,
+    named,
+    total_seconds,
+)
+from unison.clip.costs import MACHINES, Cost
 from unison.clip.layers import Layer, Use, describe
-from unison.clip.modes import AUTO, CHOICES, MODES, Choice
-from unison.clip.norms import NORM_METHODS
+from unison.clip.modes import AUTO, MODES, Choice
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 
@@ -30,15 +39,6 @@ __all__ = [
     "choose",
     "plan_clipping",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """What one choice of methods costs on one layer, and how long that takes."""
-
-    choice: Choice
-    cost: Cost
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +78,20 @@ class Plan:
         return max((layer.chosen.choice.num_backwards for layer in self.layers), default=1)
 
     @property
+    def num_forwards(self) -> int:
+        """Forward passes per batch: two, if a layer needs them."""
+        return max((layer.chosen.choice.num_forwards for layer in self.layers), default=1)
+
+    @property
     def seconds(self) -> float:
         """Estimated time of clipping, beside forward pass and input gradients."""
-        return sum(layer.chosen.seconds for layer in self.layers)
+        forwards = [forward_seconds(each.layer, self.machine) for each in self.layers]
+        return total_seconds([each.chosen for each in self.layers], forwards)
 
     @property
     def bytes_needed(self) -> int:
         """What is kept until the backward pass ends, and the largest transient on top."""
-        return _bytes_needed([layer.chosen for layer in self.layers])
+        return bytes_needed([layer.chosen for layer in self.layers])
 
     @cached_property
     def _by_name(self) -> dict[str, LayerPlan]:
@@ -102,18 +108,24 @@ class Plan:
         planned = self._by_name.get(name)
         return None if planned is None else len(planned.layer.uses)
 
+    def num_forwards_of(self, name: str) -> int:
+        """Return how many forward passes the layer of that name takes; one if it is not known."""
+        planned = self._by_name.get(name)
+        return 1 if planned is None else planned.chosen.choice.num_forwards
+
     def choice_for(self, layer: Layer) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.
 
-        Such a layer takes as many passes as the plan.
+        Such a layer takes as many passes as it was to take.
         """
         planned = self._by_name.get(layer.name)
         if planned is not None and planned.layer.uses == layer.uses:
             return planned.chosen.choice
-        options = _alternatives(layer, self.machine)
+        options = alternatives_of(layer, self.machine)
         if self.mode != AUTO:
-            return _named(layer, options, self.mode).choice
-        options = [each for each in options if each.choice.num_backwards == self.num_backwards]
+            return named(layer, options, self.mode).choice
+        passes = self.num_backwards, self.num_forwards_of(layer.name)
+        options = [each for each in options if each.passes == passes]
         if not options:
             raise UnsupportedOperation(f"no clipping method of the plan's passes takes {layer}")
         return options[0].choice
@@ -141,9 +153,7 @@ def plan_clipping(
 ) -> Plan:
     """Return the cheapest allowed methods of every layer.
 
-    In `auto`, layers start with their cheapest single-pass pair. While they need more memory than
-    there is, the one that loses least time per byte saved moves to a smaller pair. If no single
-    pass fits, all layers go to a second backward pass, which keeps nothing.
+    In `auto` it is found as [Note: how a plan is found] in alternatives.py says.
 
     Args:
         layers: Shapes of every parameter's records, from `describe`.
@@ -160,12 +170,12 @@ def plan_clipping(
     names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         raise BadInput(f"expected every parameter once, found {sorted(names)}")
-    options = [_alternatives(layer, machine) for layer in layers]
+    options = [alternatives_of(layer, machine) for layer in layers]
     if mode == AUTO:
-        chosen = _cheapest(options, memory_budget)
+        chosen = fastest(layers, options, memory_budget, machine)
     else:
-        chosen = [_named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]
-        _check_fits(chosen, memory_budget)
+        chosen = [named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]
+        check_fits(chosen, memory_budget)
     plans = zip(layers, chosen, options, strict=True)
     return Plan(
         mode=mode,
@@ -179,86 +189,6 @@ def choose(records: Sequence[Record], mode: str = AUTO, machine: str = "cpu") ->
     """Return the methods for the records of one parameter, with no bound on memory."""
     layer = describe("the parameter", records)
     return plan_clipping([layer], mode=mode, machine=machine).choice(layer.name)
-
-
-def _alternatives(layer: Layer, machine: str) -> list[Alternative]:
-    """Return every choice of methods that takes this layer's records, cheapest first."""
-    records = layer.placeholder_records()
-    found = []
-    for choice in CHOICES:
-        if NORM_METHODS[choice.norm].refusal(records) is None:
-            cost = NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)
-            seconds = cost.seconds(MACHINES[machine])
-            found.append(Alternative(choice=choice, cost=cost, seconds=seconds))
-    return sorted(found, key=lambda a: (a.seconds, a.cost.kept_bytes, str(a.choice)))
-
-
-def _named(layer: Layer, options: Sequence[Alternative], mode: str) -> Alternative:
-    for option in options:
-        if option.choice == MODES[mode]:
-            return option
-    why = NORM_METHODS[MODES[mode].norm].refusal(layer.placeholder_records())
-    raise UnsupportedOperation(
-        f"clipping {mode!r} cannot be used for {layer.name}: {why}; clipping 'auto' can"
-    )
-
-
-def _cheapest(
-    options: Sequence[Sequence[Alternative]], memory_budget: int | None
-) -> list[Alternative]:
-    """Return one alternative per layer, all of one pass or all of two."""
-    candidates = []
-    for num_backwards in (1, 2):
-        allowed = [
-            [a for a in layer if a.choice.num_backwards == num_backwards] for layer in options
-        ]
-        if all(allowed):
-            candidates.append(_shrink([layer[0] for layer in allowed], allowed, memory_budget))
-    fitting = [chosen for chosen in candidates if _fits(chosen, memory_budget)]
-    if not fitting:
-        _check_fits(min(candidates, key=_bytes_needed), memory_budget)
-    return min(fitting, key=lambda chosen: sum(each.seconds for each in chosen))
-
-
-def _shrink(
-    chosen: list[Alternative],
-    allowed: Sequence[Sequence[Alternative]],
-    memory_budget: int | None,
-) -> list[Alternative]:
-    """Trade time for memory, least time per byte first, until the chosen fit or none is left."""
-    while not _fits(chosen, memory_budget):
-        swaps = [
-            ((a.seconds - now.seconds) / (_held(now) - _held(a)), i, str(a.choice), a)
-            for i, now in enumerate(chosen)
-            for a in allowed[i]
-            if _held(a) < _held(now)
-        ]
-        if not swaps:
-            break
-        _, i, _, smaller = min(swaps, key=lambda swap: swap[:3])
-        chosen = [*chosen[:i], smaller, *chosen[i + 1 :]]
-    return chosen
-
-
-def _held(alternative: Alternative) -> int:
-    return alternative.cost.kept_bytes + alternative.cost.transient_bytes
-
-
-def _bytes_needed(chosen: Sequence[Alternative]) -> int:
-    transient = max((each.cost.transient_bytes for each in chosen), default=0)
-    return sum(each.cost.kept_bytes for each in chosen) + transient
-
-
-def _fits(chosen: Sequence[Alternative], memory_budget: int | None) -> bool:
-    return memory_budget is None or _bytes_needed(chosen) <= memory_budget
-
-
-def _check_fits(chosen: Sequence[Alternative], memory_budget: int | None) -> None:
-    if not _fits(chosen, memory_budget):
-        raise BadInput(
-            f"clipping needs {_bytes_needed(chosen):,} bytes, and memory_budget is "
-            f"{memory_budget:,}: use a smaller physical batch"
-        )
 
 
 def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
@@ -297,8 +227,8 @@ def _table(plan: Plan) -> str:
     budget = "none" if plan.memory_budget is None else f"{plan.memory_budget / 1e6:,.1f} MB"
     total = (
         f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
-        f"{plan.num_backwards} backward, {plan.bytes_needed / 1e6:,.1f} MB, "
-        f"{1e3 * plan.seconds:,.3f} ms"
+        f"{plan.num_forwards} forward, {plan.num_backwards} backward, "
+        f"{plan.bytes_needed / 1e6:,.1f} MB, {1e3 * plan.seconds:,.3f} ms"
     )
     return "\n".join([*texts, total])
 

@@ -87,9 +87,20 @@ def per_sample(record: Record) -> Tensor:
             g = torch.where(counts, _wide(record.g), 0.0).reshape(-1, features)
             first = torch.arange(batch, device=g.device)[:, None] * rows
             places = (record.ids.clamp(min=0) + first).reshape(-1)
-            flat = g.new_zeros(batch * rows, features).index_add_(0, places, g)
+            flat = add_rows_(g.new_zeros(batch * rows, features), places, g)
             return flat.view(batch, *record.shape)
     raise AssertionError(f"no rule for {record!r}")
+
+
+def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Add `values` [n, features] to the named rows of `table`, in the same order every time.
+
+    On a GPU `index_add_` adds rows that are named twice in whatever order its threads come, and the
+    last bits change from run to run; `index_put_` sorts them first.
+    """
+    if table.device.type == "cpu":
+        return table.index_add_(0, rows, values)
+    return table.index_put_((rows,), values, accumulate=True)
 
 
 def transposed(record: Record) -> Record:
@@ -134,6 +145,30 @@ def in_rows(record: Record, start: int, shape: tuple[int, ...]) -> Record:
     value = per_sample(record)
     sides = [0, 0] * (len(shape) - 1) + [start, after]
     return Dense(F.pad(value, sides))
+
+
+def part_of(record: Record, dim: int, start: int, size: int) -> Record:
+    """The record of a part of a parameter, cut along `dim`, from that of all of it.
+
+    Args:
+        record: Of the whole parameter.
+        dim: A dimension of the parameter.
+        start: Where the part begins.
+        size: How long it is.
+    """
+    shape = (*record.shape[:dim], size, *record.shape[dim + 1 :])
+    match record:
+        case Product() if len(shape) == 2:
+            if (dim == 0) == record.is_transposed:
+                return replace(record, a=record.a.narrow(-1, start, size), shape=shape)
+            return replace(record, g=record.g.narrow(-1, start, size), shape=shape)
+        case Lookup() if dim == 0:
+            ids = record.ids - start
+            is_inside = (record.ids >= 0) & (ids >= 0) & (ids < size)
+            return Lookup(torch.where(is_inside, ids, -1), record.g, shape)
+        case Lookup():
+            return Lookup(record.ids, record.g.narrow(-1, start, size), shape)
+    return Dense(per_sample(record).narrow(1 + dim, start, size))
 
 
 def _wide(value: Tensor) -> Tensor:

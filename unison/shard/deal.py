@@ -74,6 +74,12 @@ def take_mean_was_used() -> bool:
     return was_used
 
 
+def publish_plan(plan: BatchPlan | None) -> None:
+    """Make a plan the current one; for loaders that deal by themselves."""
+    global _current
+    _current = plan
+
+
 def current_plan() -> BatchPlan | None:
     """The plan of the batch that a dealt loader handed out last."""
     return _current
@@ -299,8 +305,14 @@ def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
 def _part(value: Tensor, plan: BatchPlan) -> Tensor:
     """This pass's rows of a tensor of the global batch, filled up with zeros."""
     ids = plan.sample_ids
+    return padded_rows(value[ids[ids >= 0]], plan)
+
+
+def padded_rows(value: Tensor, plan: BatchPlan) -> Tensor:
+    """The rows of this pass [samples, ...], padded with zeros, cut into granules if asked."""
+    ids = plan.sample_ids
     rows = value.new_zeros(len(ids), *value.shape[1:])
-    rows[ids >= 0] = value[ids[ids >= 0]]
+    rows[ids >= 0] = value
     if not plan.is_granular:
         return rows
     return PerGranule.of([part.clone() for part in rows.split(plan.granule)])

@@ -14,12 +14,9 @@
 Where one rank holds everything, in the dtype and on the device it computes with, `full` *is*
 `shard`: nothing is copied and nothing freed.
 
-The computation sees *leaves*: views of `full` in the parameters' own shapes that require gradients.
-There is one set of them per granule (see engine.py): each granule's gradient arrives apart.
+The computation sees *leaves*, which are views of `full`; see leaves.py.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -28,6 +25,7 @@ from torch import Tensor, nn
 
 from unison.shard.gradient import as_shard_gradient
 from unison.shard.layout import FlatLayout, Piece, Slot
+from unison.shard.leaves import Leaves
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 
@@ -69,6 +67,7 @@ class FlatGroup:
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
         device: Where the parameters compute.
+        leaves: What a computation sees of `full`.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
@@ -140,7 +139,7 @@ class FlatGroup:
         self._sent: Tensor | None = None  # what a running gather reads
         self._kept: Tensor | None = None  # what neighbours hold between forward and backward
         self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self._leaves: dict[int, list[Tensor]] = {}
+        self.leaves = Leaves(self.full, self.slots, self.requires_grad)
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -330,7 +329,7 @@ class FlatGroup:
     def drop_gradients(self) -> None:
         """Forget gradients that lie at leaves or are on their way."""
         self._moving = []
-        self.take_gradients()
+        self.leaves.take_gradients()
 
     def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
         if piece.grad is None:
@@ -338,83 +337,7 @@ class FlatGroup:
         else:
             piece.grad.add_(part)
 
-    # --- leaves ----------------------------------------------------------------------------------
-
-    def leaves(
-        self, granule: int, on_gradient: Callable[[int, int, Tensor], None] | None
-    ) -> list[Tensor]:
-        """The views of `full` that one granule computes with, one per parameter.
-
-        Args:
-            granule: Which granule; the same one gets the same leaves until `drop_leaves`, so that
-                several forward passes add up in one gradient.
-            on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
-                None leaves gradients at the leaves, for `take_gradients`.
-        """
-        if granule not in self._leaves:
-            self._leaves[granule] = [
-                self._make_leaf(index, slot, granule, on_gradient)
-                for index, slot in enumerate(self.slots)
-            ]
-        return self._leaves[granule]
-
-    def _make_leaf(
-        self,
-        index: int,
-        slot: Slot,
-        granule: int,
-        on_gradient: Callable[[int, int, Tensor], None] | None,
-    ) -> Tensor:
-        view = self.full.detach().as_strided(
-            slot.shape, _contiguous_strides(slot.shape), slot.offset
-        )
-        if not self.requires_grad:
-            return view
-        leaf = nn.Parameter(view)
-        if on_gradient is not None:
-            leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
-        return leaf
-
-    def keep_gradients(self) -> None:
-        """Hand the gradients that lie at the leaves to the pieces, where both are the same."""
-        for leaves in self._leaves.values() if self.requires_grad else ():
-            for leaf, piece in zip(leaves, self.pieces, strict=True):
-                gradient = leaf.grad
-                if gradient is not None:
-                    leaf.grad = None
-                    if piece.grad is None:
-                        piece.grad = gradient.view(-1)
-                    else:
-                        piece.grad.add_(gradient.view(-1))
-
-    def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
-        """Take the gradients that lie at the leaves, with the granule of each set that has any."""
-        taken = []
-        for granule, leaves in self._leaves.items() if self.requires_grad else ():
-            gradients = [leaf.grad for leaf in leaves]
-            if any(gradient is not None for gradient in gradients):
-                taken.append((granule, gradients))
-                for leaf in leaves:
-                    leaf.grad = None
-        return taken
-
-    def all_leaves(self) -> Iterator[Tensor]:
-        """Every leaf there is."""
-        return itertools.chain.from_iterable(self._leaves.values())
-
-    def drop_leaves(self) -> None:
-        """Forget all leaves; the next forward pass makes new ones."""
-        self._leaves.clear()
-
 
 def _sum_of_bits(value: Tensor) -> Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return value.contiguous().view(-1).view(kinds[value.element_size()]).sum(dtype=torch.int64)
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -33,7 +33,10 @@ Source = Callable[[nn.Parameter], Tensor | None]
 
 
 def grad_norm(module: nn.Module) -> Tensor:
-    """The L2 norm of the whole model's gradient, on every rank; a collective."""
+    """The L2 norm of the whole model's gradient, on every rank; a collective.
+
+    Of a module that is not sharded too, where nothing is sent.
+    """
     return _norm(module, lambda piece: piece.grad)
 
 
@@ -55,6 +58,10 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise BadInput(f"max_norm must be above 0, found {max_norm!r}")
+    if not (units_of(module) or fsdp2_modules(module)):
+        raise BadInput(
+            f"{type(module).__name__} is not sharded; use torch.nn.utils.clip_grad_norm_ for it"
+        )
     norm = grad_norm(module)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for piece in module.parameters():
@@ -142,10 +149,13 @@ def _spread_parameters(module: nn.Module) -> tuple[list[Spread], Ranks, torch.de
             for piece, *places in zip(group.pieces, *of_ranks, strict=True):
                 ranges = [(place.start, place.stop) for place in places]
                 found[id(piece)] = Spread(piece, places[0].slot.numel, ranges)
-    if not found:
-        raise BadInput(
-            f"{type(module).__name__} is not sharded; use torch.nn.utils.clip_grad_norm_ for it"
-        )
+    if not found:  # a plain module, which every rank holds whole
+        whole = {
+            id(piece): Spread(piece, piece.numel(), [(0, piece.numel())])
+            for piece in module.parameters()
+        }
+        device = next((spread.device for spread in whole.values()), torch.device("cpu"))
+        return list(whole.values()), Ranks(None), device
     outside = [name for name, value in module.named_parameters() if id(value) not in found]
     if outside:
         raise BadInput(f"parameters {outside} belong to no unit; call fully_shard on the root too")

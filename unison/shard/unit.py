@@ -1,23 +1,29 @@
 """A unit: a module whose parameters are gathered, used and freed together."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
+from unison.shard.attributes import Attributes, Hidden
 from unison.shard.flat_group import FlatGroup, ParameterInfo
-from unison.shard.granules import PerGranule
 from unison.shard.labels import labelled
+from unison.shard.leaves import PLAIN, RECOMPUTE, per_granule, tripwire
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import Axes
 from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Parts, Reducer
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
+
+
+LeafSource = Callable[["Unit", int], list[list[Tensor]]]
+"""(unit, granule) -> what the granule computes with, one list of tensors per flat group.
+
+Set where somebody else than autograd makes the gradients of parameters: the tensors take none, and
+the unit sums none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +35,6 @@ class UnitOptions:
     gradient_divisor: float
     precision: MixedPrecision
     offload: CPUOffload | None
-
-
-# What attributes were before they were shadowed: (instance dictionary, name, value).
-Hidden = list[tuple[dict[str, Any], str, Tensor | None]]
-PLAIN = -1  # the leaves of a pass that is not cut into granules
 
 
 class Unit:
@@ -73,22 +74,11 @@ class Unit:
         self._receivers = [self._receiver(index) for index in range(len(self.groups))]
         self.is_reducing = False
         self.is_in_place = False  # set while the root has put all parameters in place, see whole.py
+        self.leaf_source: LeafSource | None = None
         # In the running backward pass: what this rank used of each group, and parts of the rest.
         self._used: list[list[bool]] = [[] for _ in self.groups]
         self._unused: list[tuple[int, Parts]] = []
-        self._places = [
-            (use.module.__dict__, use.attribute, index, slot)
-            for index, group in enumerate(self.groups)
-            for slot, uses in enumerate(group.uses)
-            for use in uses
-        ]
-        self._recurrent = {
-            use.module
-            for group in self.groups
-            for uses in group.uses
-            for use in uses
-            if isinstance(use.module, nn.RNNBase)
-        }
+        self.attributes = Attributes([group.uses for group in self.groups])
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None
         self._install_pieces()
@@ -178,53 +168,11 @@ class Unit:
         for group in self.groups:
             group.free_after_forward()
 
-    @contextmanager
-    def parameters_in_place(self, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Let the module's attributes be the given tensors, one sequence per flat group."""
-        hidden = self.shadow(tensors)
-        try:
-            yield
-        finally:
-            self.restore(hidden)
-
-    def shadow(self, tensors: Sequence[Sequence[Tensor]]) -> "Hidden":
-        """Hide the module's pieces behind full parameters; returns what `restore` takes.
-
-        Python finds an instance's own dictionary before `nn.Module.__getattr__` looks into
-        `_parameters`, so a full parameter shadows its piece while `named_parameters()` goes on
-        showing pieces.
-        """
-        hidden = [
-            (attributes, name, attributes.get(name)) for attributes, name, _, _ in self._places
-        ]
-        for attributes, name, group, slot in self._places:
-            attributes[name] = tensors[group][slot]
-        if self._recurrent:
-            self._renew_flat_weights()
-        return hidden
-
-    def restore(self, hidden: "Hidden") -> None:
-        """Undo `shadow`."""
-        for attributes, name, before in hidden:
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
-        if self._recurrent:
-            self._renew_flat_weights()
-
-    def _renew_flat_weights(self) -> None:
-        """Let recurrent modules, which keep a second list of parameters, see the same ones."""
-        for module in self._recurrent:
-            module._flat_weights = [
-                getattr(module, name, None) for name in module._flat_weights_names
-            ]
-
     def begin_backward(self) -> None:
         """Have the full parameters, also for code that activation checkpointing runs again."""
         self.finish_gather()
         if self._hidden is None:
-            self._hidden = self.shadow(self._recompute_tensors())
+            self._hidden = self.attributes.shadow(self._recompute_tensors())
 
     def _recompute_tensors(self) -> list[list[Tensor]]:
         """What a recompute inside this unit sees.
@@ -237,14 +185,14 @@ class Unit:
             return self.leaves(PLAIN)
         if self.has_children and not self.loops_over_model:
             return per_granule([self.leaves(granule) for granule in self.last_granules])
-        return [
-            [_refuse_gradient(leaf, self.name) for leaf in leaves] for leaves in self.leaves(PLAIN)
-        ]
+        if self.leaf_source is not None:
+            return self.leaves(RECOMPUTE)
+        return [[tripwire(leaf, self.name) for leaf in leaves] for leaves in self.leaves(PLAIN)]
 
     def free(self) -> None:
         """Give the memory of the full parameters back."""
         if self._hidden is not None:
-            self.restore(self._hidden)
+            self.attributes.restore(self._hidden)
             self._hidden = None
         for group in self.groups:
             group.free()
@@ -257,8 +205,10 @@ class Unit:
 
     def leaves(self, granule: int) -> list[list[Tensor]]:
         """The tensors that a granule computes with, one list per flat group."""
+        if self.leaf_source is not None:
+            return self.leaf_source(self, granule)
         return [
-            group.leaves(granule, receiver)
+            group.leaves.of(granule, receiver)
             for group, receiver in zip(self.groups, self._receivers, strict=True)
         ]
 
@@ -313,12 +263,12 @@ class Unit:
     @property
     def has_untaken_gradients(self) -> bool:
         """Whether gradients lie at the leaves."""
-        return any(leaf.grad is not None for group in self.groups for leaf in group.all_leaves())
+        return any(leaf.grad is not None for group in self.groups for leaf in group.leaves)
 
     def keep_gradients(self) -> None:
         """Hand the leaves' gradients to their pieces as they are."""
         for group in self.groups:
-            group.keep_gradients()
+            group.leaves.give_gradients_to(group.pieces)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""
@@ -326,7 +276,7 @@ class Unit:
             for index, group in enumerate(self.groups):
                 if group.requires_grad:
                     reducer = self._reducer(index)
-                    for granule, gradients in group.take_gradients():
+                    for granule, gradients in group.leaves.take_gradients():
                         reducer.take(granule, gradients)
                     reducer.start()
         self.is_reducing = True
@@ -405,7 +355,7 @@ class Unit:
         """Be ready for other granules, of this logical batch or of a new one."""
         self.edges = edges
         for group in self.groups:
-            group.drop_leaves()
+            group.leaves.drop()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -429,27 +379,3 @@ def _by_class(parameters: list[ParameterInfo]) -> list[list[ParameterInfo]]:
 
 def _where(chosen: list[bool], parts: Parts) -> Parts:
     return [part if is_chosen else None for part, is_chosen in zip(parts, chosen, strict=False)]
-
-
-def _refuse_gradient(value: Tensor, name: str) -> Tensor:
-    """A view of a parameter that raises when a gradient reaches it."""
-
-    def refuse(_: Tensor) -> None:
-        raise UnsupportedOperation(
-            f"{name} is under reentrant checkpointing, which hides from the ordered reducer which "
-            "granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
-        )
-
-    tripwire = value.detach()
-    if value.requires_grad:
-        tripwire.requires_grad_()
-        tripwire.register_post_accumulate_grad_hook(refuse)
-    return tripwire
-
-
-def per_granule(leaves: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """From [granule][group][slot] to [group][slot] of tensors that are one value per granule."""
-    return [
-        [PerGranule.of(list(slots)) for slots in zip(*groups, strict=True)]
-        for groups in zip(*leaves, strict=True)
-    ]

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.autograd import Variable
 
-from unison.shard.unit import PLAIN, Hidden, Unit
+from unison.shard.attributes import Hidden
+from unison.shard.leaves import PLAIN
+from unison.shard.unit import Unit
 
 
 class WholeModel:
@@ -53,13 +55,13 @@ class WholeModel:
 
     def _put_in_place(self) -> None:
         if self._hidden is None:
-            self._hidden = [unit.shadow(unit.leaves(PLAIN)) for unit in self._units]
+            self._hidden = [unit.attributes.shadow(unit.leaves(PLAIN)) for unit in self._units]
             for unit in self._units:
                 unit.is_in_place = unit is not self._root
 
     def _take_back(self) -> None:
         if self._hidden is not None:
             for unit, hidden in zip(self._units, self._hidden, strict=True):
-                unit.restore(hidden)
+                unit.attributes.restore(hidden)
                 unit.is_in_place = False
             self._hidden = None

@@ -93,11 +93,11 @@ def _attach(
         has_children=len(fsdp2_modules(module)) > 1,
         batch=model,
     )
-    _set_attribute(undo, module, "forward", ordered.forward)
-    _wrap_hook(
+    set_attribute(undo, module, "forward", ordered.forward)
+    wrap_hook(
         undo, module._forward_pre_hooks, state._pre_forward_hook_handle.id, wrapper=before_forward
     )
-    _wrap_hook(
+    wrap_hook(
         undo, module._forward_hooks, state._post_forward_hook_handle.id, wrapper=after_forward
     )
     # Whichever module's gradient comes first queues the end of the backward pass.
@@ -107,16 +107,16 @@ def _attach(
         model.finish_backward()
         end_backward()
 
-    _set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
+    set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
     if group is not None:
-        _set_attribute(undo, group, "post_backward", ordered.post_backward)
-        _set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model.levels))
-        _set_attribute(undo, group, "gradient_divide_factor", 1.0)
-        _set_attribute(undo, group, "force_sum_reduction_for_comms", True)
+        set_attribute(undo, group, "post_backward", ordered.post_backward)
+        set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model.levels))
+        set_attribute(undo, group, "gradient_divide_factor", 1.0)
+        set_attribute(undo, group, "force_sum_reduction_for_comms", True)
     return ordered
 
 
-def _set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an object's own attribute until `undo` is closed."""
     if name in owner.__dict__:
         undo.callback(setattr, owner, name, owner.__dict__[name])
@@ -125,7 +125,7 @@ def _set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _wrap_hook(undo: ExitStack, hooks: dict, key: int, wrapper: Callable) -> None:
+def wrap_hook(undo: ExitStack, hooks: dict, key: int, wrapper: Callable) -> None:
     """Wrap a module's hook where it stands among others, until `undo` is closed."""
     undo.callback(hooks.__setitem__, key, hooks[key])
     hooks[key] = wrapper(hooks[key])

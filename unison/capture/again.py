@@ -1,0 +1,220 @@
+"""Uses that are met again: their gradients wait, their inputs are computed once more.
+
+[Note: keep g, recompute a] A record of a product holds what went in (a) and the gradient of what
+came out (g). To keep both until the end of the backward pass undoes activation checkpointing. Here
+only g is kept: when the backward pass is over, the forward pass is run once more, each use is met
+in the same order, and its record is made again, by the same builder, from the g that waited and the
+inputs that are there again.
+
+That is right only if the second forward pass is the first one, to the bit: norms were measured on
+the records of the first. So nothing is taken on trust:
+
+* It runs as the first one did, with torch's generators and autocast as they were (`Surroundings`),
+  and with gradients enabled: code may ask for that, and kernels are chosen by it. Nothing requires
+  a gradient then, so that no graph is made; where the model's own code asks for one, it saves
+  nothing.
+* Every use is compared with the one of the same number: operation, parameters, shapes, and at the
+  end their number.
+* The inputs' bits are compared, by a fingerprint that was taken where the record was measured.
+* A buffer that the forward pass writes to would be written twice.
+
+Any difference raises, before a sum is given out.
+
+Reentrant activation checkpointing runs its part of the forward pass without gradients at first:
+those uses are seen in the backward pass only, and are never met again. Their records must be kept.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.axes import Call
+from unison.capture.fingerprint import fingerprint
+from unison.errors import UnsupportedOperation
+
+REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
+
+Place = tuple[int, int]  # which parameter of an operation, which source of it
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What a forward pass depends on beside its model and its batch: generators and autocast.
+
+    Attributes:
+        generators: The states of torch's generators, by device.
+        autocasts: For each kind of device: whether autocast is on, and its dtype.
+        is_cache_enabled: Whether autocast may keep what it has cast.
+    """
+
+    generators: dict[torch.device, Tensor]
+    autocasts: dict[str, tuple[bool, torch.dtype]]
+    is_cache_enabled: bool
+
+    @classmethod
+    def here(cls, module: nn.Module, batch: Any = None) -> "Surroundings":
+        """What holds now, where a module and a batch lie."""
+        values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+        devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
+        kinds = {"cpu", *(device.type for device in devices)}
+        return cls(
+            {
+                torch.device("cpu"): torch.get_rng_state(),
+                **{device: torch.cuda.get_rng_state(device) for device in devices},
+            },
+            {
+                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in sorted(kinds)
+            },
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was then, for a while; generators go on afterwards where they were before."""
+        devices = [device for device in self.generators if device.type == "cuda"]
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            for kind, (is_enabled, dtype) in self.autocasts.items():
+                context = torch.autocast(
+                    kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_cache_enabled
+                )
+                stack.enter_context(context)
+            for device, state in self.generators.items():
+                if device.type == "cuda":
+                    torch.cuda.set_rng_state(state, device)
+                else:
+                    torch.set_rng_state(state)
+            yield
+
+
+class Waiting(NamedTuple):
+    """A gradient that waits for its use to be met again.
+
+    Attributes:
+        g: The gradient of what the operation returned.
+        places: The records that are to be made of it.
+        inputs: The fingerprints of what they were made of the first time.
+    """
+
+    g: Tensor
+    places: Sequence[Place]
+    inputs: Tensor
+
+
+class Repeats:
+    """The uses of a forward pass, in their order, and the gradients that wait for the next one."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._waiting: dict[int, list[Waiting]] = defaultdict(list)
+        self._num_met = 0
+        self._compared: list[tuple[Call, Tensor, Tensor]] = []
+
+    def number(self, call: Call) -> int:
+        """Write a use of the first pass down."""
+        self._calls.append(call)
+        return len(self._calls) - 1
+
+    def keep(self, number: int, g: Tensor, saved: Sequence[Tensor], places: list[Place]) -> None:
+        """Let a gradient wait for its use; one use may have several."""
+        assert saved, "a product is made of what went in"
+        self._waiting[number].append(Waiting(g, places, fingerprint(saved)))
+
+    def meet(self, call: Call, saved: Sequence[Tensor]) -> list[Waiting]:
+        """Take what waits for the next use of the second pass.
+
+        Raises:
+            UnsupportedOperation: If it is not the same as in the first.
+        """
+        number, self._num_met = self._num_met, self._num_met + 1
+        expected = self._calls[number] if number < len(self._calls) else None
+        if call != expected:
+            self._refuse(f"use {number} of a parameter was {_text(expected)}, now {_text(call)}")
+        found = self._waiting.pop(number, [])
+        if found:
+            now = fingerprint(saved)
+            self._compared += [(call, each.inputs, now) for each in found]
+        return found
+
+    def check(self) -> None:
+        """End the second pass.
+
+        Raises:
+            UnsupportedOperation: If it was not the same as the first.
+        """
+        if self._num_met < len(self._calls):
+            missed = _text(self._calls[self._num_met])
+            self._refuse(f"use {self._num_met} of a parameter was {missed}, now there is none")
+        if not self._compared:
+            return
+        device = self._compared[0][1].device
+        then = torch.cat([first.to(device) for _, first, _ in self._compared])
+        now = torch.cat([second.to(device) for _, _, second in self._compared])
+        if not torch.equal(then, now):  # the only time that a GPU is waited for
+            for call, first, second in self._compared:
+                if not torch.equal(first, second):
+                    self._refuse(f"what went into {_text(call)} has other bits")
+
+    def clear(self) -> None:
+        """Forget the passes."""
+        self._calls.clear()
+        self._waiting.clear()
+        self._compared.clear()
+        self._num_met = 0
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedOperation(
+            f"the forward pass cannot be repeated: {what}. It must depend on the model, the batch, "
+            f"torch's generators and autocast alone; or {REMEDY}"
+        )
+
+
+def _text(call: Call | None) -> str:
+    return "none" if call is None else f"{call} of shapes {[list(each) for each in call.shapes]}"
+
+
+@contextmanager
+def buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    """Make sure that no buffer is written to.
+
+    Raises:
+        UnsupportedOperation: Naming the buffer.
+    """
+    found = [(name, each) for name, each in module.named_buffers() if not each.is_inference()]
+    before = [each._version for _, each in found]
+    yield
+    for (name, each), version in zip(found, before, strict=True):
+        if each._version != version:
+            raise UnsupportedOperation(
+                f"the forward pass writes to the buffer {name!r}, and running it once more has "
+                f"changed it twice: {REMEDY}"
+            )
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Let a graph that the model itself asks for hold no tensors."""
+
+    def unpack(_: Any) -> NoReturn:
+        raise UnsupportedOperation(
+            f"the forward pass takes gradients itself, and cannot be repeated: {REMEDY}"
+        )
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+        yield
+
+
+@contextmanager
+def checkpointing_quiet() -> Iterator[None]:
+    """Reentrant checkpointing wonders why nothing requires a gradient in a pass without them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        yield

@@ -1,0 +1,204 @@
+"""Parameters that lie in parts on several ranks: torch's DTensors, as in tensor parallelism.
+
+[Note: records of parts] Operations run on DTensors, by torch, and so do their backward passes. The
+record of a use is made of *local* tensors, and belongs to this rank's part of the parameter:
+
+* *Cut*, `Shard(d)`: the record of the part. The gradient of what came out and what went in are
+  brought to the cuts that `unison.ops.cuts` knows, which they have already in the usual plans: a
+  matrix cut by rows has whole inputs and gradients cut by columns. Otherwise the whole record is
+  made, and its part taken.
+* *Replicated*: the whole record, the same on every rank. A gradient that is `Partial` is added up
+  over ranks first. Where tokens are cut (sequence parallelism), each rank's share of the per-sample
+  gradient is added up over ranks before anybody squares it.
+
+Redistributing is a collective. Every rank of the mesh runs the same operations in the same order,
+as DTensors themselves need.
+
+torch.distributed.tensor takes a second to import; where nobody has, there is no DTensor.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unison.errors import UnsupportedOperation
+from unison.ops import Builder, Dense, Layout, Record, looked_up, part_of, per_sample
+from unison.ops.cuts import adds_tokens, needs_for_cut, num_read
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_in_parts(value: Any) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def shell_of(value: "DTensor") -> Tensor:
+    """A plain tensor of the whole's shape, without its memory: of a DTensor no subclass is made."""
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's memory of a tensor: its part, complete if a collective is on its way."""
+    if is_in_parts(value):
+        value = value.to_local()
+    wait = getattr(value, "wait", None)  # of an AsyncCollectiveTensor
+    return value if wait is None else wait()
+
+
+class Span(NamedTuple):
+    """Where this rank's part of a tensor lies: a run of one dimension."""
+
+    dim: int
+    start: int
+    size: int
+
+
+def span_of(value: "DTensor") -> Span | None:
+    """Where this rank's part of a tensor lies; None if it is the whole, or one of its summands."""
+    (placement,) = value.placements
+    if not placement.is_shard():
+        return None
+    dim = placement.dim % value.ndim  # type: ignore[attr-defined]
+    size = value.to_local().shape[dim]
+    chunk = -(-value.shape[dim] // value.device_mesh.size())  # as torch.chunk cuts
+    return Span(dim, min(value.shape[dim], chunk * value.device_mesh.get_local_rank()), size)
+
+
+def record_of(
+    builder: Builder, layout: Layout, value: Tensor, g: Tensor, saved: Sequence[Tensor]
+) -> Record:
+    """Make the record of this rank's part of a parameter; see [Note: records of parts].
+
+    Args:
+        builder: Makes records.
+        layout: Where the samples lie in what came out.
+        value: The parameter.
+        g: The gradient of what came out.
+        saved: What the rule saved.
+    """
+    saved = saved[: num_read(builder, len(saved))]
+    if not is_in_parts(value):
+        return builder(layout, local(g), *map(local, saved), shape=tuple(value.shape))
+    span = span_of(value)
+    if span is None:
+        return _of_replicated(builder, layout, value, g, saved)
+    needs = needs_for_cut(builder, span.dim, value.ndim)
+    if needs is None:
+        whole = builder(layout, _whole(g), *map(_whole, saved), shape=tuple(value.shape))
+        return part_of(whole, *span)
+    inputs = [_cut(x, at) for x, at in zip(saved, needs.inputs, strict=True)]
+    return builder(layout, _cut(g, needs.g), *inputs, shape=tuple(value.to_local().shape))
+
+
+def _of_replicated(
+    builder: Builder, layout: Layout, value: "DTensor", g: Tensor, saved: Sequence[Tensor]
+) -> Record:
+    shape = tuple(value.shape)
+    at = _cut_tokens(layout, g, value.ndim) if adds_tokens(builder) else None
+    if at is None:
+        return builder(layout, _whole(g), *map(_whole, saved), shape=shape)
+    share = builder(layout, local(g), *(_cut(x, at) for x in saved), shape=shape)
+    assert isinstance(share, Dense)
+    total = share.value.contiguous()
+    dist.all_reduce(total, group=value.device_mesh.get_group())
+    return Dense(total)
+
+
+def _cut_tokens(layout: Layout, g: Tensor, num_features: int) -> int | None:
+    """The dimension of tokens along which a gradient is cut; None if there is none."""
+    if not is_in_parts(g) or not g.placements[0].is_shard():
+        return None
+    dim = g.placements[0].dim % g.ndim  # type: ignore[attr-defined]
+    return dim if dim != layout.axis and dim < g.ndim - num_features else None
+
+
+def _whole(value: Tensor) -> Tensor:
+    return _cut(value, None)
+
+
+def _cut(value: Tensor, dim: int | None) -> Tensor:
+    """This rank's memory of a tensor cut along a dimension, or of all of it."""
+    if not is_in_parts(value):
+        return local(value)
+    from torch.distributed.tensor import Replicate, Shard
+
+    placement = Replicate() if dim is None else Shard(dim % value.ndim)
+    return local(value.redistribute(placements=[placement]))
+
+
+def looked_up_part(
+    record: Record, *, ids: Tensor, table: "DTensor", padding: int | None = None
+) -> Record:
+    """Record of this rank's part of a table from that of rows that all samples share.
+
+    Args:
+        record: Of what came out: of this rank's columns if the table is cut so, else whole.
+        ids: The rows.
+        table: The table.
+        padding: A row that gets no gradient.
+    """
+    span, ids = span_of(table), _whole(ids)
+    if span is None or span.dim == 0:
+        found = looked_up(record, ids, tuple(table.shape), padding)
+        return found if span is None else part_of(found, *span)
+    return looked_up(record, ids, (table.shape[0], span.size), padding)
+
+
+def moved_back(
+    record: Record,
+    *,
+    before: Span | None,
+    after: Span | None,
+    shape: tuple[int, ...],
+    mesh: "DeviceMesh",
+) -> Record:
+    """Record of a tensor from that of the same one redistributed; a collective.
+
+    Args:
+        record: Of what came out.
+        before: Where this rank's part of what went in lies. Of a tensor that is whole, or a sum
+            over ranks, every rank has the whole gradient.
+        after: The same of what came out.
+        shape: Of the whole tensor.
+        mesh: The ranks.
+    """
+    if before == after:
+        return record
+    if after is not None:
+        from torch.distributed.tensor import DTensor, Shard
+
+        value = per_sample(record).contiguous()  # [batch, *part]
+        total = torch.Size((len(value), *shape))
+        parts = DTensor.from_local(
+            value,
+            mesh,
+            [Shard(1 + after.dim)],
+            run_check=False,
+            shape=total,
+            stride=torch.empty(total, device="meta").stride(),
+        )
+        record = Dense(_whole(parts))
+    return record if before is None else part_of(record, *before)
+
+
+def sum_of_parts(numbers: Tensor, value: Tensor) -> Tensor:
+    """Add numbers that were made of this rank's part of a tensor over all parts, in place."""
+    if is_in_parts(value):
+        dist.all_reduce(numbers, group=value.device_mesh.get_group())
+    return numbers
+
+
+def refuse_use(names: Sequence[str], what: str) -> NoReturn:
+    """Raise for something that is not known of parameters in parts."""
+    raise UnsupportedOperation(
+        f"{names[0]} lies in parts on several ranks, and {what}. Leave its module out of the "
+        "parallel plan: every rank then holds all of it"
+    )
