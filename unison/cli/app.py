@@ -6,6 +6,7 @@ import sys
 import typer
 
 import unison
+from unison.cli.account import account
 from unison.cli.bench import bench
 from unison.cli.presets import presets
 from unison.cli.train import train
@@ -21,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Verbs")(train)
+app.command(rich_help_panel="Verbs")(account)
 app.command(rich_help_panel="Verbs")(presets)
 app.add_typer(bench, rich_help_panel="Verbs")
 

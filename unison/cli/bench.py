@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unison import config as settings
+from unison.cli.private_parity import private_parity
 from unison.cli.train import complete_preset
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ def parity(
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, help="Ranks to compare with one process.")
     ] = 8,
+    is_private: Annotated[
+        bool,
+        typer.Option(
+            "--private",
+            help="Train privately: Poisson sampling, clipping and noise, on 1, 2, 3, 4, ... ranks "
+            "up to --nproc, 24 records of 32 tokens, with both reducers.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -104,8 +113,27 @@ def parity(
     unison bench parity                               both tables, a few minutes
     unison bench parity --preset small --nproc 3      any number of ranks
     unison bench parity --preset gpt2 --reducer fast --out fast.json
+    unison bench parity --private                     a table per reducer, a minute or two
     """
     from rich.console import Console
+
+    if is_private:
+        if num_layers is not None or (preset and len(preset) > 1):
+            raise typer.BadParameter("--private takes one --preset and no --num-layers")
+        given = {
+            "preset": preset[0] if preset else None,
+            "steps": steps,
+            "batch_size": batch_size,
+            "tokens": tokens,
+            "seed": seed,
+        }
+        private_parity(
+            {name: value for name, value in given.items() if value is not None},
+            nproc=nproc,
+            out=out,
+            as_json=as_json,
+        )
+        return
 
     from unison.train import run_on_local_ranks
     from unison.verify import check_writable, compare, write_result

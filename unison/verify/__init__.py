@@ -2,6 +2,12 @@
 
 from unison.verify.memory import MODEL_STATE, Bytes, Category, MemoryTracker
 from unison.verify.parity import Experiment, Parity, Trained, compare
+from unison.verify.private_parity import (
+    WORLD_SIZES,
+    PrivateExperiment,
+    PrivatelyTrained,
+    compare_privately,
+)
 from unison.verify.provenance import (
     check_writable,
     commit,
@@ -14,15 +20,19 @@ from unison.verify.provenance import (
 
 __all__ = [
     "MODEL_STATE",
+    "WORLD_SIZES",
     "Bytes",
     "Category",
     "Experiment",
     "MemoryTracker",
     "Parity",
+    "PrivateExperiment",
+    "PrivatelyTrained",
     "Trained",
     "check_writable",
     "commit",
     "compare",
+    "compare_privately",
     "cpu_model",
     "hardware",
     "version_of",

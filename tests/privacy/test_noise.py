@@ -1,0 +1,196 @@
+"""Noise: how much, how often, never twice; and what is kept across a save and a load."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tests.privacy.common import NUM_FEATURES, attach, make_model, train
+from unison.errors import BadInput
+from unison.kernels.random import Cipher
+from unison.privacy import noise as noises
+from unison.privacy.mechanism import Release
+from unison.privacy.noise import finalise
+from unison.privacy.sampling import Poisson
+from unison.rng import Key
+
+RELEASE = Release(
+    step=4,
+    sampling=Poisson(rate=0.1),
+    max_grad_norm=0.5,
+    noise_multiplier=3.0,
+    expected_batch_size=8,
+)
+
+
+def noise_of(num_elements: int, step: int = 4, name: str = "w") -> Tensor:
+    release = Release(**RELEASE.to_fields() | {"step": step, "sampling": RELEASE.sampling})
+    zeros = torch.zeros(num_elements)
+    key = Key.from_seed(1)
+    return finalise(zeros, name=name, key=key, release=release, divisor=1.0, dtype=torch.float32)
+
+
+def test_variance_and_independence_over_ten_million_elements():
+    num = 10_000_000
+    first, second = noise_of(num), noise_of(num, step=5)
+    for drawn in (first, second):
+        # The variance of n normals has a standard deviation of σ² sqrt(2 / n): 4.5e-4 relative.
+        assert float(drawn.double().var()) == pytest.approx(1.5**2, rel=5 * (2 / num) ** 0.5)
+        assert abs(float(drawn.double().mean())) < 5 * 1.5 / num**0.5
+    for other in (second, noise_of(num, name="v")):
+        correlation = float((first.double() * other.double()).mean()) / 1.5**2
+        assert abs(correlation) < 5 / num**0.5
+    shifted = float((first[1:].double() * first[:-1].double()).mean()) / 1.5**2
+    assert abs(shifted) < 5 / num**0.5
+
+
+def test_noise_is_once_per_element_per_logical_batch(monkeypatch):
+    drawn: list[tuple[str, int, int]] = []
+    real = noises.secure_normal
+
+    def counted(stream, where, *args, **kwargs):
+        assert stream.cipher is Cipher.CHACHA20
+        drawn.append((stream.name, stream.step, where.numel()))
+        return real(stream, where, *args, **kwargs)
+
+    monkeypatch.setattr(noises, "secure_normal", counted)
+    _, module, optimizer, private = attach(max_physical_batch_size=3)
+    train(module, optimizer, private, 3)
+    expected = [
+        (name, step, each.numel()) for step in range(3) for name, each in module.named_parameters()
+    ]
+    assert drawn == expected
+
+
+def test_the_sum_is_divided_after_the_noise():
+    total = torch.full((4,), 0.25)
+    key = Key.from_seed(2)
+    whole = finalise(
+        total.clone(), name="w", key=key, release=RELEASE, divisor=1.0, dtype=torch.float32
+    )
+    eighth = finalise(
+        total.clone(), name="w", key=key, release=RELEASE, divisor=8.0, dtype=torch.float32
+    )
+    torch.testing.assert_close(eighth * 8, whole, rtol=1e-6, atol=0.0)
+
+
+def test_secret_runs_differ_and_seeded_runs_repeat():
+    def gradient(seed: int | None) -> Tensor:
+        _, module, optimizer, private = attach(seed=seed)
+        train(module, optimizer, private, 2)
+        return module[0].weight.grad
+
+    assert torch.equal(gradient(7), gradient(7))
+    assert not torch.equal(gradient(7), gradient(8))
+    assert not torch.equal(gradient(None), gradient(None))
+
+
+# ---- saving and loading --------------------------------------------------------------------------
+
+
+class Unused(nn.Module):
+    """A gradient of noise alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(NUM_FEATURES, 3), nn.Parameter(torch.zeros(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def noises_of(module: Any, private: Any, steps: int) -> list[Tensor]:
+    found = []
+    for x, y in private:
+        module.zero_grad()
+        cross_entropy(module(x), y).backward()
+        found.append(module.unused.grad.clone())
+        if len(found) == steps:
+            break
+    return found
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_counters_never_repeat_after_load_state_dict(seed):
+    engine, module, _, private = attach(Unused(), seed=seed)
+    noises_of(module, private, 2)
+    state = engine.state_dict()
+    first = noises_of(module, private, 3)
+    ids = private._draws.records(3)
+    engine.load_state_dict(state)
+    assert private.next_step == 2
+    again = noises_of(module, private, 3)
+    for a, b in zip(first, again, strict=True):
+        correlation = float((a * b).mean() / (a.std() * b.std()))
+        assert abs(correlation) < 0.2
+    assert not torch.equal(ids, private._draws.records(3))  # and other records are drawn
+    assert engine.ledger.num_intents == 8
+
+
+def test_a_seeded_run_goes_on_as_if_it_had_not_stopped():
+    def run(stops: bool) -> Tensor:
+        engine, module, optimizer, private = attach()
+        train(module, optimizer, private, 3)
+        if stops:
+            state, weights = engine.state_dict(), module.state_dict()
+            engine, module, optimizer, private = attach()
+            module.load_state_dict(weights)
+            engine.load_state_dict(state)
+        train(module, optimizer, private, 3)
+        assert engine.ledger.spending.events.total() == 6
+        return module[0].weight
+
+    assert torch.equal(run(False), run(True))
+
+
+def test_state_holds_no_key_and_is_json(tmp_path):
+    import json
+
+    engine, module, optimizer, private = attach(seed=None, ledger=tmp_path / "ledger.jsonl")
+    train(module, optimizer, private, 1)
+    text = json.dumps(engine.state_dict())
+    secret = engine._training._key._bytes
+    for form in (secret.hex(), repr(secret)):
+        assert form not in text
+        assert form not in (tmp_path / "ledger.jsonl").read_text()
+
+
+def test_no_state_in_the_middle_of_a_logical_batch():
+    engine, module, _, private = attach(max_physical_batch_size=3)
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    with pytest.raises(BadInput, match="a logical batch is under way"):
+        engine.state_dict()
+    private.abandon()
+    assert engine.state_dict()["loader"] == {"next_step": 0}
+
+
+def test_an_abandoned_batch_leaves_nothing_behind():
+    engine, module, optimizer, private = attach(max_physical_batch_size=3, noise_multiplier=0.0)
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    private.abandon()
+    train(module, optimizer, private, 1)
+    other_engine, other, optimizer, private = attach(
+        max_physical_batch_size=3, noise_multiplier=0.0
+    )
+    train(other, optimizer, private, 1)
+    assert torch.equal(module[0].weight, other[0].weight)
+    assert engine.ledger.num_intents == other_engine.ledger.num_intents == 1
+
+
+def test_the_intent_is_written_before_the_noise_is_drawn(monkeypatch, tmp_path):
+    engine, module, _, private = attach(make_model(), ledger=tmp_path / "ledger.jsonl")
+    x, y = next(iter(private))
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no noise today")
+
+    monkeypatch.setattr("unison.privacy.training.finalise", fails)
+    with pytest.raises(RuntimeError, match="no noise today"):
+        cross_entropy(module(x), y).backward()
+    assert engine.ledger.num_intents == 1
+    assert engine.ledger.num_commits == 0
+    assert '"intent"' in (tmp_path / "ledger.jsonl").read_text()

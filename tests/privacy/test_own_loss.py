@@ -1,0 +1,77 @@
+"""Models of transformers in the user's loop: their own loss, and a loss of their logits."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.harness.oracle import clipped_sum
+from tests.privacy.common import attach
+from unison.errors import UnsupportedOperation
+from unison.models import per_sample_loss
+
+transformers = pytest.importorskip("transformers")
+
+NUM_TOKENS, VOCAB = 7, 31
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=8, n_embd=12, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows(num_rows: int = 24) -> Tensor:
+    return torch.randint(
+        0, VOCAB, (num_rows, NUM_TOKENS), generator=torch.Generator().manual_seed(2)
+    )
+
+
+def attach_gpt2(mode: str):
+    dataset = TensorDataset(rows())
+    return attach(
+        gpt2(), data_loader=DataLoader(dataset, batch_size=6), clipping=mode, noise_multiplier=0.0
+    )
+
+
+def losses(model: nn.Module, ids: Tensor) -> Tensor:
+    return per_sample_loss(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("is_own", [True, False], ids=["own loss", "loss of logits"])
+def test_tied_gpt2_against_the_loop(mode, is_own):
+    _, module, _, private = attach_gpt2(mode)
+    (ids,) = next(iter(private))
+    if is_own:
+        module(input_ids=ids, labels=ids).loss.backward()
+    else:
+        losses(module, ids).mean().backward()
+    for name, value in clipped_sum(gpt2(), losses, ids, 0.5).items():
+        found = module.get_parameter(name).grad.double() * 6
+        error = (found - value).norm() / value.norm()
+        assert error <= 2e-6, (name, float(error))
+
+
+def test_an_uneven_loss_of_its_own_is_refused():
+    engine, module, _, private = attach_gpt2("auto")
+    (ids,) = next(iter(private))
+    labels = ids.clone()
+    labels[0, 4:] = -100
+    output = module(input_ids=ids, labels=labels)
+    with pytest.raises(UnsupportedOperation, match=r"unison\.per_sample_loss"):
+        output.loss.backward()
+    assert engine.ledger.num_intents == 0
+
+
+def test_a_loss_of_the_logits_may_be_uneven():
+    _, module, _, private = attach_gpt2("auto")
+    (ids,) = next(iter(private))
+    labels = ids.clone()
+    labels[0, 4:] = -100
+    output = module(input_ids=ids, labels=labels)
+    per_sample_loss(output.logits[:, :-1], labels[:, 1:], ignore_index=-100).mean().backward()
+    assert module.transformer.wte.weight.grad is not None

@@ -1,0 +1,48 @@
+"""Differential privacy: sampling, clipping, noise, and a ledger of what was applied."""
+
+from unison.privacy.accounting import epsilon_of
+from unison.privacy.adaptive import AdaptiveClipping
+from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
+from unison.privacy.calibration import (
+    calibrate,
+    epsilon_for,
+    noise_multiplier_for,
+    steps_for,
+)
+from unison.privacy.engine import PrivacyEngine
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import LedgerFile, read_ledger
+from unison.privacy.loader import PrivateLoader
+from unison.privacy.mechanism import Mechanism, Release
+from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
+from unison.privacy.schedules import Cosine, Exponential, Linear, Schedule, Stairs
+from unison.privacy.training import Diagnostics
+
+__all__ = [
+    "AdaptiveClipping",
+    "Budget",
+    "BudgetGuard",
+    "BudgetSpent",
+    "Cosine",
+    "Diagnostics",
+    "Exponential",
+    "Ledger",
+    "LedgerFile",
+    "Linear",
+    "Mechanism",
+    "Poisson",
+    "PrivacyEngine",
+    "PrivateLoader",
+    "Release",
+    "Sampling",
+    "Schedule",
+    "Shuffled",
+    "Stairs",
+    "TruncatedPoisson",
+    "calibrate",
+    "epsilon_for",
+    "epsilon_of",
+    "noise_multiplier_for",
+    "read_ledger",
+    "steps_for",
+]

@@ -1,0 +1,420 @@
+"""The engine's hold on a module: every backward pass becomes norms, coefficients, clipped sums.
+
+    forward ── gate ── loss.backward() ── gate ── records, measured as they come ── end of backward:
+    norms of all samples ── coefficients ── clipped sums, parameter by parameter
+
+[Note: one pass, or two] With a plan of one pass, sums are made when the backward pass ends. With
+two, the gate runs a backward pass of its own for the norms before it lets the user's go on, whose
+records are added up with the coefficients that are known by then.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unison.capture import (
+    AxisTable,
+    Capture,
+    Surroundings,
+    check_samples_apart,
+    learn_axes,
+    resized,
+)
+from unison.capture.names import places
+from unison.clip import Clipping, Learned, Plan, SampleNorms
+from unison.clip.learned import kind_of, learn_layers
+from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Record
+from unison.privacy.dealing import Dealing, Part
+from unison.privacy.gate import gate
+from unison.privacy.inputs import Inputs, probe_losses
+from unison.privacy.own_loss import OwnLoss, own_loss_of
+from unison.privacy.owners.base import MakeSums, Owner
+from unison.privacy.passes import PhysicalBatch
+
+NUM_PROBED = 3  # samples with which it is learned what the module does
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingSettings:
+    """How clipping is computed. Nothing here changes what is computed, but for rounding.
+
+    Attributes:
+        mode: `"auto"` or one of `unison.clip.MODES`.
+        memory_budget: Bytes that clipping may hold, or None for no bound.
+        batch_dim: Dimension of the samples in the module's inputs and outputs.
+    """
+
+    mode: str
+    memory_budget: int | None
+    batch_dim: int
+
+
+class _Phase(Enum):
+    FORWARD = auto()  # captured, not sent back yet
+    BACKWARD = auto()
+    DONE = auto()
+
+
+@dataclass(eq=False)
+class _Part:
+    """Rows that are computed together, on their way through the module."""
+
+    rows: Part
+    clipping: Clipping
+    capture: Capture
+    coefficients: Mapping[str, Tensor] | None = None
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One physical batch on its way through the module."""
+
+    batch: PhysicalBatch
+    parts: dict[int, _Part]  # by granule
+    context: ExitStack
+    has_leaf_inputs: bool = False  # the user wants gradients of the batch itself
+    call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
+    phase: _Phase = _Phase.FORWARD
+
+    @property
+    def num_backwards(self) -> int:
+        """Backward passes that clipping takes."""
+        return max((part.clipping.plan.num_backwards for part in self.parts.values()), default=1)
+
+
+Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
+"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
+AddSums = Callable[[PhysicalBatch, MakeSums], None]
+"""(batch, what makes the clipped sums), when a backward pass has ended."""
+
+
+class Attachment:
+    """Hooks on a module that turn its backward passes into clipped sums.
+
+    The module itself is not changed: its parameters, their names and its class are the user's. In
+    evaluation mode and without gradients nothing is captured.
+
+    Args:
+        module: The user's module.
+        settings: How clipping is computed.
+        owner: Who holds the module's parameters.
+        dealing: What the rows of the batch in the user's hands are.
+        current: The physical batch in the user's hands.
+        coefficients: Decides the coefficients.
+        add_sums: Takes the clipped sums.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: ClippingSettings,
+        *,
+        owner: Owner,
+        dealing: Dealing,
+        current: Callable[[], PhysicalBatch | None],
+        coefficients: Coefficients,
+        add_sums: AddSums,
+    ) -> None:
+        self.module, self.settings = module, settings
+        self._owner, self._dealing = owner, dealing
+        self.plan: Plan | None = None
+        self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
+        self._pass: _Pass | None = None
+        self._learned: dict[Any, Learned] = {}
+        self._is_learning = False
+        with ExitStack() as stack:
+            for handle in self._hooks():
+                stack.callback(handle.remove)
+            self._handles = stack.pop_all()
+
+    def _hooks(self) -> list[Any]:
+        names = {id(place.parameter): place.name for place in reversed(list(places(self.module)))}
+        guards = [
+            each.register_hook(partial(_refuse_gradient, names[id(each)]))
+            for each in self.module.parameters()
+            if each.requires_grad
+        ]
+        return [
+            *guards,
+            # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
+            self.module.register_forward_pre_hook(
+                self._before_forward, with_kwargs=True, prepend=True
+            ),
+            self.module.register_forward_hook(
+                self._after_forward, with_kwargs=True, always_call=True
+            ),
+        ]
+
+    def detach(self) -> None:
+        """Give the module back as it was."""
+        self.drop_pass()
+        self._handles.close()
+
+    def drop_pass(self) -> None:
+        """Forget a pass that is under way; its sums are not added."""
+        if self._pass is not None:
+            self._pass.context.close()
+            self._pass = None
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def check(self, args: tuple, kwargs: dict[str, Any], num_rows: int) -> Plan:
+        """Learn what the module does with a batch, and make sure that it can be clipped.
+
+        Raises:
+            UnsupportedOperation: An operation has no rule, or samples mix.
+        """
+        inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        return self._plan(self._learn(inputs), num_rows, inputs)
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._is_learning or not (module.training and torch.is_grad_enabled()):
+            return
+        batch = self._current()
+        if batch is None:
+            raise BadInput(
+                "the module is trained privately, and this is not a batch of its loader. Iterate "
+                "over the loader that make_private returned; for anything else call module.eval() "
+                "or use torch.no_grad()"
+            )
+        if self._pass is not None and self._pass.batch is batch:
+            self._join(self._pass, args, kwargs)
+            return
+        self.drop_pass()
+        self._pass = self._begin_pass(batch, args, kwargs)
+
+    def _join(self, running: _Pass, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Let several forward passes of one batch end in one backward pass."""
+        if running.phase is not _Phase.FORWARD:
+            raise BadInput(
+                "this batch went backward already: a second backward pass would add to each "
+                "sample's gradient after it was clipped. Add the losses up and call backward once "
+                "per batch; for several batches per step give the loader a larger batch size and "
+                "make_private a max_physical_batch_size"
+            )
+        Inputs.of(args, kwargs, self._dealing.parts[0].num_rows, self.settings.batch_dim)
+        if running.call is not None:
+            raise UnsupportedOperation(
+                f"clipping {self.settings.mode!r} runs the forward pass again, and several forward "
+                "passes of one batch go into this loss. Use a mode that keeps records, such as "
+                "'flash_fuse_bk'"
+            )
+
+    def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> _Pass:
+        num_rows = self._dealing.parts[0].num_rows  # all granules have as many
+        inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        learned = self._learn(inputs)
+        self.plan = self._plan(learned, self._dealing.most_rows, inputs)
+        parts = {}
+        for rows in self._dealing.parts:
+            clipping = Clipping(self.plan, num_rows, learned.storage)
+            capture = Capture(
+                self.module,
+                num_rows,
+                axes=learned.axes,
+                on_record=partial(self._take_record, rows.granule),
+                on_product=clipping.take_product if self.plan.num_forwards == 2 else None,
+            )
+            parts[rows.granule] = _Part(rows, clipping, capture)
+        context = ExitStack()
+        captures = {granule: part.capture for granule, part in parts.items()}
+        context.enter_context(self._owner.installed(captures))
+        has_leaf_inputs = any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves
+        )
+        running = _Pass(batch, parts, context, has_leaf_inputs)
+        if self.plan.num_forwards == 2:
+            self._refuse_to_repeat()
+            running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
+        return running
+
+    def _refuse_to_repeat(self) -> None:
+        if not self._owner.can_repeat:
+            raise UnsupportedOperation(
+                f"clipping {self.settings.mode!r} runs the forward pass again to spare memory, "
+                "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' or "
+                "'flash_fuse', which keep nothing"
+            )
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        running = self._pass
+        if self._is_learning or running is None or not module.training:
+            return output
+        if output is None:  # an exception is on its way
+            self.drop_pass()
+            return None
+        if not torch.is_grad_enabled() or running.phase is not _Phase.FORWARD:
+            return output
+        own_loss = own_loss_of(output, kwargs)
+        return gate(output, partial(self._on_backward, own_loss))
+
+    def _learn(self, inputs: Inputs) -> Learned:
+        # A few rows tell all, and the same number on every rank.
+        samples = tuple(resized(list(inputs.samples), NUM_PROBED))
+        key = kind_of(self.module, (samples, str(inputs.spec)))
+        if key not in self._learned:
+            self._is_learning = True
+            try:
+                self._learned[key] = self._learned_of(inputs, samples)
+            finally:
+                self._is_learning = False
+        return self._learned[key]
+
+    def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
+        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+            output = inputs.run(module, some)
+            losses = probe_losses(output, len(some[0]), self.settings.batch_dim)
+            if losses is None:
+                raise UnsupportedOperation(
+                    f"no part of the module's output holds its {len(some[0])} samples in dimension "
+                    f"{self.settings.batch_dim}, so it cannot be checked that samples do not mix. "
+                    "Return the outputs of each sample beside a loss, as transformers models do"
+                )
+            return losses
+
+        axes: AxisTable = learn_axes(self.module, run, samples)
+        check_samples_apart(self.module, run, samples, axes)
+        layers = self._owner.agreed(learn_layers(self.module, run, samples, axes))
+        return Learned(axes, tuple(layers))
+
+    def _plan(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
+        return learned.plan(
+            num_rows,
+            mode=self.settings.mode,
+            memory_budget=self.settings.memory_budget,
+            machine=inputs.samples[0].device.type,
+        )
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _on_backward(
+        self,
+        own_loss: OwnLoss | None,
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
+        """Gradients have come to the gate: the module's own backward pass is next."""
+        if own_loss is not None and gradients[own_loss.place] is not None:
+            own_loss.refuse_uneven()
+        running = self._pass
+        if running is None or running.phase is _Phase.DONE:
+            raise BadInput(_TWICE)
+        if running.phase is _Phase.BACKWARD:
+            if running.num_backwards == 2:
+                raise UnsupportedOperation(
+                    f"clipping {self.settings.mode!r} takes two backward passes, and several "
+                    "forward passes of one batch went into this loss. Use a mode of one pass, "
+                    "such as 'auto' or 'flash_fuse_bk'"
+                )
+            return
+        running.phase = _Phase.BACKWARD
+        self._dealing.begin_backward()
+        if running.num_backwards == 2:
+            self._measure_first(running, outputs, gradients)
+        _queue(self._end_backward)
+
+    def _measure_first(
+        self,
+        running: _Pass,
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
+        reached = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        # Records are made at the anchors. Naming them keeps inputs of the user's that take
+        # gradients from getting them twice; where there are none, it would only forbid what torch
+        # cannot do with names: reentrant checkpointing.
+        anchors = [
+            each for part in running.parts.values() for each in part.capture.anchors.values()
+        ]
+        if reached and anchors:
+            torch.autograd.backward(
+                [output for output, _ in reached],
+                [gradient for _, gradient in reached],
+                retain_graph=True,
+                inputs=anchors if running.has_leaf_inputs else None,
+            )
+        for part in running.parts.values():
+            self._decide(running, part)
+            assert part.coefficients is not None
+            part.clipping.begin_second_pass(part.coefficients)
+
+    def _repeat_forward(self, running: _Pass) -> None:
+        """Run the forward pass again where inputs were not kept; see `unison.capture.again`."""
+        parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
+        if not parts or running.call is None:
+            return
+        args, kwargs, surroundings = running.call
+        with ExitStack() as stack:
+            for part in parts:
+                assert part.coefficients is not None
+                part.clipping.begin_second_pass(part.coefficients)
+                stack.enter_context(part.capture.again(surroundings))
+            self._is_learning = True  # the hooks let it pass
+            stack.callback(setattr, self, "_is_learning", False)
+            self.module(*args, **kwargs)
+
+    def _decide(self, running: _Pass, part: _Part) -> None:
+        part.coefficients = self._coefficients(running.batch, part.rows, part.clipping.norms())
+
+    def _take_record(self, granule: int, name: str, record: Record) -> None:
+        running = self._pass
+        is_repeated = running is not None and running.phase is _Phase.DONE and self._is_learning
+        if running is None or not (running.phase is _Phase.BACKWARD or is_repeated):
+            raise BadInput(_TWICE)
+        running.parts[granule].clipping.take(name, record)
+
+    def _end_backward(self) -> None:
+        running = self._pass
+        assert running is not None
+        running.phase = _Phase.DONE
+
+        def make_sums(granule: int, names: Sequence[str]) -> list[Tensor | None]:
+            part = running.parts[granule]
+            assert part.coefficients is not None
+            sums = dict(part.clipping.clipped_sums(part.coefficients, names))
+            return [sums.get(name) for name in names]
+
+        try:
+            for part in running.parts.values():
+                if part.coefficients is None:
+                    self._decide(running, part)
+            self._repeat_forward(running)
+            self._add_sums(running.batch, make_sums)
+        finally:
+            running.parts.clear()
+            # Sharded units end their own backward pass after this, and must still know that there
+            # are no gradients for them to sum.
+            _queue(running.context.close)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Call back when the running backward pass has ended, after those that asked before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+_TWICE = (
+    "a backward pass of a batch that went backward already, or was left. Call backward once per "
+    "batch that the loader hands out"
+)
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise UnsupportedOperation(
+        f"a gradient reached {name!r} itself, where it would be neither clipped nor noised. It "
+        "came from a pass in evaluation mode, from a custom autograd.Function, or from code that "
+        "kept the parameter elsewhere than in its module. Train in training mode, and use torch "
+        "functions on the module's attribute"
+    )

@@ -1,0 +1,193 @@
+"""A budget that is never exceeded: the step that would exceed it is refused before it is taken."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from unison import check
+from unison.errors import BadInput, UnisonError
+from unison.privacy.accounting import (
+    MAX_DISTINCT,
+    check_accountant,
+    check_delta,
+    epsilon_of_events,
+)
+from unison.privacy.calibration import largest_that_fits
+from unison.privacy.mechanism import Release
+from unison.privacy.spending import Event, Spending
+
+_MAX_AHEAD = 1 << 17
+
+
+class BudgetSpent(UnisonError):
+    """The next step would spend more than the budget; nothing of it was applied.
+
+    Attributes:
+        step: The step that was refused.
+        spent: ε of what the ledger holds.
+        would_spend: ε with that step.
+    """
+
+    def __init__(self, message: str, *, step: int, spent: float, would_spend: float) -> None:
+        super().__init__(message)
+        self.step, self.spent, self.would_spend = step, spent, would_spend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that a run may spend.
+
+    Attributes:
+        epsilon: ε, at most.
+        delta: The δ that ε is taken at.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        check.positive(epsilon=self.epsilon)
+        check_delta(self.delta)
+
+
+class BudgetGuard:
+    """Says before every step whether it may be taken.
+
+    Accounting takes a second, so it is not done at every step. The guard looks ahead: it asks the
+    mechanism for the coming releases, finds how many of them fit, and lets steps pass that cost no
+    more than what it found to fit. If a release is not what was announced, it computes anew.
+
+    Guarantees:
+        A step that passes leaves `epsilon_of(ledger, budget.delta)` at or below `budget.epsilon`.
+
+    Args:
+        budget: What may be spent.
+        accountant: "pld" or "rdp".
+        horizon: Number of steps that are planned, if known; one computation then serves them all.
+    """
+
+    def __init__(
+        self, budget: Budget, *, accountant: str = "pld", horizon: int | None = None
+    ) -> None:
+        check_accountant(accountant)
+        if horizon is not None:
+            check.positive(horizon=horizon)
+        self.budget, self.accountant, self._horizon = budget, accountant, horizon
+        self._approved: Mapping[Event, int] = {}
+        self._num_ahead = 0
+        self._answers: dict[frozenset[tuple[Event, int]], bool] = {}
+        self._has_warned = False
+
+    def check(self, spending: Spending, upcoming: Callable[[int], Release], step: int) -> None:
+        """Refuse a step that would exceed the budget.
+
+        Args:
+            spending: What the ledger holds.
+            upcoming: The release of any step from this one on (`mechanism.release`).
+            step: The step that comes next.
+
+        Raises:
+            BudgetSpent: If it would. Nothing has been written or drawn.
+        """
+        trial = spending.copy()
+        trial.add(upcoming(step))
+        if _covers(self._approved, trial.events):
+            return
+        if not self._has_warned:
+            check_delta(self.budget.delta, trial.num_records)
+            self._has_warned = True
+        if not self._fits(trial.events):
+            self._refuse(spending, trial, step)
+        self._look_ahead(spending, upcoming, step)
+
+    def _look_ahead(
+        self, spending: Spending, upcoming: Callable[[int], Release], step: int
+    ) -> None:
+        """Approve as many of the coming steps as is worth the time; the next one fits."""
+        coming = _Coming(spending, upcoming, step)
+        wanted = max(64, min(3 * self._num_ahead, _MAX_AHEAD))
+        if self._horizon is not None and step < self._horizon:
+            wanted = self._horizon - step
+        wanted = coming.up_to(wanted)
+        # From few steps to many: what lies far ahead may be next to no noise, which takes long.
+        found = largest_that_fits(lambda n: self._fits(coming.after(n)), limit=wanted)
+        self._num_ahead, self._approved = found, coming.after(found)
+
+    def _fits(self, events: Mapping[Event, int]) -> bool:
+        known = frozenset(events.items())
+        if known not in self._answers:
+            self._answers[known] = self._compute_fits(events)
+        return self._answers[known]
+
+    def _compute_fits(self, events: Mapping[Event, int]) -> bool:
+        parts = [events]
+        if len(events) > 8:
+            # The event with the least noise often says no by itself, and sooner.
+            strongest = min(events, key=lambda event: event.noise_multiplier)
+            parts = [{strongest: events[strongest]}, events]
+        # Rounded sooner than what is reported: a part of what is approved may have more levels of
+        # noise than the whole (a pass over shuffled data ends on its least), and must not be the
+        # one that is rounded.
+        return all(
+            epsilon_of_events(
+                part, self.budget.delta, self.accountant, max_distinct=MAX_DISTINCT // 2
+            )
+            <= self.budget.epsilon
+            for part in parts
+        )
+
+    def _refuse(self, spending: Spending, trial: Spending, step: int) -> NoReturn:
+        delta, accountant = self.budget.delta, self.accountant
+        spent = epsilon_of_events(spending.events, delta, accountant)
+        would_spend = epsilon_of_events(trial.events, delta, accountant)
+        raise BudgetSpent(
+            f"step {step} would spend ε = {would_spend:.8g} at δ = {delta:g} by {accountant}, more "
+            f"than the budget of {self.budget.epsilon:g}; the steps before it spent {spent:.8g}. "
+            "End the run here, or plan it with more noise or fewer steps",
+            step=step,
+            spent=spent,
+            would_spend=would_spend,
+        )
+
+
+class _Coming:
+    """What the ledger would hold after each number of coming steps."""
+
+    def __init__(self, spending: Spending, upcoming: Callable[[int], Release], first: int) -> None:
+        self._spending, self._upcoming, self._first = spending, upcoming, first
+        self._releases: list[Release] = []
+
+    def up_to(self, wanted: int) -> int:
+        """How many steps can be foreseen; a schedule may end before it is looked at that far."""
+        while len(self._releases) < wanted:
+            try:
+                self._releases.append(self._upcoming(self._first + len(self._releases)))
+            except BadInput:
+                if not self._releases:
+                    raise
+                break
+        return min(wanted, len(self._releases))
+
+    def after(self, num_steps: int) -> Counter[Event]:
+        """The events of the ledger and of so many steps more, as far as they can be foreseen."""
+        trial = self._spending.copy()
+        for release in self._releases[: self.up_to(num_steps)]:
+            trial.add(release)
+        return trial.events
+
+
+def _covers(approved: Mapping[Event, int], events: Mapping[Event, int]) -> bool:
+    """Whether every event has one of its own among the approved, with no more noise than itself."""
+    by_sampling: dict[object, list[tuple[float, int, int]]] = {}
+    for event, count in approved.items():
+        by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 0, count))
+    for event, count in events.items():
+        by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 1, count))
+    for levels in by_sampling.values():
+        free = 0
+        for _, is_taken, count in sorted(levels):
+            free += -count if is_taken else count
+            if free < 0:
+                return False
+    return True

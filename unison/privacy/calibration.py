@@ -1,0 +1,274 @@
+"""Planning: ε of equal steps, and the noise or the number of steps that an ε allows."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from unison import check
+from unison.errors import BadInput
+from unison.privacy.accounting import (
+    LEAST_NOISE_MULTIPLIER,
+    check_accountant,
+    check_delta,
+    epsilon_of_events,
+    without_truncation,
+)
+from unison.privacy.mechanism import GRID_SPACING, Mechanism
+from unison.privacy.sampling import Sampling, Shuffled
+from unison.privacy.spending import Event, spending_of
+
+_MOST_NOISE_MULTIPLIER = 2.0**20
+_SHORTFALL = 0.01  # what a calibration may leave of its target
+
+
+def epsilon_for(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    sampling: Sampling,
+    steps: int,
+    accountant: str = "pld",
+    num_records: int | None = None,
+) -> float:
+    """ε at δ of equal steps.
+
+    Args:
+        noise_multiplier: σ; for adaptive clipping the effective one.
+        delta: δ.
+        sampling: How each step chooses its records.
+        steps: Number of logical steps.
+        accountant: "pld" or "rdp".
+        num_records: Size of the data set, where the sampling does not know it: a δ that is too
+            large for it is warned of.
+    """
+    check.not_negative(noise_multiplier=noise_multiplier, steps=steps)
+    check_delta(delta, _num_records(sampling, num_records))
+    return epsilon_of_events(_equal_steps(sampling, noise_multiplier, steps), delta, accountant)
+
+
+def noise_multiplier_for(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sampling: Sampling,
+    steps: int,
+    accountant: str = "pld",
+    count_noise_multiplier: float | None = None,
+    rounded_elements: int = 0,
+    num_records: int | None = None,
+) -> float:
+    """σ with which equal steps spend at most `target_epsilon`, and at least 99 % of it.
+
+    Args:
+        target_epsilon: ε to land on, from below.
+        target_delta: δ.
+        sampling: How each step chooses its records.
+        steps: Number of logical steps.
+        accountant: "pld" or "rdp".
+        count_noise_multiplier: Noise on the statistic of adaptive clipping, if there is one.
+        rounded_elements: As for `Mechanism`.
+        num_records: As for `epsilon_for`.
+
+    Raises:
+        BadInput: If no σ reaches the target.
+    """
+    check.positive(steps=steps)
+    check_delta(target_delta, _num_records(sampling, num_records))
+    z = _least_noise(
+        lambda z: _equal_steps(sampling, z, steps), target_epsilon, target_delta, accountant
+    )
+    if count_noise_multiplier is None and not rounded_elements:
+        return z
+    shift = 1 / z
+    if count_noise_multiplier is not None:
+        if 2 * count_noise_multiplier <= z:
+            raise BadInput(
+                f"the noise on the count alone spends more than ε = {target_epsilon}: "
+                f"count_noise_multiplier must exceed {z / 2:.4g}, found {count_noise_multiplier}"
+            )
+        shift = math.sqrt(shift**2 - (0.5 / count_noise_multiplier) ** 2)
+    shift -= GRID_SPACING * math.sqrt(rounded_elements)
+    if shift <= 0:
+        raise BadInput(
+            f"rounding {rounded_elements:,} elements to the noise's grid alone spends more than "
+            f"ε = {target_epsilon}; raise the target"
+        )
+    return (1 + 1e-9) / shift  # the way back to z rounds; the little more keeps ε below
+
+
+def calibrate(
+    make_mechanism: Callable[[float], Mechanism],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    accountant: str = "pld",
+) -> float:
+    """The parameter of a mechanism, such as the start of a schedule, that spends ε in all steps.
+
+    >>> from unison.privacy.sampling import Poisson
+    >>> from unison.privacy.schedules import Stairs
+    >>> def make(start: float) -> Mechanism:
+    ...     return Mechanism(
+    ...         sampling=Poisson(rate=0.01),
+    ...         noise_multiplier=Stairs(start=start, factor=0.9, every=50),
+    ...         max_grad_norm=1.0,
+    ...         expected_batch_size=100,
+    ...     )
+    >>> start = calibrate(make, target_epsilon=2.0, target_delta=1e-5, steps=100, accountant="rdp")
+    >>> round(start, 2)
+    0.9
+
+    Args:
+        make_mechanism: More noise for a larger parameter.
+        target_epsilon: ε to land on, from below and within 1 %.
+        target_delta: δ.
+        steps: Number of logical steps, from step 0.
+        accountant: "pld" or "rdp".
+
+    Raises:
+        BadInput: If no parameter reaches the target.
+    """
+    check.positive(steps=steps)
+
+    def events(parameter: float) -> Mapping[Event, int]:
+        mechanism = make_mechanism(parameter)
+        return spending_of(mechanism.release(step) for step in range(steps)).events
+
+    return _least_noise(events, target_epsilon, target_delta, accountant)
+
+
+def steps_for(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sampling: Sampling,
+    noise_multiplier: float,
+    accountant: str = "pld",
+    num_records: int | None = None,
+) -> int:
+    """The largest number of equal steps that spend at most ε; 0 if one is too many.
+
+    Args:
+        target_epsilon: ε that may be spent.
+        target_delta: δ.
+        sampling: How each step chooses its records.
+        noise_multiplier: σ; for adaptive clipping the effective one.
+        accountant: "pld" or "rdp".
+        num_records: As for `epsilon_for`.
+    """
+    check.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
+    check_delta(target_delta, _num_records(sampling, num_records))
+
+    def fits(steps: int) -> bool:
+        events = _equal_steps(sampling, noise_multiplier, steps)
+        return epsilon_of_events(events, target_delta, accountant) <= target_epsilon
+
+    return largest_that_fits(fits, limit=2**40)
+
+
+def largest_that_fits(fits: Callable[[int], bool], *, limit: int) -> int:
+    """The largest number up to `limit` that fits, if all below it do and none above it.
+
+    >>> largest_that_fits(lambda n: n * n <= 50, limit=1000)
+    7
+    """
+    low, high = 0, min(64, limit)
+    while high > low and fits(high):
+        low, high = high, min(4 * high, limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _num_records(sampling: Sampling, told: int | None) -> int | None:
+    return getattr(sampling, "num_records", told)
+
+
+def _equal_steps(sampling: Sampling, z: float, steps: int) -> dict[Event, int]:
+    """What equal steps from step 0 come to."""
+    if isinstance(sampling, Shuffled):
+        return {Event(None, z): math.ceil(steps / sampling.steps_per_epoch)}
+    return {Event(sampling, z): steps}
+
+
+# ---- the search ----------------------------------------------------------------------------------
+#
+# dp-accounting's own search ends when it knows the *parameter* well enough. What is promised here
+# is a distance in ε, which a cheaper search can end on.
+
+
+def _least_noise(
+    events_of: Callable[[float], Mapping[Event, int]],
+    target_epsilon: float,
+    target_delta: float,
+    accountant: str,
+) -> float:
+    """A parameter whose events spend between 99 % and 100 % of the target."""
+    check.positive(target_epsilon=target_epsilon)
+    check_delta(target_delta)
+    check_accountant(accountant)
+
+    def epsilon(parameter: float) -> float:
+        return epsilon_of_events(events_of(parameter), target_delta, accountant)
+
+    def crude_epsilon(parameter: float) -> float:
+        return epsilon_of_events(without_truncation(events_of(parameter)), target_delta, "rdp")
+
+    start = 2.0
+    if accountant == "pld":
+        # RDP is twenty times faster and not far off: a place to begin, nothing more.
+        with suppress(BadInput):
+            start = _search(crude_epsilon, target_epsilon, start)
+    return _search(epsilon, target_epsilon, start)
+
+
+def _search(epsilon: Callable[[float], float], target: float, start: float) -> float:
+    """A root of a falling function, by false position in logarithms that never stands still."""
+    aim = math.log(target * (1 - _SHORTFALL / 2))
+    low: tuple[float, float] | None = None  # log of a parameter that spends too much, and its miss
+    high: tuple[float, float] | None = None  # of one that spends little enough
+    here, stride, was_high = math.log(start), 0.7, None
+    for _ in range(100):
+        spent = epsilon(math.exp(here))
+        if target * (1 - _SHORTFALL) <= spent <= target:
+            return math.exp(here)
+        miss = math.log(min(max(spent, 1e-300), 1e300)) - aim
+        # An end that stays twice counts half, or it might stay for ever (the Illinois rule).
+        if spent > target:
+            weight = 0.5 if was_high is False else 1.0
+            low, high, was_high = (here, miss), high and (high[0], high[1] * weight), False
+        else:
+            weight = 0.5 if was_high is True else 1.0
+            low, high, was_high = low and (low[0], low[1] * weight), (here, miss), True
+        if low is None or high is None:
+            # ε falls about as the square of the noise, and faster where there is little of it.
+            here += min(max(abs(miss) / 2, 0.02), stride) * (1 if high is None else -1)
+            stride = min(2 * stride, 4.0)
+            _refuse_extremes(math.exp(here), target)
+            continue
+        part = low[1] / (low[1] - high[1])
+        here = low[0] + (high[0] - low[0]) * min(max(part, 0.05), 0.95)
+        if high[0] - low[0] < 1e-12:
+            break
+    raise BadInput(
+        f"no noise spends between 99 % and 100 % of ε = {target}: near {math.exp(here):.6g} it "
+        "jumps past; choose another target, or another accountant"
+    )
+
+
+def _refuse_extremes(parameter: float, target: float) -> None:
+    if parameter > _MOST_NOISE_MULTIPLIER:
+        raise BadInput(
+            f"no noise multiplier up to {_MOST_NOISE_MULTIPLIER:.0f} keeps ε at or below {target}; "
+            "raise the target, take fewer steps or a larger delta"
+        )
+    if parameter < LEAST_NOISE_MULTIPLIER:
+        raise BadInput(
+            f"hardly any noise spends less than ε = {target} already, since so few records are "
+            "drawn; lower the target"
+        )

@@ -1,0 +1,234 @@
+"""What a collated batch looks like: where its records lie, and how it looks without any."""
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from unison.errors import BadInput, UnsupportedOperation
+
+_PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A tensor, an array or a list with one entry per record along `dim`."""
+
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    """Something that does not grow with the number of records."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A container of parts."""
+
+    parts: dict[Any, "_Part"]
+
+
+_Part = _Rows | _Fixed | _Group
+
+
+class BatchLayout:
+    """Where the records of a collated batch lie, learned from batches of one and of two records.
+
+    A dimension's size does not tell whether it counts records: the one that grows from 1 to 2 does.
+    Tensors, arrays, lists and tuples may hold rows; dicts and other mappings, lists, tuples, named
+    tuples, dataclasses and classes registered with torch's pytrees may hold parts.
+
+    Args:
+        one: A batch of one record.
+        two: A batch of two records.
+
+    Raises:
+        UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
+            one row per record.
+    """
+
+    def __init__(self, one: Any, two: Any) -> None:
+        self._root = _learn(one, two, "batch")
+        if not _has_rows(self._root):
+            raise UnsupportedOperation(
+                f"nothing in the batch that collate_fn returns ({type(one).__name__}) has one row "
+                "per record, so its samples cannot be told apart. Remedy: return tensors with the "
+                "records along one dimension"
+            )
+        # Cut now, so that what cannot be rebuilt fails before the first step, and so that no
+        # record stays in memory.
+        self._empty = _cut(one, self._root, "batch")
+
+    def empty(self) -> Any:
+        """Return a new batch of no records: the same structure and dtypes, zero rows.
+
+        What does not grow with the number of records is a copy of what the batch of one had.
+        """
+        return _cut(self._empty, self._root, "batch")
+
+    def check(self, batch: Any, num_records: int) -> None:
+        """Make sure that every part with rows has `num_records` of them.
+
+        Raises:
+            BadInput: It has more or fewer, or is missing; naming the part.
+        """
+        _check(batch, self._root, num_records, "batch")
+
+
+def _learn(one: Any, two: Any, path: str) -> _Part:
+    if type(one) is not type(two):
+        raise UnsupportedOperation(
+            f"collate_fn returns {type(one).__name__} for one record and {type(two).__name__} for "
+            f"two at {path}. Remedy: return the same structure for any number of records"
+        )
+    if isinstance(one, Tensor | np.ndarray):
+        return _learn_array(one, two, path)
+    if isinstance(one, list | tuple) and (len(one), len(two)) == (1, 2):
+        return _Rows(0)
+    parts, others = _parts(one), _parts(two)
+    if parts is None or others is None:
+        if isinstance(one, _PLAIN) or (one == two) is True:
+            return _Fixed()
+        raise UnsupportedOperation(
+            f"do not know how to find the records of {path}, of class {type(one).__name__}. "
+            "Remedy: return tensors, arrays, lists, mappings, named tuples or dataclasses from "
+            "collate_fn, or register the class with torch.utils._pytree.register_pytree_node"
+        )
+    if list(parts) != list(others):
+        raise UnsupportedOperation(
+            f"collate_fn returns other parts for two records than for one at {path}: "
+            f"{list(others)} and {list(parts)}. Remedy: return the same structure for any number "
+            "of records"
+        )
+    return _Group({key: _learn(parts[key], others[key], f"{path}[{key!r}]") for key in parts})
+
+
+def _learn_array(one: Any, two: Any, path: str) -> _Part:
+    if isinstance(one, Tensor) and (one.is_nested or two.is_nested):
+        raise UnsupportedOperation(
+            f"{path} is a nested tensor, whose rows cannot be cut. Remedy: pad it in collate_fn"
+        )
+    before, after = list(one.shape), list(two.shape)
+    if len(before) == len(after):
+        grown = [d for d, sizes in enumerate(zip(before, after, strict=True)) if sizes == (1, 2)]
+        if len(grown) == 1:
+            return _Rows(grown[0])
+        if before == after:
+            return _Fixed()
+    raise UnsupportedOperation(
+        f"{path} has shape {before} for one record and {after} for two: no single dimension "
+        "counts the records. Remedy: return tensors with one row per record from collate_fn (pad, "
+        "do not concatenate or squeeze)"
+    )
+
+
+def _has_rows(part: _Part) -> bool:
+    return isinstance(part, _Rows) or (
+        isinstance(part, _Group) and any(map(_has_rows, part.parts.values()))
+    )
+
+
+def _cut(value: Any, part: _Part, path: str) -> Any:
+    """A copy of `value` with no rows left."""
+    match part:
+        case _Rows(dim):
+            if isinstance(value, Tensor):
+                return value.narrow(dim, 0, 0).clone()
+            if isinstance(value, np.ndarray):
+                return value[(slice(None),) * dim + (slice(0, 0),)].copy()
+            return value[:0]
+        case _Fixed():
+            return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        case _Group(parts):
+            found = _parts(value)
+            assert found is not None
+            cut = {key: _cut(found[key], parts[key], f"{path}[{key!r}]") for key in parts}
+            return _rebuilt(value, cut, path)
+
+
+def _check(value: Any, part: _Part, num_records: int, path: str) -> None:
+    match part:
+        case _Rows(dim):
+            shape = _shape(value)
+            rows = shape[dim] if dim < len(shape) else "no"
+            if rows != num_records:
+                raise BadInput(
+                    f"collate_fn was given {num_records} records and returned {rows} rows in "
+                    f"{path} (shape {shape}, records along dim {dim}); each record must give "
+                    "exactly one row, or its gradient cannot be clipped. Remedy: filter or expand "
+                    "records in the data set, not in collate_fn"
+                )
+        case _Group(parts):
+            found = _parts(value) or {}
+            for key, inner in parts.items():
+                if key not in found and _has_rows(inner):
+                    raise BadInput(
+                        f"collate_fn returned a batch without {path}[{key!r}], which the batch of "
+                        "record 0 has. Remedy: return the same structure for every batch"
+                    )
+                if key in found:
+                    _check(found[key], inner, num_records, f"{path}[{key!r}]")
+        case _Fixed():
+            pass
+
+
+def _shape(value: Any) -> list[int]:
+    if isinstance(value, Tensor | np.ndarray):
+        return list(value.shape)
+    return [len(value)] if isinstance(value, list | tuple) else []
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a container by name or number, or None if it is none."""
+    if isinstance(value, _PLAIN):
+        return None
+    if _is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in _init_fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        return dict(zip(names, value, strict=True))
+    flat, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+    return None if spec.is_leaf() else dict(enumerate(flat))
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any], path: str) -> Any:
+    """A container like `value`, of other parts."""
+    try:
+        if _is_dataclass(value):
+            return dataclasses.replace(value, **parts)
+        if isinstance(value, MutableMapping):
+            clone = copy.copy(value)  # keeps what the class holds beside its items
+            clone.update(parts)
+            return clone
+        if isinstance(value, Mapping):
+            return type(value)(parts)  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*parts.values())
+        if isinstance(value, list | tuple):
+            return type(value)(parts.values())
+        _, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+        return tree_unflatten(list(parts.values()), spec)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedOperation(
+            f"cannot make an empty {type(value).__name__} for {path}: {error}. Poisson sampling "
+            "may draw no record at all. Remedy: return a dict, a tuple or a dataclass that can be "
+            "built from its parts"
+        ) from error
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _init_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    # The others are made by __post_init__, and are made again when the batch is rebuilt.
+    return [field for field in dataclasses.fields(value) if field.init]

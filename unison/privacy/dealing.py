@@ -1,0 +1,177 @@
+"""Batches as the module gets them: this rank's rows, padded, with a plan as `unison.deal` makes.
+
+A pass without records (an empty draw, or a rank that got none of it) has one row of zeros, which
+counts for nothing: its coefficient is 0. So every rank runs the same units in every pass, models
+need not know batches of no rows, and the loss of an empty batch is a number.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from unison.errors import BadInput
+from unison.privacy.passes import PhysicalBatch
+from unison.shard.deal import (
+    BatchPlan,
+    padded_rows,
+    plan_batch,
+    publish_plan,
+    take_mean_was_used,
+)
+from unison.shard.granules import PerGranule
+from unison.shard.leaves import PLAIN
+from unison.shard.ranks import Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows that are computed together: a granule, or all of a pass that is not cut into granules.
+
+    Attributes:
+        granule: Its global number; PLAIN for a pass that is not cut.
+        is_real: Which rows are records, and not padding [rows].
+    """
+
+    granule: int
+    is_real: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, padding included."""
+        return len(self.is_real)
+
+
+class Dealing:
+    """Presents the loader's batches to the module.
+
+    Args:
+        ranks: The ranks that share each logical batch.
+        granule: Samples per granule; None leaves a rank's rows in one piece.
+        max_physical_batch_size: Most rows in a pass.
+        batch_dim: Dimension of the samples in the tensors of a batch.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        granule: int | None,
+        max_physical_batch_size: int | None,
+        batch_dim: int = 0,
+    ) -> None:
+        self.ranks, self.granule, self._dim = ranks, granule, batch_dim
+        self._most = max_physical_batch_size
+        self.plan: BatchPlan | None = None
+        self.parts: Sequence[Part] = ()
+        self.most_rows = 1  # of a part on any rank: what ranks plan for, since they must plan alike
+
+    def present(self, batch: Any, physical: PhysicalBatch) -> Any:
+        """Return a batch with its padding, in granules if asked; its plan becomes the current one.
+
+        Args:
+            batch: What the loader has loaded: this pass's records.
+            physical: What it is.
+        """
+        granule = self.granule or 1
+        plans = plan_batch(
+            physical.logical_size,
+            granule=granule,
+            ranks=self.ranks,
+            step=physical.step,
+            is_granular=self.granule is not None,
+            granules_per_pass=self._most and self._most // granule,
+        )
+        self.plan = plan = plans[physical.index]
+        ids = plan.sample_ids
+        is_real = ids >= 0
+        assert len(plans) == physical.num_passes
+        assert int(is_real.sum()) == physical.num_samples
+        if self.granule is None:
+            longest = max(high - low for low, high in itertools.pairwise(plan.edges))
+            rest = longest - physical.index * (self._most or longest)
+            self.most_rows = max(1, min(self._most or longest, rest))
+            self.parts = [Part(PLAIN, is_real)]
+        else:
+            rows = is_real.split(granule)
+            self.most_rows = granule
+            self.parts = [Part(*each) for each in zip(plan.granule_ids, rows, strict=True)]
+        publish_plan(plan)
+        take_mean_was_used()
+        if self.granule is None and bool(is_real.all()):
+            return batch
+        return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+
+    def _padded(self, leaf: Any, num_samples: int, plan: BatchPlan) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:
+            return leaf
+        if leaf.shape[self._dim] != num_samples:
+            raise BadInput(
+                f"expected {num_samples} samples in dimension {self._dim} of every tensor of the "
+                f"batch, found {list(leaf.shape)}; make_private(batch_first=...) says where they "
+                "lie"
+            )
+        if plan.is_granular and self._dim:
+            raise BadInput("granules need samples in dimension 0 of every tensor: batch_first=True")
+        return padded_rows(leaf.movedim(self._dim, 0), plan).movedim(0, self._dim)
+
+    def loss_factor(self, part: Part, loss_reduction: str) -> float:
+        """What undoes the mean in the user's loss, so that gradients are those of single samples.
+
+        Args:
+            part: Rows that were computed together.
+            loss_reduction: `"mean"` or `"sum"`.
+        """
+        assert self.plan is not None
+        if loss_reduction == "sum":
+            if self._mean_was_used:
+                raise BadInput(
+                    "the loss was made by unison.batch_mean, a mean, and loss_reduction is 'sum'"
+                )
+            return 1.0
+        return float(max(1, self.plan.num_samples) if self._mean_was_used else part.num_rows)
+
+    _mean_was_used = False
+
+    def begin_backward(self) -> None:
+        """Note how the loss was made, which its backward pass has told by now."""
+        self._mean_was_used = take_mean_was_used()
+
+
+def plain_leaf(leaf: Any) -> Any:
+    """The first granule of a value that has several; anything else as it is."""
+    return leaf.parts[0] if isinstance(leaf, PerGranule) else leaf
+
+
+def unpacked(leaf: Tensor) -> list[Tensor]:
+    """The tensors that a value is made of: its granules, or itself."""
+    return leaf.parts if isinstance(leaf, PerGranule) else [leaf]
+
+
+def packed(leaf: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A value like `leaf` of other tensors."""
+    return PerGranule.of(tensors) if isinstance(leaf, PerGranule) else tensors[0]
+
+
+def gather_norms(ranks: Ranks, norms: Tensor, positions: Tensor, total: int) -> Tensor:
+    """Put the norms of all ranks in the order of the logical batch; a collective.
+
+    Args:
+        ranks: The ranks that share the batch.
+        norms: This rank's [samples], float64.
+        positions: Where they stand in the logical batch [samples].
+        total: Samples in the logical batch.
+    """
+    slots = norms.new_zeros(total)
+    slots[positions] = norms
+    # Each slot has one owner and all others add 0: exact. A NaN stays one.
+    return ranks.sum_(slots) if total else slots
+
+
+def sum_exact(ranks: Ranks, value: float, device: torch.device) -> float:
+    """Add a multiple of one half over ranks, which float64 holds exactly; a collective."""
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(ranks.sum_(total))

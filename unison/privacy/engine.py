@@ -1,0 +1,439 @@
+"""`PrivacyEngine`: private training in the loop that users already write."""
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from unison import check
+from unison.clip import AUTO, MODES, Plan
+from unison.errors import BadInput
+from unison.privacy.accounting import check_accountant, check_delta
+from unison.privacy.adaptive import AdaptiveClipping
+from unison.privacy.attachment import ClippingSettings
+from unison.privacy.budget import Budget, BudgetGuard
+from unison.privacy.calibration import noise_multiplier_for
+from unison.privacy.dealing import Dealing
+from unison.privacy.draws import steps_per_epoch
+from unison.privacy.ledger import Ledger
+from unison.privacy.loader import PrivateLoader
+from unison.privacy.mechanism import Mechanism
+from unison.privacy.owners import full_shapes, owner_of
+from unison.privacy.ranks import Ranks, open_on_ranks, show_shards
+from unison.privacy.sampling import Poisson, Sampling, Shuffled
+from unison.privacy.schedules import Schedule
+from unison.privacy.training import CLIP_RULES, Diagnostics, PrivateTraining
+from unison.rng import Key
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+_HINTS = {
+    "criterion": "the loss is the user's own; no wrapper is needed, in any mode",
+    "grad_sample_mode": "use clipping='auto', or one of the modes that docs/clipping.md names",
+    "noise_generator": "use seed= for runs that can be repeated; noise is secure without it",
+    "secure_mode": "noise is secure by default; secure_noise=False with seed= turns it off",
+    "wrap_model": "the module is never wrapped",
+    "strict": "everything is checked, always",
+    "batch_size": "it is the data loader's; expected_batch_size= sets the divisor",
+    "alphas": "the accountants of dp-accounting choose their own orders",
+}
+
+
+class PrivacyEngine:
+    """Makes a module, an optimizer and a data loader train privately (DP-SGD).
+
+    ```
+    engine = unison.PrivacyEngine()
+    module, optimizer, loader = engine.make_private(
+        module=module,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+    engine.get_epsilon(delta=1e-5)
+    ```
+
+    Guarantees:
+        Every sample's gradient is clipped to `max_grad_norm` before it is added to any other's;
+        the sum gets noise of standard deviation σ·C once per element; the ledger holds what was
+        applied before the noise is drawn. Gradients that would go past this raise.
+
+    Args:
+        accountant: `"pld"` or `"rdp"`.
+        secure_noise: Whether noise and sampling come from a secret key of the operating system's.
+            False needs `seed=` in `make_private`, and is for experiments.
+        ledger: File to write the ledger to, usually RUN/ledger.jsonl. Without one it lives in
+            memory and dies with the process.
+    """
+
+    def __init__(
+        self,
+        accountant: str = "pld",
+        secure_noise: bool = True,
+        ledger: str | os.PathLike[str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        _refuse_unknown("PrivacyEngine", unknown)
+        check_accountant(accountant)
+        self.accountant, self.secure_noise = accountant, secure_noise
+        self._ledger_path = ledger
+        self._training: PrivateTraining | None = None
+
+    # --- attaching -------------------------------------------------------------------------------
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float | Schedule,
+        max_grad_norm: float | Schedule,
+        clipping: str = AUTO,
+        clip_rule: str = "flat",
+        poisson_sampling: bool = True,
+        sampling: Sampling | None = None,
+        loss_reduction: str = "mean",
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+        adaptive_clipping: AdaptiveClipping | None = None,
+        batch_first: bool = True,
+        memory_budget: int | None = None,
+        budget: Budget | None = None,
+        granule: int | None = None,
+        seed: int | None = None,
+        **unknown: Any,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Return the same module and optimizer, now private, and a loader that samples for them.
+
+        Args:
+            module: The model. It is not wrapped: hooks are put on it, which `detach` removes.
+            optimizer: Over the module's trainable parameters, all of them and no others.
+            data_loader: The user's loader. Its order of records is replaced by the sampling.
+            noise_multiplier: σ, or a schedule step -> σ.
+            max_grad_norm: C, or a schedule step -> C.
+            clipping: How per-sample clipping is computed; every mode gives the same gradients.
+            clip_rule: `"flat"` scales gradients longer than C down to C, `"automatic"` scales all
+                to nearly C, `"per_layer"` clips each of L parameters to C / sqrt(L).
+            poisson_sampling: Whether each record takes part in a step with probability
+                batch size / size of the data set. False: a new permutation every epoch, with the
+                larger ε that this supports.
+            sampling: Another sampling, such as `TruncatedPoisson`; instead of `poisson_sampling`.
+            loss_reduction: What the user's loss is of the samples' losses: `"mean"` or `"sum"`.
+            expected_batch_size: What the sum is divided by with `"mean"`, a public constant; the
+                loader's batch size unless given.
+            max_physical_batch_size: Most samples in one pass; larger logical batches come in
+                several, in the same loop.
+            adaptive_clipping: Lets C follow a quantile of the norms, with noise of its own.
+            batch_first: Whether samples lie in dimension 0 of the module's inputs and outputs;
+                otherwise in dimension 1.
+            memory_budget: Bytes that clipping may hold beside ordinary training.
+            budget: A bound on ε. The loader raises `BudgetSpent` before a step that would pass it.
+            granule: Samples that are computed together, at one shape, and added up in one order
+                on any number of ranks: what the ordered reducer needs. Tensors then come as one
+                value per granule, and the loss is `unison.batch_mean` of the samples' losses.
+            seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
+            unknown: Raises, and says what is meant where it is a name of Opacus's.
+
+        Raises:
+            BadInput: Arguments that cannot be used together.
+            UnsupportedOperation: What cannot be trained privately.
+        """
+        _refuse_unknown("make_private", unknown)
+        if self._training is not None:
+            raise BadInput("this engine is attached already; detach() it, or make another one")
+        check.one_of([*MODES, AUTO], clipping=clipping)
+        check.one_of(CLIP_RULES, clip_rule=clip_rule)
+        check.one_of(LOSS_REDUCTIONS, loss_reduction=loss_reduction)
+        if adaptive_clipping is not None and clip_rule != "flat":
+            raise BadInput("adaptive_clipping follows norms over all parameters: clip_rule='flat'")
+        if expected_batch_size is not None:
+            check.positive(expected_batch_size=expected_batch_size)
+        if granule is not None:
+            check.positive(granule=granule)
+        show_shards(module)
+        _check_optimizer(optimizer, _trainable(module))
+        owner = owner_of(module, is_ordered=granule is not None)
+        with ExitStack() as undo:
+            undo.callback(owner.detach)  # if anything is refused from here on
+            if owner.is_ordered and granule is None:
+                raise BadInput(
+                    "the module's reducer is 'ordered', which adds granules up in one order at "
+                    "every number of ranks: say how many samples a granule has with "
+                    "make_private(granule=)"
+                )
+            if sampling is None:
+                sampling = _sampling_of(data_loader, poisson_sampling, expected_batch_size)
+            elif not poisson_sampling:
+                raise BadInput("sampling= says how records are drawn; leave poisson_sampling out")
+            mechanism = Mechanism(
+                sampling=sampling,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                expected_batch_size=expected_batch_size or _batch_size_of(data_loader),
+                adaptive=adaptive_clipping,
+                rounded_elements=sum(each.numel for each in owner.owned),
+            )
+            ranks = owner.ranks
+            key = self._make_key(seed, owner.everyone)
+            loader = PrivateLoader(
+                data_loader,
+                sampling,
+                key,
+                max_physical_batch_size=max_physical_batch_size,
+                rank=ranks.rank,
+                num_ranks=ranks.size,
+                granule=granule or 1,
+            )
+            ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
+            batch_dim = 0 if batch_first else 1
+            self._training = PrivateTraining(
+                module,
+                optimizer,
+                loader,
+                owner=owner,
+                dealing=Dealing(ranks, granule, max_physical_batch_size, batch_dim),
+                key=key,
+                mechanism=mechanism,
+                ledger=ledger,
+                guard=budget and BudgetGuard(budget, accountant=self.accountant),
+                settings=ClippingSettings(
+                    mode=clipping, memory_budget=memory_budget, batch_dim=batch_dim
+                ),
+                clip_rule=clip_rule,
+                loss_reduction=loss_reduction,
+            )
+            undo.pop_all()
+        return module, optimizer, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        max_grad_norm: float | Schedule,
+        **settings: Any,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Choose the noise with which `epochs` over the loader spend at most `target_epsilon`.
+
+        The spending lands within 1 % below the target. It is also the budget: a step that would
+        pass it is refused, unless another `budget=` is given.
+
+        Args:
+            module: As in `make_private`.
+            optimizer: As in `make_private`.
+            data_loader: As in `make_private`.
+            target_epsilon: ε to land on, from below.
+            target_delta: δ.
+            epochs: Passes over the loader.
+            max_grad_norm: As in `make_private`.
+            settings: Other arguments of `make_private`.
+        """
+        check.positive(target_epsilon=target_epsilon, epochs=epochs)
+        if "noise_multiplier" in settings:
+            raise BadInput("target_epsilon decides the noise: leave noise_multiplier out")
+        sampling = settings.get("sampling") or _sampling_of(
+            data_loader, settings.get("poisson_sampling", True), settings.get("expected_batch_size")
+        )
+        check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
+        adaptive = settings.get("adaptive_clipping")
+        noise_multiplier = noise_multiplier_for(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sampling=sampling,
+            steps=max(1, math.ceil(epochs * steps_per_epoch(sampling))),
+            accountant=self.accountant,
+            count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
+            rounded_elements=sum(math.prod(shape) for shape in full_shapes(module)),
+        )
+        settings.setdefault("budget", Budget(epsilon=target_epsilon, delta=target_delta))
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            **settings,
+        )
+
+    def detach(self) -> None:
+        """Give the user's module and optimizer back as they were. The ledger is closed."""
+        self._attached.detach()
+        self._training = None
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def check(self, *args: Any, **kwargs: Any) -> Plan:
+        """Make sure that a batch can be clipped, before any budget is spent.
+
+        Args:
+            args: What the module is called with.
+            kwargs: The same.
+
+        Raises:
+            UnsupportedOperation: An operation has no rule, or samples mix.
+        """
+        return self._attached.check(args, kwargs)
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return ε at δ of what the ledger holds."""
+        check_delta(delta, len(self._attached.loader.dataset))  # type: ignore[arg-type]
+        return self._attached.ledger.epsilon(delta)
+
+    def plan(self) -> Plan:
+        """Return which methods clipping uses for each parameter, and what others would cost."""
+        return self._attached.plan()
+
+    def per_sample_norms(self) -> torch.Tensor:
+        """Return the last logical batch's norms before clipping, by position in the batch.
+
+        They are functions of private data that no ε covers.
+        """
+        return self._attached.norms()
+
+    def diagnostics(self) -> Diagnostics:
+        """Return what is known of the last logical batch; no ε covers it."""
+        return self._attached.diagnostics()
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What each step applies; σ and C may be set between steps."""
+        return self._attached.mechanism
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was applied."""
+        return self._attached.ledger
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as values that JSON can hold. Never a key."""
+        return self._attached.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Noise and samples that were drawn are never drawn again.
+
+        Raises:
+            BadInput: The state is that of another mechanism, or the ledger has lost lines.
+        """
+        self._attached.load_state_dict(state)
+
+    # --- within ----------------------------------------------------------------------------------
+
+    @property
+    def _attached(self) -> PrivateTraining:
+        if self._training is None:
+            raise BadInput("the engine is not attached to a module: call make_private first")
+        return self._training
+
+    def _make_key(self, seed: int | None, ranks: Ranks) -> Key:
+        if self.secure_noise:
+            if seed is not None:
+                raise BadInput(
+                    "seed= makes noise and sampling predictable, and secure_noise=True asks for "
+                    "the opposite. For a run that can be repeated: "
+                    "PrivacyEngine(secure_noise=False)"
+                )
+            return Key.shared(ranks.group)
+        if seed is None:
+            raise BadInput("secure_noise=False needs make_private(seed=...)")
+        warnings.warn(
+            "noise and sampling come from a seed: the run can be repeated, and whoever knows the "
+            "seed can remove the noise. Nothing that it gives is private",
+            stacklevel=3,
+        )
+        return Key.from_seed(seed)
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    if not found:
+        raise BadInput("the module has no trainable parameter")
+    return found
+
+
+def _check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Require the optimizer to hold the module's trainable parameters and no others."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    missing = [name for name, each in trainable.items() if id(each) not in held]
+    if missing:
+        raise BadInput(
+            f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
+            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
+        )
+    known = {id(each) for each in trainable.values()}
+    others = [
+        tuple(each.shape)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if id(each) not in known and each.requires_grad
+    ]
+    if others:
+        raise BadInput(
+            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
+            f"{others[:3]}): they would be trained without privacy. Build it from "
+            "module.parameters()"
+        )
+
+
+def _sampling_of(
+    data_loader: DataLoader[Any], is_poisson: bool, expected_batch_size: float | None
+) -> Sampling:
+    num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+    if num_records == 0:
+        raise BadInput("the data set is empty")
+    if not is_poisson:
+        size = _batch_size_of(data_loader)
+        if expected_batch_size not in (None, size):
+            raise BadInput(
+                "without Poisson sampling every batch has the loader's size, found "
+                f"{expected_batch_size=} and a batch size of {size}"
+            )
+        return Shuffled(batch_size=size, num_records=num_records)
+    return Poisson(
+        rate=min(1.0, (expected_batch_size or _batch_size_of(data_loader)) / num_records)
+    )
+
+
+def _batch_size_of(data_loader: DataLoader[Any]) -> int:
+    size = data_loader.batch_size
+    if size is None and isinstance(getattr(data_loader.batch_sampler, "batch_size", None), int):
+        size = data_loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    if size is None:
+        raise BadInput(
+            "the data loader has no batch size; build it with batch_size=, which is the expected "
+            "size of a batch"
+        )
+    return size
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _refuse_unknown(where: str, unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        _refuse_argument(where, name)
+
+
+def _refuse_argument(where: str, name: str) -> NoReturn:
+    hint = f": {_HINTS[name]}" if name in _HINTS else "; docs/from-opacus.md lists the names"
+    raise BadInput(f"{where} has no argument {name!r}{hint}")

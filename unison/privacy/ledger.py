@@ -1,0 +1,297 @@
+"""The ledger: what was applied, written before it is released, in lines that only grow in number.
+
+[Note: never less than was released] A step writes an *intent*, which is on the disk before any
+noise is drawn, and a *commit* after the optimizer's step. ε counts intents. Whenever a process
+dies, what it released has an intent, and a step that is repeated after a restart has two.
+
+Each line is one JSON object and holds its number and the SHA-256 of the line before, so an edited
+or a removed line shows. Removed *last* lines do not, so a small file beside the ledger, the head,
+knows how many there are. docs/privacy.md describes both files.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from unison.errors import BadInput
+from unison.privacy.accounting import check_accountant, epsilon_of
+from unison.privacy.ledger_file import FORMAT, START, Head, hash_of, head_file_of, read_ledger
+from unison.privacy.mechanism import Mechanism, Release
+from unison.privacy.spending import Spending
+
+
+class Ledger:
+    """A ledger that is being written. Use as a context manager, or `close` it.
+
+    Guarantees:
+        When `intend` returns, the intent is on the disk. Nothing that was written is ever changed.
+        One process writes at a time. No key, no realised batch and nothing else that depends on
+        the data is written.
+
+    Attributes:
+        path: The file; None for a ledger in memory, which does not survive its process.
+        accountant: The accountant that `epsilon` uses unless told otherwise.
+        spending: What the intents come to, those of earlier sessions included.
+    """
+
+    def __init__(self, path: Path | None, accountant: str) -> None:
+        self.path, self.accountant = path, accountant
+        self.spending = Spending()
+        self._descriptor: int | None = None
+        self._before_next = b""
+        self._head = Head(0, START)
+        self._written: set[Head] = set()  # of a ledger in memory: what checkpoints may know
+        self._pending: int | None = None
+        self._last_step = -1
+        self._num_intents = self._num_commits = 0
+        self._failure: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None,
+        *,
+        mechanism: Mechanism,
+        accountant: str = "pld",
+        step: int = 0,
+    ) -> "Ledger":
+        """Begin a ledger, or go on with one after checking all of it.
+
+        Args:
+            path: The file, usually RUN/ledger.jsonl; None keeps the ledger in memory.
+            mechanism: What the session applies; its description begins the session.
+            accountant: "pld" or "rdp".
+            step: The step that comes next.
+
+        Raises:
+            BadInput: If lines of the ledger were edited or removed, or another process writes it.
+        """
+        check_accountant(accountant)
+        ledger = cls(None if path is None else Path(path), accountant)
+        try:
+            if ledger.path is not None:
+                ledger._take_up(ledger.path)
+            ledger.renew(mechanism, step=step)
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    def renew(self, mechanism: Mechanism, *, step: int) -> None:
+        """Begin a new session, in which records are drawn under another key.
+
+        Steps of one session only go up. To repeat one in the same process, renew the keys first and
+        call this: a step that is drawn again under the same key takes the same records, and two
+        looks at one sample cost more than two independent samples do.
+
+        Args:
+            mechanism: What the session applies.
+            step: The step that comes next.
+        """
+        self._append(
+            "open",
+            format=FORMAT,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            unison=_version(),
+            accountant=self.accountant,
+            mechanism=mechanism.describe(),
+            next=mechanism.release(step).to_fields(),
+        )
+        self.spending.begin_session()
+        self._pending, self._last_step = None, -1
+
+    def intend(self, release: Release) -> None:
+        """Write what a step is about to apply. Draw its noise only after this has returned.
+
+        Raises:
+            BadInput: If the session holds that step, or a later one, already.
+        """
+        if release.step <= self._last_step:
+            raise BadInput(
+                f"expected a step after {self._last_step}, the last of this session, found step "
+                f"{release.step}; renew the keys and call Ledger.renew before repeating a step"
+            )
+        self._check_usable()
+        self.spending.add(release)  # first: if writing fails, it may count once too often
+        self._append("intent", **release.to_fields())
+        self._pending = self._last_step = release.step
+        self._num_intents += 1
+
+    def commit(self, step: int) -> None:
+        """Write that the optimizer has taken a step."""
+        if step != self._pending:
+            raise BadInput(f"expected to commit the intended step {self._pending}, found {step}")
+        self._append("commit", step=step)
+        self._pending = None
+        self._num_commits += 1
+
+    @property
+    def head(self) -> Head:
+        """How far the ledger goes."""
+        return self._head
+
+    @property
+    def num_intents(self) -> int:
+        """Intents, those of earlier sessions included."""
+        return self._num_intents
+
+    @property
+    def num_commits(self) -> int:
+        """Commits, those of earlier sessions included."""
+        return self._num_commits
+
+    def epsilon(self, delta: float, accountant: str | None = None) -> float:
+        """ε at δ of all intents."""
+        return epsilon_of(self.spending, delta, accountant or self.accountant)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint should hold, as values that JSON can hold."""
+        return {
+            "is_in_memory": self.path is None,
+            "head": asdict(self._head),
+            "spending": self.spending.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make sure that nothing is lost that was counted when a checkpoint was written.
+
+        A ledger on disk must hold the line that the checkpoint knows as its last. A ledger in
+        memory takes over what the checkpoint counted; what was released after the checkpoint is
+        lost with the process, which is why a run that matters has a file.
+
+        Raises:
+            BadInput: If the file does not hold that line.
+        """
+        known = Head(**state["head"])
+        if self.path is None:
+            if known in self._written:
+                return  # a checkpoint of this very run: what came after it stays counted
+            if self._num_intents:
+                raise BadInput(
+                    "this ledger in memory counts steps of another run; load a checkpoint before "
+                    "the first step"
+                )
+            self.spending.load_state_dict(state["spending"])
+            return
+        if state["is_in_memory"]:
+            raise BadInput(
+                f"the checkpoint's ledger was kept in memory, and {self.path} does not hold its "
+                "steps; resume without a ledger file"
+            )
+        problem = read_ledger(self.path).missing(known, "the checkpoint")
+        if problem:
+            raise BadInput(f"{self.path}: {problem}; put the ledger of this run back")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # the lock goes with it
+            self._descriptor = None
+        self._failure = self._failure or "it was closed"
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "in memory" if self.path is None else str(self.path)
+        return f"Ledger({where}, {self._num_intents} intents, {self._num_commits} commits)"
+
+    # ---- the file --------------------------------------------------------------------------------
+
+    def _take_up(self, path: Path) -> None:
+        """Open and lock the file; check and count what it holds."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _lock(self._descriptor, path)
+        if is_new:
+            _sync_folder(path.parent)
+        if not path.stat().st_size and not head_file_of(path).exists():
+            return
+        found = read_ledger(path)
+        if found.problems:
+            raise BadInput(
+                f"{path} cannot be continued: {'; '.join(found.problems)}. Its count would not be "
+                "one; begin the run anew, or put the whole ledger back"
+            )
+        self.spending, self._head = found.spending, found.head
+        self._num_intents, self._num_commits = found.num_intents, found.num_commits
+        if not found.ends_with_newline:
+            # What a crash cut short stays as it is; the next line begins after it.
+            self._before_next = b"\n"
+
+    def _append(self, kind: str, **fields: Any) -> None:
+        """Write one line; it is on the disk when this returns."""
+        self._check_usable()
+        number = self._head.num_lines + 1
+        record = {"kind": kind, "line": number, **fields, "previous": self._head.sha256}
+        line = json.dumps(record, allow_nan=False).encode()
+        try:
+            self._write(self._before_next + line + b"\n")
+            self._before_next, self._head = b"", Head(number, hash_of(line))
+            if self.path is None:
+                self._written.add(self._head)
+            else:
+                _write_head(self.path, self._head)
+        except BaseException as error:
+            # How much is on the disk is not known now; opening the ledger anew finds out.
+            self._failure = f"a write failed ({error!r}); open it anew"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
+
+    def _write(self, data: bytes) -> None:
+        if self._descriptor is None:
+            return
+        written = os.write(self._descriptor, data)
+        os.fsync(self._descriptor)
+        if written < len(data):
+            raise BadInput(
+                f"only {written} of {len(data)} bytes could be written to {self.path}; is the disk "
+                "full? The step was not taken"
+            )
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    import fcntl  # not on every system that can import unison
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(
+            f"another process, or another ledger of this one, writes {path}; let it end first, or "
+            "give this run a folder of its own"
+        ) from None
+
+
+def _version() -> str:
+    try:
+        return metadata.version("unison")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_head(path: Path, head: Head) -> None:
+    # Not synced: it witnesses lines that are on the disk already, and may lag behind them.
+    target = head_file_of(path)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_text(json.dumps(asdict(head)) + "\n")
+    partial.replace(target)

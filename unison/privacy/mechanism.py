@@ -1,0 +1,371 @@
+"""What a step applies: sampling, clip norm and noise, from one object.
+
+[Note: one source] The sampler, the clipper, the noise and the ledger all read the `Release` of a
+step, and nothing else. The noise's standard deviation is no setting: it is σ·C of the same release,
+so a clip norm that moves takes its noise along, and what the ledger counts is what was applied.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unison import check
+from unison.errors import BadInput
+from unison.privacy import sampling as samplings
+from unison.privacy.adaptive import AdaptiveClipping
+from unison.privacy.sampling import Sampling
+from unison.privacy.schedules import Schedule, describe
+from unison.rng.secure import GRID_BITS
+
+# The spacing of the secure noise's grid is a power of two below this part of the noise's std.
+GRID_SPACING = 2.0 ** (1 - GRID_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What one logical step applies, and all that its privacy cost depends on.
+
+    Attributes:
+        step: Number of the logical step, from 0.
+        sampling: How its records are chosen.
+        max_grad_norm: C, the bound on each record's gradient.
+        noise_multiplier: σ; the noise on the sum of gradients has standard deviation σ·C. 0 means
+            no noise and no privacy.
+        expected_batch_size: The public number that the noisy sum is divided by.
+        count_noise_multiplier: Standard deviation of the noise on the statistic of adaptive
+            clipping, whose sensitivity is ½; None without it.
+        sensitivity_factor: What one record can change in the sum that gets the noise, in units of
+            C: 1, or a little more where that sum is rounded to the noise's grid.
+    """
+
+    step: int
+    sampling: Sampling
+    max_grad_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
+    count_noise_multiplier: float | None = None
+    sensitivity_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.not_negative(step=self.step, noise_multiplier=self.noise_multiplier)
+        check.positive(
+            max_grad_norm=self.max_grad_norm, expected_batch_size=self.expected_batch_size
+        )
+        if self.count_noise_multiplier is not None:
+            check.not_negative(count_noise_multiplier=self.count_noise_multiplier)
+        if not (math.isfinite(self.sensitivity_factor) and self.sensitivity_factor >= 1):
+            raise BadInput(
+                f"sensitivity_factor must be 1 or more, found {self.sensitivity_factor!r}"
+            )
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the sum of clipped gradients: σ·C."""
+        return self.noise_multiplier * self.max_grad_norm
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """The noise multiplier z of one Gaussian release that costs as much as this step does.
+
+        The step releases the gradient, of sensitivity f·C, and with adaptive clipping a statistic,
+        of sensitivity ½. A record moves the two, each in units of its own noise, by at most 1/z,
+        where z^-2 = (f/σ)^2 + (2·σ_b)^-2.
+
+        >>> from unison.privacy.sampling import Poisson
+        >>> Release(
+        ...     step=0,
+        ...     sampling=Poisson(rate=0.1),
+        ...     max_grad_norm=1.0,
+        ...     noise_multiplier=3.0,
+        ...     count_noise_multiplier=2.0,
+        ...     expected_batch_size=8,
+        ... ).effective_noise_multiplier.hex() == (1 / math.hypot(1 / 3, 1 / 4)).hex()
+        True
+        """
+        if self.noise_multiplier == 0 or self.count_noise_multiplier == 0:
+            return 0.0
+        if self.count_noise_multiplier is None:
+            return self.noise_multiplier / self.sensitivity_factor
+        shift = self.sensitivity_factor / self.noise_multiplier
+        return 1 / math.hypot(shift, 0.5 / self.count_noise_multiplier)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The release as values that JSON can hold; `from_fields` gives it back exactly."""
+        return {
+            "step": self.step,
+            "sampling": samplings.to_fields(self.sampling),
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "count_noise_multiplier": self.count_noise_multiplier,
+            "sensitivity_factor": self.sensitivity_factor,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Release":
+        """The release that `to_fields` described.
+
+        Raises:
+            BadInput: If the fields describe none.
+        """
+        try:
+            values: dict[str, Any] = dict(fields)
+            values["sampling"] = samplings.from_fields(values["sampling"])
+            return cls(**values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BadInput(f"the fields do not describe a release ({error!r}): {fields}") from None
+
+
+def sensitivity_factor(noise_multiplier: float, rounded_elements: int) -> float:
+    """How much the sensitivity grows when a sum is rounded to the secure noise's grid.
+
+    Rounding moves each element of either neighbour's sum by half a spacing at most (docs/rng.md,
+    "Secure normals"). The spacing lies between half of `GRID_SPACING` and all of it, depending on
+    σ·C; the larger is taken, so that a clip norm which moves does not move ε.
+
+    Args:
+        noise_multiplier: σ.
+        rounded_elements: Number of elements of the noised gradient; 0 if the noise has no grid.
+    """
+    return 1 + GRID_SPACING * noise_multiplier * math.sqrt(rounded_elements)
+
+
+class Mechanism:
+    """The single source of what each step applies.
+
+    Guarantees:
+        Clipping, noise, sampling and ledger agree: all read one `Release`, and between `begin` and
+        `finish` nothing can change it. Schedules are functions of the step alone.
+
+    Args:
+        sampling: How each step chooses its records.
+        noise_multiplier: σ, or a schedule step -> σ. 0 is allowed, gives ε = inf, and must then be
+            constant.
+        max_grad_norm: C, or a schedule step -> C. With `adaptive`, C of the first step.
+        expected_batch_size: The public divisor.
+        adaptive: Lets C follow a quantile of the norms.
+        rounded_elements: Number of elements of the noised gradient when its noise lies on the
+            secure grid; see `sensitivity_factor`. 0 if it does not.
+    """
+
+    __slots__ = (
+        "_adaptive",
+        "_current",
+        "_expected_batch_size",
+        "_rounded_elements",
+        "_sampling",
+        "_settings",
+    )
+
+    def __init__(
+        self,
+        *,
+        sampling: Sampling,
+        noise_multiplier: float | Schedule,
+        max_grad_norm: float | Schedule,
+        expected_batch_size: float,
+        adaptive: AdaptiveClipping | None = None,
+        rounded_elements: int = 0,
+    ) -> None:
+        if adaptive is not None and callable(max_grad_norm):
+            raise BadInput(
+                "max_grad_norm cannot follow a schedule and adaptive clipping at once; give one"
+            )
+        check.not_negative(rounded_elements=rounded_elements)
+        self._sampling = sampling
+        self._settings: dict[str, float | Schedule] = {
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+        }
+        self._expected_batch_size = expected_batch_size
+        self._adaptive = adaptive
+        self._rounded_elements = rounded_elements
+        self._current: Release | None = None
+        self.release(0)  # a setting that cannot be used is refused here, not in the first step
+
+    # ---- what a step applies ---------------------------------------------------------------------
+
+    def release(self, step: int) -> Release:
+        """What a step applies, or will apply if nothing is changed until then.
+
+        Raises:
+            BadInput: If a schedule gives a value that cannot be used.
+        """
+        if self._current is not None and self._current.step == step:
+            return self._current
+        sigma = self._value("noise_multiplier", step)
+        return Release(
+            step=step,
+            sampling=self._sampling,
+            max_grad_norm=self._value("max_grad_norm", step),
+            noise_multiplier=sigma,
+            expected_batch_size=self._expected_batch_size,
+            count_noise_multiplier=self._adaptive and self._adaptive.count_noise_multiplier,
+            sensitivity_factor=sensitivity_factor(sigma, self._rounded_elements),
+        )
+
+    def begin(self, step: int) -> Release:
+        """Fix what a step applies until `finish` or `abandon`.
+
+        Raises:
+            BadInput: If another step was begun and not finished.
+        """
+        if self._current is not None:
+            raise BadInput(
+                f"step {self._current.step} was begun and not finished; finish or abandon it "
+                f"before step {step}"
+            )
+        self._current = self.release(step)
+        return self._current
+
+    def finish(self, step: int, *, noisy_fraction: float | None = None) -> None:
+        """End a step; with adaptive clipping, move C.
+
+        Args:
+            step: The step that was begun.
+            noisy_fraction: The noisy part of norms at most C; with adaptive clipping only.
+
+        Raises:
+            BadInput: If that step was not begun, or the fraction is missing or not expected.
+        """
+        if self._current is None or self._current.step != step:
+            found = "none" if self._current is None else f"step {self._current.step}"
+            raise BadInput(f"expected the step that was begun, {found}, found step {step}")
+        if self._adaptive is None:
+            if noisy_fraction is not None:
+                raise BadInput(f"without adaptive clipping there is no fraction: {noisy_fraction=}")
+        elif noisy_fraction is None:
+            raise BadInput("adaptive clipping needs noisy_fraction= to move max_grad_norm")
+        else:
+            before = self._current.max_grad_norm
+            self._settings["max_grad_norm"] = self._adaptive.updated(before, noisy_fraction)
+        self._current = None
+
+    def abandon(self) -> None:
+        """End a step that failed. What the ledger holds of it still counts."""
+        self._current = None
+
+    # ---- settings --------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Release | None:
+        """The release of the step that was begun, if any."""
+        return self._current
+
+    @property
+    def sampling(self) -> Sampling:
+        """How each step chooses its records."""
+        return self._sampling
+
+    @property
+    def adaptive(self) -> AdaptiveClipping | None:
+        """How C follows the norms, if it does."""
+        return self._adaptive
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public divisor."""
+        return self._expected_batch_size
+
+    @property
+    def noise_multiplier(self) -> float | Schedule:
+        """σ, or its schedule. Between steps a constant one may be set."""
+        return self._settings["noise_multiplier"]
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._change("noise_multiplier", value)
+
+    @property
+    def max_grad_norm(self) -> float | Schedule:
+        """C as it stands now, or its schedule. Between steps a constant one may be set."""
+        return self._settings["max_grad_norm"]
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if self._adaptive is not None:
+            raise BadInput("max_grad_norm follows adaptive clipping and cannot be set")
+        self._change("max_grad_norm", value)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as values that JSON can hold: nothing private, no key."""
+        adaptive = self._adaptive
+        return {
+            "sampling": samplings.to_fields(self._sampling),
+            **{name: describe(setting) for name, setting in self._settings.items()},
+            "expected_batch_size": self._expected_batch_size,
+            "adaptive": adaptive and asdict(adaptive),
+            "rounded_elements": self._rounded_elements,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What may have changed since the mechanism was made, as values that JSON can hold."""
+        return {
+            **{name: describe(setting) for name, setting in self._settings.items()},
+            "is_adaptive": self._adaptive is not None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            BadInput: In the middle of a step, or if the state is that of another mechanism: one
+                with another schedule, or with adaptive clipping where this one has none.
+        """
+        self._refuse_in_a_step()
+        if state["is_adaptive"] != (self._adaptive is not None):
+            raise BadInput(
+                "the saved mechanism and this one must both have adaptive clipping or both have "
+                f"none, found {state['is_adaptive']} and {self._adaptive is not None}"
+            )
+        loaded = dict(self._settings)
+        for name, own in self._settings.items():
+            saved = state[name]
+            if not isinstance(saved, dict) and not callable(own):
+                loaded[name] = saved
+            elif saved != describe(own):
+                raise BadInput(
+                    f"{name} was saved as {saved!r} and is {describe(own)!r} now; resume with the "
+                    "same schedule"
+                )
+        self._take(loaded)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.describe().items())
+        return f"Mechanism({settings})"
+
+    def _refuse_in_a_step(self) -> None:
+        if self._current is not None:
+            raise BadInput(
+                f"step {self._current.step} has begun with its clip norm and noise; change the "
+                "mechanism between two steps"
+            )
+
+    def _change(self, name: str, value: float) -> None:
+        self._refuse_in_a_step()
+        if callable(self._settings[name]):
+            raise BadInput(f"{name} follows a schedule and cannot be set")
+        self._take({**self._settings, name: value})
+
+    def _take(self, settings: dict[str, float | Schedule]) -> None:
+        """Change the settings, all or none."""
+        before, self._settings = self._settings, settings
+        try:
+            self.release(0)
+        except BadInput:
+            self._settings = before
+            raise
+
+    def _value(self, name: str, step: int) -> float:
+        """A setting at a step, checked where a schedule gave it."""
+        setting = self._settings[name]
+        if not callable(setting):
+            return float(setting)
+        value = float(setting(step))
+        if not (math.isfinite(value) and value > 0):
+            raise BadInput(
+                f"the schedule of {name}, {describe(setting)}, must give values above 0, found "
+                f"{value!r} at step {step}"
+            )
+        return value

@@ -1,0 +1,133 @@
+"""What an owner of parameters does for private training."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from unison.capture import Capture
+from unison.clip import SampleNorms
+from unison.clip.layers import Layer
+from unison.rng import Box
+from unison.shard.deal import BatchPlan
+from unison.shard.gradient import as_shard_gradient
+from unison.shard.ranks import Ranks
+
+MakeSums = Callable[[int, Sequence[str]], list[Tensor | None]]
+"""(granule, names) -> this rank's clipped sums of these parameters, None for one not used.
+
+It gives memory back as it goes: every name is asked for once per granule."""
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A parameter, or the part of it that this rank holds.
+
+    Attributes:
+        name: Its canonical name: noise hangs on it.
+        parameter: What the optimizer holds.
+        shape: Of the whole parameter.
+        start: First of its elements that this rank holds, in row-major order.
+        stop: One past the last.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the parameter these are."""
+        return Box.flat(self.start, self.stop, self.numel)
+
+    def as_gradient(self, values: Tensor) -> Tensor:
+        """A gradient of these elements, as the optimizer wants to find it in `.grad`."""
+        gradient = values.view(self.parameter.shape).to(self.parameter.device)
+        is_part = self.stop - self.start < self.numel
+        return as_shard_gradient(gradient) if is_part else gradient
+
+
+class RecordsWhole:
+    """An owner whose ranks all hold other samples, and record the uses of whole parameters."""
+
+    ranks: Ranks
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks that train together; see `Owner`."""
+        return self.ranks
+
+    def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """What clipping is planned for; see `Owner`."""
+        return layers
+
+    def whole_norms(self, norms: Mapping[str, SampleNorms]) -> Mapping[str, SampleNorms]:
+        """The norms of samples; see `Owner`."""
+        return norms
+
+
+class Owner(Protocol):
+    """Holds the parameters of a module, and adds clipped sums up over passes and ranks.
+
+    Attributes:
+        ranks: The ranks that share each logical batch, and hold other samples of it.
+        is_ordered: Whether sums are the same bits on any number of ranks.
+        can_repeat: Whether the module's forward may be run again when a backward pass ends.
+        owned: Every trainable parameter, or this rank's part of it.
+    """
+
+    ranks: Ranks
+    is_ordered: bool
+    can_repeat: bool
+    owned: Sequence[Owned]
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks that train together: they have one key and one ledger."""
+        ...
+
+    def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """What clipping is planned for, the same on all ranks that must run the same passes."""
+        ...
+
+    def whole_norms(self, norms: Mapping[str, SampleNorms]) -> Mapping[str, SampleNorms]:
+        """The norms of samples over whole parameters, from those over what this rank records.
+
+        Every rank calls it once for every part of a pass.
+        """
+        ...
+
+    def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[None]:
+        """Put tracked parameters in place, for each granule those of its capture."""
+        ...
+
+    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+        """Add the clipped sums of a pass; with the last pass of a logical batch, over ranks.
+
+        Every rank calls it for every pass.
+        """
+        ...
+
+    def totals(self) -> Iterator[tuple[Owned, Tensor]]:
+        """Hand out the sums of a logical batch over all ranks [stop - start], and forget them."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the sums of a logical batch that was given up."""
+        ...
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        ...

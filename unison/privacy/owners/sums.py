@@ -1,0 +1,135 @@
+"""Clipped sums of one flat group of parameters, added over granules, passes and ranks."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unison.shard.layout import FlatLayout, Piece, Slot
+from unison.shard.ranks import Axes, Ranks
+from unison.shard.reducers import FastReducer, OrderedReducer, Parts
+
+
+class Group(Protocol):
+    """What the reducers need to know of a flat group; see `unison.shard.flat_group`."""
+
+    axes: Axes
+    layout: FlatLayout
+    reduce_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the group's shard."""
+        ...
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The places of the parameters."""
+        ...
+
+    def piece_places(self) -> list[Piece]:
+        """What this rank holds of each parameter."""
+        ...
+
+
+class GroupSums:
+    """The sums of one group: begun by `take`, exchanged by `start`, complete after `finish`.
+
+    The fast way exchanges after every pass and so never holds a whole gradient longer. The ordered
+    way adds in one tree over all granules of the logical batch, and exchanges once.
+
+    Args:
+        group: The parameters.
+        is_ordered: Which way.
+    """
+
+    def __init__(self, group: Group, *, is_ordered: bool) -> None:
+        self.group, self._is_ordered = group, is_ordered
+        self._reducer: FastReducer | OrderedReducer | None = None
+        self.totals: Parts = [None] * len(group.slots)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the slots."""
+        return [slot.name for slot in self.group.slots]
+
+    def take(self, granule: int, sums: Parts, edges: tuple[int, ...]) -> None:
+        """Take this rank's sums of one granule."""
+        sums = [each if each is None else each.to(self.group.reduce_dtype) for each in sums]
+        if self._is_ordered:
+            if self._reducer is None:
+                self._reducer = OrderedReducer(self.group, edges)  # type: ignore[arg-type]
+            self._reducer.take(granule, sums)
+        elif self.group.axes.all.size == 1:  # nothing to exchange
+            self._add([each if each is None else each.reshape(-1) for each in sums])
+        else:
+            if self._reducer is None:
+                self._reducer = FastReducer(self.group)  # type: ignore[arg-type]
+            self._reducer.take(granule, sums)
+
+    def start(self, *, is_last: bool) -> None:
+        """Begin to exchange what this pass, or the whole logical batch, has come to."""
+        if self._reducer is not None and (is_last or not self._is_ordered):
+            self._reducer.start()
+
+    def finish(self, *, is_last: bool) -> None:
+        """Wait for the exchange, and add its result to that of earlier passes."""
+        if self._reducer is not None and (is_last or not self._is_ordered):
+            self._add(self._reducer.finish())
+            self._reducer = None
+
+    def _add(self, parts: Parts) -> None:
+        for slot, part in enumerate(parts):
+            before = self.totals[slot]
+            if before is None:
+                self.totals[slot] = part
+            elif part is not None:
+                before.add_(part)
+
+    def take_totals(self) -> list[Tensor]:
+        """The parts that this rank holds of the sums, zeros where nobody used a parameter."""
+        totals: Parts = self.totals
+        self.totals = [None] * len(totals)
+        return [
+            torch.zeros(place.numel, dtype=self.group.reduce_dtype, device=self.group.device)
+            if total is None
+            else total
+            for total, place in zip(totals, self.group.piece_places(), strict=True)
+        ]
+
+    def drop(self) -> None:
+        """Forget what there is."""
+        self._reducer = None
+        self.totals = [None] * len(self.totals)
+
+
+MAX_IN_FLIGHT = 1  # exchanges beside the computation; each holds a group's sums
+
+
+def exchange(groups: Sequence[GroupSums], make: "TakeAll", *, is_last: bool) -> None:
+    """Make the sums of one group after the other, while those of the one before are exchanged.
+
+    Args:
+        groups: In an order that every rank shares.
+        make: Has a group take its sums.
+        is_last: Whether the logical batch is complete.
+    """
+    running: list[GroupSums] = []
+    for group in groups:
+        make(group)
+        while len(running) >= MAX_IN_FLIGHT:
+            running.pop(0).finish(is_last=is_last)
+        group.start(is_last=is_last)
+        running.append(group)
+    for group in running:
+        group.finish(is_last=is_last)
+
+
+class TakeAll(Protocol):
+    """Has a group take the sums of all granules of a pass."""
+
+    def __call__(self, group: GroupSums) -> None:
+        """Make and take them."""
+        ...

@@ -1,0 +1,376 @@
+"""Parameters of a module that `torch.distributed.tensor.parallel.parallelize_module` has cut.
+
+Ranks stand on two axes. Along the *tensor* axis they hold the parts of one copy of the module, get
+the same rows, and run every operation together. Along the *data* axis they hold the same parts and
+get other rows. A mesh of one axis has no data axis: one copy of the module, one group of ranks.
+
+[Note: whose squares] Each rank records the uses of its parts (see [Note: records of parts] in
+capture/parts.py). A sample's squared norm is the sum of squares over the parts of parameters that
+are *cut* along the tensor axis; those that are *replicated* there, norm gains or the bias of a
+row-parallel layer, are recorded on every rank and count once. Squares never cross the data axis,
+where they belong to other samples. They are gathered and added in one order, so that all ranks of
+a tensor group come to the same coefficients, to the bit.
+
+[Note: replicas stay equal] The sum of a replicated parameter is the first tensor rank's on all of
+them, and so is its norm: what is added is what was bounded, and kernels that round differently in
+two runs cannot drive copies apart. Noise depends on the element alone.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unison.capture import Capture
+from unison.capture.names import places
+from unison.capture.parts import is_in_parts, local, span_of
+from unison.capture.refuse import refuse_compiled
+from unison.clip import SampleNorms
+from unison.clip.layers import Layer
+from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy.owners.base import MakeSums, Owned
+from unison.privacy.owners.buckets import BucketedSums, Held
+from unison.privacy.owners.units import capture_of
+from unison.privacy.ranks import device_of
+from unison.rng import Box, rows_of_granule
+from unison.shard.deal import BatchPlan
+from unison.shard.granules import join, num_granules_of, split
+from unison.shard.leaves import PLAIN, RECOMPUTE
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+NUM_CHECKED = 8  # passes in which replicas are compared: whether they are some is the model's doing
+# What people call axes along which ranks do not hold other samples.
+NO_DATA_AXES = {"cp", "context", "sp", "sequence", "seq", "pp", "pipeline", "pipe", "ep", "expert"}
+LARGEST_DIFFERENCE = 1e-3  # of squares, relative to the sample's; kernels round by less
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Owned):
+    """This rank's part of a distributed tensor, or all of it; `start` and `stop` only count.
+
+    Attributes:
+        cut: Which elements of the parameter these are.
+    """
+
+    cut: Box
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the parameter these are."""
+        return self.cut
+
+    def as_gradient(self, values: Tensor) -> Tensor:
+        """A distributed tensor that is cut as the parameter is."""
+        from torch.distributed.tensor import DTensor
+
+        parameter: Any = self.parameter
+        return DTensor.from_local(
+            values.view(self.cut.sides).to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+class TensorParallel:
+    """A module whose parameters are cut along a tensor axis; see `Owner`.
+
+    Args:
+        module: The module; `parallelize_module` has made it what it is. The other axis of the
+            mesh, if there is one, is the data axis.
+        is_ordered: Whether sums must not depend on the number of ranks on the data axis. The number
+            on the tensor axis is part of the mechanism: it decides the shapes that are computed
+            with, and so the bits.
+
+    Raises:
+        BadInput: Ranks that should hold the same values do not, or the mesh leaves ranks out.
+        UnsupportedOperation: Parameters lie on the ranks in a way that is not known.
+    """
+
+    can_repeat = True
+
+    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+        refuse_compiled(module)
+        self.module, self.is_ordered = module, is_ordered
+        self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
+        self.owned: Sequence[Owned] = _owned(module)
+        cut = [each for each in self.owned if each.box.numel() < each.numel]
+        whole = [each for each in self.owned if each.box.numel() == each.numel]
+        _check_same(self.ranks, self.owned, "data")
+        _check_same(self._tensor, whole, "tensor")
+        self._is_cut = {each.name: each.box.numel() < each.numel for each in self.owned}
+        self._of_cut, self._of_whole = (
+            BucketedSums([_held(each) for each in some], self.ranks, is_ordered=is_ordered)
+            for some in (cut, whole)
+        )
+        self._num_checked = 0
+        self._captures: Mapping[int, Capture] | None = None  # of the granules of a pass under way
+        self._own_forward = module.__dict__.get("forward")
+        if is_ordered:
+            module.forward = _granule_by_granule(self)  # type: ignore[method-assign]
+
+    @property
+    def captures(self) -> Mapping[int, Capture] | None:
+        """The captures of the granules of a pass under way."""
+        return self._captures
+
+    @contextmanager
+    def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
+        """Put tracked parameters in place; see `Owner`."""
+        if list(captures) == [PLAIN]:
+            with captures[PLAIN].installed():
+                yield
+            return
+        self._captures = captures
+        try:
+            # Granules put their own in place; these are for what checkpointing computes again.
+            with capture_of(captures, RECOMPUTE).installed():
+                yield
+        finally:
+            self._captures = None
+
+    def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """What clipping is planned for: the first rank's parts, which are the largest."""
+        if self._tensor.size == 1:
+            return layers
+        told = [list(layers)]
+        dist.broadcast_object_list(
+            told, group=self._tensor.group, group_src=0, device=device_of(self._tensor)
+        )
+        return told[0]
+
+    def whole_norms(self, norms: Mapping[str, SampleNorms]) -> Mapping[str, SampleNorms]:
+        """The norms of samples over all parts, replicated ones once: see [Note: whose squares].
+
+        Guarantees:
+            The same bits on every rank of a tensor group. An upper bound stays one, up to the
+            rounding of sums that coefficients pay for.
+        """
+        if not norms or self._tensor.size == 1:
+            return norms
+        mine = torch.stack([torch.stack([each.squared, each.upper]) for each in norms.values()])
+        every = mine.new_empty(self._tensor.size * mine.numel())
+        self._tensor.gather(every, mine.view(-1)).wait()
+        every = every.view(self._tensor.size, *mine.shape)  # [ranks, parameters, 2, rows]
+        self._check_replicas(list(norms), every)
+        added = functools.reduce(torch.add, every)
+        is_cut = torch.tensor([self._is_cut[name] for name in norms], device=mine.device)
+        total = torch.where(is_cut[:, None, None], added, every[0])
+        return {
+            name: SampleNorms(squared, upper)
+            for name, (squared, upper) in zip(norms, total, strict=True)
+        }
+
+    def _check_replicas(self, names: list[str], every: Tensor) -> None:
+        if self._num_checked == NUM_CHECKED:
+            return
+        self._num_checked += 1
+        squares = every[:, :, 0]  # [ranks, parameters, rows]
+        largest = squares.sum(dim=1).amax(dim=0)  # [rows]
+        differs = (squares - squares[0]).abs() > LARGEST_DIFFERENCE * largest
+        for name, is_other in zip(names, differs.any(dim=2).any(dim=0).tolist(), strict=True):
+            if is_other and not self._is_cut[name]:
+                raise UnsupportedOperation(
+                    f"every rank of the tensor axis holds all of {name}, and yet its samples' "
+                    "gradients differ between them: it is used on activations that are cut, by "
+                    "heads, columns or tokens, and each rank sees a share of its gradient. Tell "
+                    "torch so in the parallel plan, as SequenceParallel(sequence_dim=...) does, or "
+                    "bring its module's inputs together with PrepareModuleInput"
+                )
+
+    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+        """Add the clipped sums of a pass over the data axis; see `Owner`."""
+        if plan.closes_logical_batch:
+            # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
+            # all others for one of them in the exchange.
+            self._tensor.sum_(torch.zeros(1, device=self.owned[0].parameter.device))
+        self._of_cut.add(make_sums, plan, granules)
+        self._of_whole.add(make_sums, plan, granules)
+
+    def totals(self) -> Iterator[tuple[Owned, Tensor]]:
+        """Hand out the sums of this rank's parts; see `Owner`."""
+        yield from self._of_cut.totals()
+        for bucket in self._of_whole.totals_by_bucket():
+            yield from self._as_first(bucket)
+
+    def _as_first(self, bucket: list[tuple[Owned, Tensor]]) -> Iterator[tuple[Owned, Tensor]]:
+        """The sums of the first rank on the tensor axis: see [Note: replicas stay equal]."""
+        if self._tensor.size > 1:
+            flat = torch.cat([total for _, total in bucket])
+            dist.broadcast(flat, group=self._tensor.group, group_src=0)
+            parts = flat.split([len(total) for _, total in bucket])
+            bucket = [(owned, part) for (owned, _), part in zip(bucket, parts, strict=True)]
+        yield from bucket
+
+    def drop(self) -> None:
+        """Forget the sums; see `Owner`."""
+        self._of_cut.drop()
+        self._of_whole.drop()
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        if self.is_ordered:
+            self.module.__dict__.pop("forward", None)
+            if self._own_forward is not None:
+                self.module.__dict__["forward"] = self._own_forward
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether a module has distributed tensors as parameters."""
+    return any(is_in_parts(parameter) for parameter in module.parameters())
+
+
+def _shared_mesh(module: nn.Module) -> "DeviceMesh":
+    """The mesh of all distributed parameters, its one axis the tensor axis.
+
+    Raises:
+        UnsupportedOperation: Naming the parameter.
+    """
+    if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+        raise UnsupportedOperation(
+            "DistributedDataParallel around a tensor-parallel module: give make_private the module "
+            "itself; clipped sums are added over the data axis of its mesh"
+        )
+    meshes: dict[Any, str] = {}
+    for name, parameter in module.named_parameters():
+        if not is_in_parts(parameter):
+            continue
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        meshes.setdefault(mesh, name)
+        if mesh.ndim != 1 or type(placements[0]).__name__ not in ("Shard", "Replicate"):
+            raise UnsupportedOperation(
+                f"{name} has the placements {placements} on a mesh of shape {tuple(mesh.shape)}; "
+                "private training takes parameters that are cut along one dimension, or "
+                "replicated, on a mesh of one axis: parallelize_module(module, mesh['tensor'], "
+                "...), and no other way of sharding beside it"
+            )
+        if _has_empty_part(parameter):
+            raise UnsupportedOperation(
+                f"{name} of shape {tuple(parameter.shape)} is cut into {mesh.size()} parts, and "
+                "one of them is empty; leave its module out of the parallel plan"
+            )
+    if len(meshes) != 1:
+        found = ", ".join(f"{name} on {mesh}" for mesh, name in meshes.items())
+        raise UnsupportedOperation(f"expected all parameters on one mesh, found {found}")
+    return next(iter(meshes))
+
+
+def _has_empty_part(parameter: "DTensor") -> bool:
+    """Whether a cut leaves a rank with nothing; every rank comes to the same answer."""
+    span = span_of(parameter)
+    if span is None:
+        return False
+    size, num_parts = parameter.shape[span.dim], parameter.device_mesh.size()
+    return -(-size // num_parts) * (num_parts - 1) >= size  # as torch.chunk cuts
+
+
+def _axes(mesh: "DeviceMesh") -> tuple[Ranks, Ranks, Ranks]:
+    """All ranks, those on the data axis with this one, those on the tensor axis with this one.
+
+    Raises:
+        UnsupportedOperation: The mesh that the tensor axis was taken of has other axes too.
+        BadInput: It does not hold all ranks.
+    """
+    root = mesh._get_root_mesh()
+    if root.ndim > 2:
+        raise UnsupportedOperation(
+            f"the tensor axis is one of {root.ndim} of {root}; private training takes meshes of "
+            "one axis (tensor) or two (data and tensor), without pipeline or context parallelism"
+        )
+    if root.size() != dist.get_world_size():
+        raise BadInput(
+            f"the mesh {root} holds {root.size()} of {dist.get_world_size()} ranks, and what the "
+            "others do is not known; make one mesh of all, with a data axis beside the tensor axis"
+        )
+    tensor = Ranks(mesh.get_group())
+    if root.ndim == 1:
+        return tensor, Ranks(None), tensor
+    own = mesh.mesh_dim_names or ()
+    (other,) = (name for name in root.mesh_dim_names or () if name not in own)
+    if other.lower() in NO_DATA_AXES:
+        raise UnsupportedOperation(
+            f"the axis {other!r} beside the tensor axis is not a data axis by its name: there, "
+            "ranks hold parts of a sample or of the module, and their shares of a sample's "
+            "gradient cannot be told apart from gradients of other samples. Private training takes "
+            "a data axis beside the tensor axis"
+        )
+    return Ranks.of(root), Ranks(root.get_group(other)), tensor
+
+
+def _owned(module: nn.Module) -> list[Owned]:
+    found: dict[str, Owned] = {}
+    for place in places(module):
+        parameter = place.parameter
+        if parameter.requires_grad and place.name not in found:
+            found[place.name] = _owned_part(place.name, parameter)
+    return list(found.values())
+
+
+def _owned_part(name: str, parameter: nn.Parameter) -> Owned:
+    shape = tuple(parameter.shape)
+    value = parameter.detach()
+    if not is_in_parts(value):
+        return Owned(name, parameter, shape, 0, parameter.numel())
+    start, stop = [0] * len(shape), list(shape)
+    span = span_of(value)
+    if span is not None:
+        dim, first, size = span
+        start[dim], stop[dim] = first, first + size
+    cut = Box(shape, tuple(start), tuple(stop))
+    assert cut.sides == tuple(local(value).shape), f"{name}: torch cuts otherwise than expected"
+    return Part(name, parameter, shape, 0, cut.numel(), cut)
+
+
+def _held(owned: Owned) -> Held:
+    return owned, owned.cut.sides if isinstance(owned, Part) else owned.shape
+
+
+def _check_same(ranks: Ranks, owned: Sequence[Owned], axis: str) -> None:
+    if ranks.size == 1 or not owned:
+        return
+    sums = torch.stack([checksum(local(each.parameter.detach())) for each in owned])
+    if not same_on_every_rank(ranks, sums.to(owned[0].parameter.device)):
+        raise BadInput(
+            f"ranks along the {axis} axis hold different values of the same parameters; build the "
+            "module from one seed on every rank before parallelize_module, or broadcast it"
+        )
+
+
+def _granule_by_granule(owner: TensorParallel) -> Any:
+    """The module's forward, run once per granule where there are some.
+
+    Distributed tensors do not go through values that are one tensor per granule; the fallback that
+    is always right does not need them to.
+    """
+    run = owner.module.forward
+
+    @functools.wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if num_granules_of((args, kwargs)) == 0:
+            return run(*args, **kwargs)
+        captures = list((owner.captures or {}).values())
+        if not captures:
+            raise BadInput(
+                "a batch of the private loader, cut into granules, outside of training; evaluate "
+                "with a loader of your own"
+            )
+        outputs = []
+        rows = split((args, kwargs), len(captures))
+        for index, ((own_args, own_kwargs), capture) in enumerate(zip(rows, captures, strict=True)):
+            with rows_of_granule(index, len(captures)), capture.installed():
+                outputs.append(run(*own_args, **own_kwargs))
+        return join(outputs, type(owner.module).__name__)
+
+    return forward

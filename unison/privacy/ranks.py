@@ -1,0 +1,60 @@
+"""The ledger on several ranks: the first one writes it, and all of them count."""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+from unison.errors import BadInput
+from unison.privacy.ledger import Ledger
+from unison.privacy.mechanism import Mechanism
+from unison.shard.dtensors import show_shards
+from unison.shard.ranks import Ranks
+
+__all__ = ["Ranks", "open_on_ranks", "show_shards"]
+
+
+def open_on_ranks(
+    path: str | os.PathLike[str] | None, mechanism: Mechanism, accountant: str, ranks: Ranks
+) -> Ledger:
+    """Open the ledger on the first rank, and copies of what it holds on the others; a collective.
+
+    All ranks know what was spent, so that they decide alike whether a step fits the budget.
+
+    Args:
+        path: The file; only the first rank touches it.
+        mechanism: What the session applies.
+        accountant: The accountant.
+        ranks: The ranks that train together.
+
+    Raises:
+        BadInput: On every rank, if the first one cannot open the file.
+    """
+    ledger, error = None, ""
+    if ranks.rank == 0:
+        try:
+            ledger = Ledger.open(path, mechanism=mechanism, accountant=accountant)
+        except Exception as found:
+            if ranks.size == 1:
+                raise
+            error = str(found)
+    if ranks.size == 1:
+        assert ledger is not None
+        return ledger
+    state = {"error": error} if ledger is None else ledger.state_dict()
+    told = [json.dumps(state) if ranks.rank == 0 else ""]
+    dist.broadcast_object_list(told, group=ranks.group, group_src=0, device=device_of(ranks))
+    state = json.loads(told[0])
+    if "error" in state:
+        raise BadInput(f"the first rank could not open the ledger: {state['error']}")
+    if ledger is None:
+        ledger = Ledger.open(None, mechanism=mechanism, accountant=accountant)
+        ledger.load_state_dict(state)
+    return ledger
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """Where small objects must be to go over the ranks' network."""
+    is_nccl = dist.get_backend(ranks.group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -1,0 +1,412 @@
+"""Private training while it runs: from clipped sums to noisy gradients, step by step.
+
+loader hands out ── (clipped sums)… ── last physical batch: intent in the ledger ── noise ──
+division ── `.grad` ── the user's optimizer.step() ── commit in the ledger
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.names import places
+from unison.clip import Plan, SampleNorms, flat, per_group, summed
+from unison.clip.coefficients import automatic
+from unison.errors import BadInput
+from unison.privacy.adaptive import noisy_fraction
+from unison.privacy.attachment import Attachment, ClippingSettings
+from unison.privacy.budget import BudgetGuard
+from unison.privacy.dealing import Dealing, Part, gather_norms, sum_exact
+from unison.privacy.ledger import Ledger
+from unison.privacy.loader import PrivateLoader
+from unison.privacy.mechanism import Mechanism, Release
+from unison.privacy.noise import finalise, noisy_count
+from unison.privacy.owners import Owned, Owner
+from unison.privacy.owners.base import MakeSums
+from unison.privacy.passes import PhysicalBatch
+from unison.rng import Key, NoiseClock
+
+CLIP_RULES = ("flat", "automatic", "per_layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+
+    Attributes:
+        step: Number of the logical batch.
+        num_samples: Samples in it.
+        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
+        clipped_fraction: Part of the samples whose gradient was longer than C.
+        num_dropped: Samples whose gradient was not finite, and that were left out.
+    """
+
+    step: int
+    num_samples: int
+    median_norm: float
+    clipped_fraction: float
+    num_dropped: int
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The logical batch under way."""
+
+    release: Release
+    next_pass: int
+    norms: list[Tensor]  # of this rank's samples, of each part of each pass [samples]
+    positions: list[Tensor]  # where they stand in the logical batch [samples]
+    num_dropped: list[Tensor]
+    rates: list[Any]  # the optimizer's learning rates when it began
+
+
+@dataclass(frozen=True, eq=False)
+class _Norms:
+    """The norms of a complete logical batch: this rank's, which a collective puts together."""
+
+    release: Release
+    mine: Tensor  # [samples of this rank]
+    positions: Tensor  # [samples of this rank]
+    total: int  # samples of all ranks
+    num_dropped: int  # of this rank
+
+
+class PrivateTraining:
+    """Couples a module, its optimizer and its loader; see `PrivacyEngine.make_private`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        loader: PrivateLoader,
+        *,
+        owner: Owner,
+        dealing: Dealing,
+        key: Key,
+        mechanism: Mechanism,
+        ledger: Ledger,
+        guard: BudgetGuard | None,
+        settings: ClippingSettings,
+        clip_rule: str,
+        loss_reduction: str,
+    ) -> None:
+        self.module, self.optimizer, self.loader = module, optimizer, loader
+        self.mechanism, self.ledger = mechanism, ledger
+        self._key, self._clock = key, NoiseClock(key)
+        self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
+        self._owner, self._dealing = owner, dealing
+        self._parameters = {each.name: each.parameter for each in owner.owned}
+        self._batch: _Batch | None = None
+        self._last: _Norms | None = None
+        self._given: dict[str, Tensor] = {}  # gradients as they were handed to the optimizer
+        self._uncommitted: int | None = None
+        self._has_warned = False
+        self._attachment = Attachment(
+            module,
+            settings,
+            owner=owner,
+            dealing=dealing,
+            current=lambda: loader.current,
+            coefficients=self._coefficients,
+            add_sums=self._add_sums,
+        )
+        loader.present = dealing.present
+        loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def detach(self) -> None:
+        """Give module and optimizer back as they were."""
+        self._attachment.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._owner.detach()
+        self.loader.present = self.loader.before_draw = self.loader.on_abandon = None
+        self.ledger.close()
+
+    # --- a logical batch -------------------------------------------------------------------------
+
+    def _before_draw(self, step: int) -> None:
+        """A logical batch is about to be handed out; nothing of it has been used."""
+        if self._batch is not None:
+            raise BadInput(
+                f"the batch of step {self._batch.release.step} never went backward to its end: "
+                "call loss.backward() for every batch that the loader hands out, or "
+                "loader.abandon() to give a step up"
+            )
+        if self._guard is not None:
+            self._guard.check(self.ledger.spending, self.mechanism.release, step)
+        self._check_trainable()
+        self._batch = _Batch(
+            release=self.mechanism.begin(step),
+            next_pass=0,
+            norms=[],
+            positions=[],
+            num_dropped=[],
+            rates=self._learning_rates(),
+        )
+
+    def _on_abandon(self, batch: PhysicalBatch) -> None:
+        self._attachment.drop_pass()
+        self._owner.drop()
+        self.mechanism.abandon()
+        self._batch = None
+
+    def _running(self, batch: PhysicalBatch) -> _Batch:
+        """The logical batch that a pass belongs to, which must be the next one of it."""
+        running = self._batch
+        if running is None or running.release.step != batch.step:
+            raise BadInput(f"step {batch.step} is over; use the batch that the loader gave last")
+        if batch.index != running.next_pass:
+            raise BadInput(
+                f"physical batch {batch.index} of step {batch.step} went backward where batch "
+                f"{running.next_pass} should have: every one must, once and in order. Something "
+                "between the loader and the loop reads ahead, or a batch was skipped"
+            )
+        return running
+
+    def _coefficients(
+        self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
+    ) -> Mapping[str, Tensor]:
+        """One coefficient per row: 0 for padding, and a mean over samples undone."""
+        running = self._running(batch)
+        clip_norm = running.release.max_grad_norm
+        factor = self._dealing.loss_factor(part, self._loss_reduction)
+        scaled = {
+            name: SampleNorms(each.squared * factor**2, each.upper * factor**2)
+            for name, each in self._owner.whole_norms(norms).items()
+        }
+        some = next(iter(scaled.values()), None)
+        device = torch.device("cpu") if some is None else some.squared.device
+        total = summed(scaled.values(), part.num_rows, device)
+        is_real = part.is_real.to(device)
+        match self._clip_rule:
+            case "flat" | "automatic":
+                found = (flat if self._clip_rule == "flat" else automatic)(total, clip_norm)
+                by_name = dict.fromkeys(self._parameters, found.values)
+            case "per_layer":
+                bound = clip_norm / math.sqrt(len(self._parameters)) * (1 - 2.0**-48)
+                found = per_group(scaled, dict.fromkeys(scaled, bound))
+                by_name = found.values
+            case _:
+                raise AssertionError(self._clip_rule)
+        own = total.squared.clamp(min=0).sqrt()[is_real]
+        assert self._dealing.plan is not None
+        ids = self._dealing.plan.sample_ids
+        if len(self._dealing.parts) > 1:
+            ids = ids.split(part.num_rows)[list(self._dealing.parts).index(part)]
+        running.norms.append(own)
+        running.positions.append(ids[part.is_real])
+        running.num_dropped.append((~own.isfinite()).sum())
+        return {name: (each * factor).where(is_real, 0.0) for name, each in by_name.items()}
+
+    def _add_sums(self, batch: PhysicalBatch, make_sums: MakeSums) -> None:
+        """Add a pass's sums; after the last one of a logical batch, release it.
+
+        The intent is written before the sums of the last pass go over ranks: that exchange ends on
+        no rank before every rank has come to it, the one that writes the ledger included.
+        """
+        running, plan = self._running(batch), self._dealing.plan
+        assert plan is not None
+        if batch.is_last:
+            self.ledger.intend(running.release)
+        self._owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+        running.next_pass += 1
+        if batch.is_last:
+            self._release(running, batch.logical_size)
+        elif not self._has_warned and self._learning_rates() != running.rates:
+            self._warn_of_scheduler()
+
+    def _release(self, running: _Batch, num_samples: int) -> None:
+        """Noise, division, `.grad`, of what this rank owns."""
+        release, self._batch = running.release, None
+        key = self._clock.advance(release.step)
+        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        for owned, total in self._owner.totals():
+            gradient = finalise(
+                total,
+                name=owned.name,
+                key=key,
+                release=release,
+                divisor=divisor,
+                dtype=owned.parameter.dtype,
+                box=owned.box,
+            )
+            self._give(owned, gradient)
+        empty = torch.zeros(0, dtype=torch.float64)
+        self._last = _Norms(
+            release,
+            torch.cat([empty.to(each.device) for each in running.norms[:1]] + running.norms)
+            if running.norms
+            else empty,
+            torch.cat([empty.long(), *running.positions]),
+            num_samples,
+            sum(int(each) for each in running.num_dropped),
+        )
+        self._uncommitted = release.step
+        self.mechanism.finish(release.step, noisy_fraction=self._noisy_fraction(release, key))
+
+    def _give(self, owned: Owned, gradient: Tensor) -> None:
+        """Put a gradient where the optimizer finds it.
+
+        As torch does: added to what is there, whose own noise was drawn and counted.
+        """
+        parameter, gradient = owned.parameter, owned.as_gradient(gradient)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            self._require_own(owned.name, parameter)
+            parameter.grad.add_(gradient)
+        self._given[owned.name] = parameter.grad
+
+    def _noisy_fraction(self, release: Release, key: Key) -> float | None:
+        if self.mechanism.adaptive is None:
+            return None
+        assert self._last is not None
+        norms = self._last.mine
+        mine = float((norms <= release.max_grad_norm).double().sub(0.5).sum())
+        statistic = sum_exact(self._owner.ranks, mine, norms.device)
+        noisy = noisy_count(statistic, key=key, release=release)
+        return noisy_fraction(noisy, release.expected_batch_size)
+
+    # --- the optimizer ---------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            raise BadInput(
+                "optimizer.step(closure) would release a batch several times; call step()"
+            )
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._require_own(name, parameter)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._uncommitted is not None:
+            self.ledger.commit(self._uncommitted)
+            self._uncommitted = None
+
+    def _require_own(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not self._given.get(name):
+            raise BadInput(
+                f"{name}.grad is not what the privacy engine put there; a gradient that was not "
+                "clipped and noised must not be trained on. Change gradients in place only, and "
+                "after the last physical batch"
+            )
+
+    def _check_trainable(self) -> None:
+        changed = [
+            place.name
+            for place in places(self.module)
+            if place.parameter.requires_grad != (place.name in self._parameters)
+        ]
+        if changed:
+            raise BadInput(
+                f"{changed[0]} was frozen or thawed since make_private; detach the engine and make "
+                "the module private again"
+            )
+
+    def _learning_rates(self) -> list[Any]:
+        return [group.get("lr") for group in self.optimizer.param_groups]
+
+    def _warn_of_scheduler(self) -> None:
+        import warnings
+
+        self._has_warned = True
+        warnings.warn(
+            "the learning rate changed between two physical batches of one logical batch: a "
+            "scheduler that steps once per loop runs too fast here. Step it only where "
+            "`loader.current.is_last`",
+            stacklevel=2,
+        )
+
+    # --- asking, saving --------------------------------------------------------------------------
+
+    def check(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
+        """See `PrivacyEngine.check`."""
+        dim = self._attachment.settings.batch_dim
+        sizes = [
+            leaf.shape[dim]
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim > dim
+        ]
+        if not sizes or sizes[0] == 0:
+            raise BadInput(
+                "expected what the module is called with, a batch of at least one sample"
+            )
+        return self._attachment.check(args, kwargs, sizes[0])
+
+    def plan(self) -> Plan:
+        """See `PrivacyEngine.plan`."""
+        if self._attachment.plan is None:
+            raise BadInput("nothing is planned before the first batch; engine.check(x) plans one")
+        return self._attachment.plan
+
+    def norms(self) -> Tensor:
+        """See `PrivacyEngine.per_sample_norms`."""
+        last = self._known()
+        return gather_norms(self._owner.ranks, last.mine, last.positions, last.total)
+
+    def diagnostics(self) -> Diagnostics:
+        """See `PrivacyEngine.diagnostics`."""
+        last, norms = self._known(), self.norms()
+        finite = norms[norms.isfinite()]
+        is_clipped = ~(norms <= last.release.max_grad_norm)
+        return Diagnostics(
+            step=last.release.step,
+            num_samples=len(norms),
+            median_norm=float(finite.median()) if len(finite) else float("nan"),
+            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
+            num_dropped=len(norms) - len(finite),
+        )
+
+    def _known(self) -> _Norms:
+        if self._last is None:
+            raise BadInput("no logical batch is complete yet")
+        return self._last
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PrivacyEngine.state_dict`."""
+        if self._batch is not None:
+            raise BadInput("a logical batch is under way; save where `loader.current.is_last`")
+        return {
+            "loader": self.loader.state_dict(),
+            "mechanism": self.mechanism.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "tensor_degree": self._tensor_degree,
+        }
+
+    @property
+    def _tensor_degree(self) -> int:
+        """Ranks that share one copy of the module and one set of samples."""
+        return self._owner.everyone.size // self._owner.ranks.size
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PrivacyEngine.load_state_dict`."""
+        degree = state.get("tensor_degree", 1)
+        if self._owner.is_ordered and degree != self._tensor_degree:
+            raise BadInput(
+                f"the state is of a run that was cut into {degree} along the tensor axis, this one "
+                f"is cut into {self._tensor_degree}: matrices of other shapes round differently, "
+                "and a run in granules promises the same bits. Go on with the same tensor axis; "
+                "the data axis may change"
+            )
+        if self._batch is not None:
+            self.loader.abandon()
+        self.mechanism.load_state_dict(state["mechanism"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.loader.load_state_dict(state["loader"])
+        last = self._clock.last_step
+        if last is not None and self.loader.next_step <= last:
+            # Steps come again in this process: other noise, and other samples, or two releases
+            # could be subtracted.
+            self._clock.renew(self._owner.everyone.group)
+            self._key = Key.shared(self._owner.everyone.group)
+            self.loader.renew(self._key)
+        self.ledger.renew(self.mechanism, step=self.loader.next_step)
