@@ -25,6 +25,7 @@ class Block(nn.Module):
         super().__init__()
         self.has_attention = has_attention
         self.scale = nn.Parameter(torch.ones(20)) if is_scaled else None
+        self.factor = nn.Parameter(torch.tensor(0.7)) if is_scaled else None
         self.mlp_norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
         if has_attention:
@@ -43,7 +44,9 @@ class Block(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.o(mixed.transpose(1, 2).flatten(2))
         h = self.up(self.mlp_norm(x))
-        return x + self.down(F.gelu(h if self.scale is None else h * self.scale))
+        if self.scale is not None:
+            h = h * self.scale * self.factor
+        return x + self.down(F.gelu(h))
 
 
 class Model(nn.Module):
@@ -74,7 +77,8 @@ class Model(nn.Module):
 
 
 KINDS = ("attention", "mlp", "tied", "padded", "checkpointed", "scaled")
-"""What a model is like; the last one has a parameter of its own on what is cut by columns."""
+"""What a model is like; the last one has parameters of its own where columns are cut: one that is
+cut too, and a number that stays plain."""
 
 
 def plan_for(how: str) -> dict[str, Any]:

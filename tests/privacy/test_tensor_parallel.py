@@ -77,7 +77,12 @@ def test_every_mode_is_the_oracle(mode):
         check_oracle(found, case)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+SHORT = ("usual", "tables by columns", "norms distributed", "sequence")
+
+
+@pytest.mark.parametrize(
+    "plan", [p if p in SHORT else pytest.param(p, marks=pytest.mark.full) for p in PLANS]
+)
 def test_every_plan_is_the_oracle(plan):
     case = without_noise("attention")
     for found in run_on_ranks(2, run, {**case, "plan": plan}):

@@ -7,9 +7,9 @@ record of a use is made of *local* tensors, and belongs to this rank's part of t
   brought to the cuts that `unison.ops.cuts` knows, which they have already in the usual plans: a
   matrix cut by rows has whole inputs and gradients cut by columns. Otherwise the whole record is
   made, and its part taken.
-* *Replicated*: the whole record, the same on every rank. A gradient that is `Partial` is added up
-  over ranks first. Where tokens are cut (sequence parallelism), each rank's share of the per-sample
-  gradient is added up over ranks before anybody squares it.
+* *Replicated*, or a plain tensor: the whole record, the same on every rank. A gradient that is
+  `Partial` is added up over ranks first. Where tokens are cut (sequence parallelism), each rank's
+  share of the per-sample gradient is added up over ranks before anybody squares it.
 
 Redistributing is a collective. Every rank of the mesh runs the same operations in the same order,
 as DTensors themselves need.
@@ -85,9 +85,7 @@ def record_of(
         saved: What the rule saved.
     """
     saved = saved[: num_read(builder, len(saved))]
-    if not is_in_parts(value):
-        return builder(layout, local(g), *map(local, saved), shape=tuple(value.shape))
-    span = span_of(value)
+    span = span_of(value) if is_in_parts(value) else None
     if span is None:
         return _of_replicated(builder, layout, value, g, saved)
     needs = needs_for_cut(builder, span.dim, value.ndim)
@@ -95,20 +93,20 @@ def record_of(
         whole = builder(layout, _whole(g), *map(_whole, saved), shape=tuple(value.shape))
         return part_of(whole, *span)
     inputs = [_cut(x, at) for x, at in zip(saved, needs.inputs, strict=True)]
-    return builder(layout, _cut(g, needs.g), *inputs, shape=tuple(value.to_local().shape))
+    return builder(layout, _cut(g, needs.g), *inputs, shape=tuple(local(value).shape))
 
 
 def _of_replicated(
-    builder: Builder, layout: Layout, value: "DTensor", g: Tensor, saved: Sequence[Tensor]
+    builder: Builder, layout: Layout, value: Tensor, g: Tensor, saved: Sequence[Tensor]
 ) -> Record:
     shape = tuple(value.shape)
     at = _cut_tokens(layout, g, value.ndim) if adds_tokens(builder) else None
-    if at is None:
+    if not is_in_parts(g) or at is None:
         return builder(layout, _whole(g), *map(_whole, saved), shape=shape)
     share = builder(layout, local(g), *(_cut(x, at) for x in saved), shape=shape)
     assert isinstance(share, Dense)
     total = share.value.contiguous()
-    dist.all_reduce(total, group=value.device_mesh.get_group())
+    dist.all_reduce(total, group=g.device_mesh.get_group())
     return Dense(total)
 
 

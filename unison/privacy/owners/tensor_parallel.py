@@ -12,8 +12,9 @@ where they belong to other samples. They are gathered and added in one order, so
 a tensor group come to the same coefficients, to the bit.
 
 [Note: replicas stay equal] The sum of a replicated parameter is the first tensor rank's on all of
-them, and so is its norm: what is added is what was bounded, and kernels that round differently in
-two runs cannot drive copies apart. Noise depends on the element alone.
+them, and so is its norm: what is added is what was bounded, whatever other ranks have computed, and
+kernels that round differently in two runs cannot drive copies apart. Noise depends on the element
+alone.
 """
 
 import functools
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 NUM_CHECKED = 8  # passes in which replicas are compared: whether they are some is the model's doing
 # What people call axes along which ranks do not hold other samples.
 NO_DATA_AXES = {"cp", "context", "sp", "sequence", "seq", "pp", "pipeline", "pipe", "ep", "expert"}
-LARGEST_DIFFERENCE = 1e-3  # of squares, relative to the sample's; kernels round by less
+LARGEST_DIFFERENCE = 1e-3  # of a parameter's squares between replicas; kernels round by less
+LARGEST_ROUNDING = 1e-9  # of all squares of a sample: what is left of gradients that cancel
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +110,7 @@ class TensorParallel:
         self.owned: Sequence[Owned] = _owned(module)
         cut = [each for each in self.owned if each.box.numel() < each.numel]
         whole = [each for each in self.owned if each.box.numel() == each.numel]
-        _check_same(self.ranks, self.owned, "data")
-        _check_same(self._tensor, whole, "tensor")
+        self._check_same(whole)
         self._is_cut = {each.name: each.box.numel() < each.numel for each in self.owned}
         self._of_cut, self._of_whole = (
             BucketedSums([_held(each) for each in some], self.ranks, is_ordered=is_ordered)
@@ -120,6 +121,19 @@ class TensorParallel:
         self._own_forward = module.__dict__.get("forward")
         if is_ordered:
             module.forward = _granule_by_granule(self)  # type: ignore[method-assign]
+
+    def _check_same(self, whole: Sequence[Owned]) -> None:
+        """Compare parts along the data axis, and replicated parameters along the tensor axis."""
+        found = [not _is_same(self.ranks, self.owned), not _is_same(self._tensor, whole)]
+        flags = torch.tensor(found, device=self.owned[0].parameter.device).long()
+        self.everyone.sum_(flags)  # all ranks raise, or none
+        for axis, num_ranks in zip(("data", "tensor"), flags.tolist(), strict=True):
+            if num_ranks:
+                raise BadInput(
+                    f"ranks along the {axis} axis hold different values of the same parameters; "
+                    "build the module from one seed on every rank before parallelize_module, or "
+                    "broadcast it"
+                )
 
     @property
     def captures(self) -> Mapping[int, Capture] | None:
@@ -178,8 +192,9 @@ class TensorParallel:
             return
         self._num_checked += 1
         squares = every[:, :, 0]  # [ranks, parameters, rows]
-        largest = squares.sum(dim=1).amax(dim=0)  # [rows]
-        differs = (squares - squares[0]).abs() > LARGEST_DIFFERENCE * largest
+        rounding = LARGEST_ROUNDING * squares.sum(dim=1).amax(dim=0)  # [rows]
+        allowed = LARGEST_DIFFERENCE * squares.amax(dim=0) + rounding  # [parameters, rows]
+        differs = (squares - squares[0]).abs() > allowed
         for name, is_other in zip(names, differs.any(dim=2).any(dim=0).tolist(), strict=True):
             if is_other and not self._is_cut[name]:
                 raise UnsupportedOperation(
@@ -283,6 +298,8 @@ def _axes(mesh: "DeviceMesh") -> tuple[Ranks, Ranks, Ranks]:
         UnsupportedOperation: The mesh that the tensor axis was taken of has other axes too.
         BadInput: It does not hold all ranks.
     """
+    # torch takes equal parts of two meshes for one. Then this is the other's root: with the same
+    # ranks, though it may call the axis beside the tensor axis by another name.
     root = mesh._get_root_mesh()
     if root.ndim > 2:
         raise UnsupportedOperation(
@@ -306,7 +323,7 @@ def _axes(mesh: "DeviceMesh") -> tuple[Ranks, Ranks, Ranks]:
             "gradient cannot be told apart from gradients of other samples. Private training takes "
             "a data axis beside the tensor axis"
         )
-    return Ranks.of(root), Ranks(root.get_group(other)), tensor
+    return Ranks.of(None), Ranks(root.get_group(other)), tensor
 
 
 def _owned(module: nn.Module) -> list[Owned]:
@@ -337,15 +354,11 @@ def _held(owned: Owned) -> Held:
     return owned, owned.cut.sides if isinstance(owned, Part) else owned.shape
 
 
-def _check_same(ranks: Ranks, owned: Sequence[Owned], axis: str) -> None:
+def _is_same(ranks: Ranks, owned: Sequence[Owned]) -> bool:
     if ranks.size == 1 or not owned:
-        return
+        return True
     sums = torch.stack([checksum(local(each.parameter.detach())) for each in owned])
-    if not same_on_every_rank(ranks, sums.to(owned[0].parameter.device)):
-        raise BadInput(
-            f"ranks along the {axis} axis hold different values of the same parameters; build the "
-            "module from one seed on every rank before parallelize_module, or broadcast it"
-        )
+    return same_on_every_rank(ranks, sums.to(owned[0].parameter.device))
 
 
 def _granule_by_granule(owner: TensorParallel) -> Any:
