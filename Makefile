@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format clean
+.PHONY: help install demo demo-sharded test test-full lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,8 +20,11 @@ $(READY): pyproject.toml constraints.txt
 
 install: $(READY)  ## create .venv and install unison with its development tools
 
-demo: $(READY)  ## train a small model on two ranks, start to finish, about a minute
-	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo --overwrite
+demo: $(READY)  ## train a small model privately, start to finish, under three minutes
+	@$(BIN)/unison train --private --epsilon 8 --delta 1e-5 --preset tiny --num-layers 2 --threads 1 --data records --layout documents --batch-size 64 --steps 60 --warmup-steps 5 --eval-every 20 --out runs/demo --overwrite
+
+demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
+	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo-sharded --overwrite
 
 test: $(READY)  ## the test suite with doctests, at most 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120

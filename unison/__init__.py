@@ -6,6 +6,7 @@ This module holds the public names and nothing else. Importing it needs torch an
 from unison import clip
 from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
 from unison.models import per_sample_loss
+from unison.privacy import AdaptiveClipping, Budget, BudgetSpent, PrivacyEngine
 from unison.shard import (
     BatchPlan,
     CheckpointFailed,
@@ -43,14 +44,18 @@ from unison.shard import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveClipping",
     "BadInput",
     "BatchPlan",
+    "Budget",
+    "BudgetSpent",
     "CPUOffload",
     "CheckpointFailed",
     "CollectiveMismatch",
     "Diverged",
     "GradScaler",
     "MixedPrecision",
+    "PrivacyEngine",
     "RankLost",
     "UnisonError",
     "UnsupportedOperation",

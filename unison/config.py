@@ -24,6 +24,70 @@ DEVICES = ("auto", "cpu", "cuda")
 SHARDINGS = ("full", "zero2", "hybrid", "fsdp2", "ddp", "none")
 REDUCERS = ("fast", "ordered")
 ORDERED_SHARDINGS = ("full", "zero2", "hybrid", "fsdp2")  # those that the ordered reducer serves
+CLIPPINGS = ("auto", "grad_materialize", "ghost", "ghost_bk", "flash_fuse", "flash_fuse_bk")
+CLIPPINGS += ("recompute_bk",)
+CLIP_RULES = ("flat", "automatic", "per_layer")
+SAMPLINGS = ("poisson", "truncated", "shuffled")
+ACCOUNTANTS = ("pld", "rdp")
+PRIVATE_SHARDING = "none"  # how the model of a private run lies on its ranks: there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What a private run applies (DP-SGD). The record that it protects is one row.
+
+    Attributes:
+        epsilon: ε that all steps of the run may spend; the noise is chosen to land on it from
+            below. None where `noise_multiplier` is given.
+        delta: The δ that ε is taken at; below 1 / number of rows.
+        noise_multiplier: σ. None where `epsilon` is given.
+        max_grad_norm: C, the bound on the gradient of each row.
+        clip_rule: How gradients are brought below C.
+        sampling: How a step draws its rows: `"poisson"`, `"truncated"` (Poisson, at most
+            `capacity` rows) or `"shuffled"` (fixed batches, no amplification).
+        capacity: Most rows in a batch; for `"truncated"` only.
+        accountant: `"pld"` or `"rdp"`.
+        secure_noise: Whether noise and sampling come from a secret key. Otherwise they come from
+            the run's seed, and nothing is private.
+    """
+
+    epsilon: float | None = None
+    delta: float
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+    clip_rule: str = "flat"
+    sampling: str = "poisson"
+    capacity: int | None = None
+    accountant: str = "pld"
+    secure_noise: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            found = "neither" if self.epsilon is None else "both"
+            raise BadInput(
+                "a private run needs one of --epsilon, which decides the noise, and "
+                f"--noise-multiplier, found {found}"
+            )
+        if self.epsilon is not None:
+            check.positive(epsilon=self.epsilon)
+        if self.noise_multiplier is not None and not self.noise_multiplier > 0:
+            raise BadInput(
+                f"noise_multiplier must be above 0, found {self.noise_multiplier!r}; a run without "
+                "noise is not private: leave --private out"
+            )
+        if not 0 < self.delta < 1:
+            raise BadInput(f"delta must lie above 0 and below 1, found {self.delta!r}")
+        check.positive(max_grad_norm=self.max_grad_norm)
+        check.one_of(CLIP_RULES, clip_rule=self.clip_rule)
+        check.one_of(SAMPLINGS, sampling=self.sampling)
+        check.one_of(ACCOUNTANTS, accountant=self.accountant)
+        if (self.capacity is not None) != (self.sampling == "truncated"):
+            raise BadInput(
+                "--capacity and --sampling truncated go together, found "
+                f"capacity={self.capacity} and sampling={self.sampling!r}"
+            )
+        if self.capacity is not None:
+            check.positive(capacity=self.capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +119,7 @@ class Mechanism:
         threads: CPU threads per rank, which change the bits of some sums. None takes one with the
             ordered reducer, since its result must not depend on how many ranks share the cores, and
             leaves it to the launcher otherwise.
+        privacy: What a private run applies; None for an ordinary one.
     """
 
     preset: str = "tiny"
@@ -79,6 +144,7 @@ class Mechanism:
     reducer: str = "fast"
     granule: int = 1
     threads: int | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         check.one_of(REDUCERS, reducer=self.reducer)
@@ -108,12 +174,14 @@ class Execution:
     Attributes:
         device: `"cpu"`, `"cuda"`, or `"auto"` for CUDA where there is one.
         micro_batch_size: Rows per forward pass on one rank; None for all of the rank's rows.
-            Smaller ones are accumulated before the optimizer steps.
+            Smaller ones are accumulated before the optimizer steps. In a private run these are the
+            physical batches.
         shard: How the model lies on the ranks: `"full"` (ZeRO-3), `"zero2"`, `"hybrid"` (several
             copies, each sharded), `"fsdp2"` (sharded by torch's own `fully_shard`), `"ddp"` (a copy
             on each), `"none"` (one rank only).
         replicas: Copies of the sharded model; for `"hybrid"` only, where None means 2.
         guard: Whether ranks compare their collectives and raise instead of hanging.
+        clipping: How the per-row clipping of a private run is computed.
     """
 
     device: str = "auto"
@@ -121,9 +189,11 @@ class Execution:
     shard: str = "full"
     replicas: int | None = None
     guard: bool = False
+    clipping: str = "auto"
 
     def __post_init__(self) -> None:
         check.one_of(DEVICES, device=self.device)
+        check.one_of(CLIPPINGS, clipping=self.clipping)
         check.one_of(SHARDINGS, shard=self.shard)
         if self.replicas is not None:
             check.positive(replicas=self.replicas)
@@ -152,6 +222,8 @@ class Output:
         resume: Whether the folder holds a run that stopped, which goes on from its newest
             checkpoint.
         command: The command line that started the run, for the record.
+        unsafe_diagnostics: Whether files may hold what no ε covers: a private run's training loss,
+            norms and clipped fractions.
     """
 
     folder: str
@@ -164,6 +236,7 @@ class Output:
     keep_checkpoints: int = 2
     resume: bool = False
     command: str = ""
+    unsafe_diagnostics: bool = False
 
     def __post_init__(self) -> None:
         check.not_negative(eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
@@ -185,8 +258,30 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         shard = self.execution.shard
+        if self.mechanism.reducer == "ordered" and self.mechanism.privacy is not None:
+            raise BadInput("a private run has the fast reducer for now; leave --reducer out")
         if self.mechanism.reducer == "ordered" and shard not in ORDERED_SHARDINGS:
             *others, last = (repr(name) for name in ORDERED_SHARDINGS)
             raise BadInput(
                 f"the ordered reducer needs shard {', '.join(others)} or {last}, found {shard!r}"
+            )
+
+    def check_privacy(self, num_ranks: int) -> None:
+        """Refuse what a private run cannot have, and what only a private run has.
+
+        Raises:
+            BadInput: Naming the setting.
+        """
+        shard, clipping = self.execution.shard, self.execution.clipping
+        if self.mechanism.privacy is None:
+            if self.output.unsafe_diagnostics or clipping != "auto":
+                raise BadInput(
+                    "only private runs have --unsafe-diagnostics and --clipping, found "
+                    f"unsafe_diagnostics={self.output.unsafe_diagnostics} and {clipping=}; leave "
+                    "them out"
+                )
+        elif num_ranks > 1 or shard != PRIVATE_SHARDING:
+            raise BadInput(
+                f"a private run takes one process for now, found {num_ranks} with shard {shard!r}; "
+                f"leave --nproc out, and --shard too or make it {PRIVATE_SHARDING}"
             )

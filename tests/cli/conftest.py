@@ -3,8 +3,15 @@
 import sys
 
 import pytest
+import torch
 
 from unison.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_leaves_no_trace: None) -> None:
+    """Use one thread: the tensors are too small to share. Undone after the test."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

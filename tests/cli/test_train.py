@@ -12,6 +12,7 @@ from unison.models import load
 from unison.train.metrics import read_metrics
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
+FAST += ["--num-layers", "1"]
 
 
 def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):
@@ -119,32 +120,44 @@ def test_misspelt_option_is_refused(unison):
     assert "--steps" in err
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+UNISON = ["-m", "unison"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *UNISON]
 
 
-def run_command(*command) -> dict:
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def trained(unison, text, tmp_path):
+    """Train through the command line, in this process or by a command of `python`.
+
+    Returns the result that was printed, and the loss of every step.
+    """
+
+    def run(name, *arguments, python=None):
+        options = ["--data", text, "--out", tmp_path / name, *FAST, "--json", "--no-tensorboard"]
+        command = ["train", *arguments, *options]
+        if python is None:
+            code, out, err = unison(*command)
+        else:
+            command = [sys.executable, *python, *map(str, command)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+            code, out, err = done.returncode, done.stdout, done.stderr
+        assert code == 0, err
+        losses = [r["train/loss"] for r in read_metrics(tmp_path / name) if "train/loss" in r]
+        return json.loads(out.splitlines()[-1]), losses
+
+    return run
 
 
-def test_two_ranks_train_as_one_does(text, tmp_path):
-    ordered = ["-m", "unison", "train", "--reducer", "ordered"]
-    launchers = {
-        "one": ordered,
-        "two": [*ordered, "--nproc", "2"],
-        "joined": [*TORCHRUN, "--nproc-per-node", "2", *ordered],
-        "ddp": ["-m", "unison", "train", "--nproc", "2", "--shard", "ddp"],
+def test_two_ranks_train_as_one_does(trained):
+    ordered = ["--reducer", "ordered"]
+    runs = {
+        "one": trained("one", *ordered),
+        "two": trained("two", *ordered, "--nproc", "2", python=UNISON),
+        "joined": trained("joined", *ordered, python=TORCHRUN),
+        "ddp": trained("ddp", "--nproc", "2", "--shard", "ddp"),
     }
-    results, losses = {}, {}
-    for name, launcher in launchers.items():
-        run = tmp_path / name
-        options = ["--data", text, "--out", run, *FAST, "--json", "--no-tensorboard"]
-        results[name] = run_command(sys.executable, *launcher, *options)
-        losses[name] = [r["train/loss"] for r in read_metrics(run) if "train/loss" in r]
-    assert [results[name]["world_size"] for name in launchers] == [1, 2, 2, 2]
+    results = {name: result for name, (result, _) in runs.items()}
+    losses = {name: found for name, (_, found) in runs.items()}
+    assert [results[name]["world_size"] for name in runs] == [1, 2, 2, 2]
     assert losses["one"] == losses["two"] == losses["joined"]
     assert len({results[name]["digest"] for name in ("one", "two", "joined")}) == 1
     assert losses["ddp"] == pytest.approx(losses["one"], rel=1e-5)

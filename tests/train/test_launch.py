@@ -47,6 +47,7 @@ def test_result_of_rank_0_comes_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_error_of_one_rank_is_the_error_of_all():
     with pytest.raises(Diverged, match="rank 1 saw a NaN"):
         run_on_local_ranks(one_rank_finds_fault, None, num_ranks=2)
@@ -57,6 +58,7 @@ def test_bug_on_one_rank_shows_its_traceback():
         run_on_local_ranks(one_rank_breaks, None, num_ranks=2)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_guard_names_the_collective_that_one_rank_called_alone():
     """Note 000, bug 3."""
     with pytest.raises(RankFailed, match=r"(?s)rank 1 did not call .*one_rank_calls_alone"):

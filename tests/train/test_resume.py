@@ -21,7 +21,7 @@ def config_of(folder: Path, data: Path, **options) -> TrainConfig:
         batch_size=4,
         row_length=32,
         reducer="ordered",
-        overrides={"num_layers": 2, "dropout": 0.1},
+        overrides={"num_layers": 2, "num_heads": 2, "d_model": 32, "d_ff": 48, "dropout": 0.1},
         warmup_steps=2,
     )
     output = Output(
@@ -59,6 +59,7 @@ def steady(run: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_goes_on_as_if_it_had_not_stopped(text, tmp_path, stop_at, monkeypatch, num_ranks):
     straight = train(config_of(tmp_path / "straight", text, checkpoint_every=0))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from unison import config as settings
+from unison.cli import private_options as options
 from unison.errors import BadInput
 
 # Typer turns an enum into a checked choice with completion; the names come from one place.
@@ -86,7 +87,7 @@ def train(
         _data(
             "--layout",
             help="packed: documents are joined and cut into full rows. documents: one document "
-            "per row, which is what a row-level privacy guarantee should protect.",
+            "per row, which is what --private should protect.",
         ),
     ] = Layout(_DEFAULT.layout),
     long_documents: Annotated[
@@ -140,6 +141,18 @@ def train(
     seed: Annotated[
         int, _optim("--seed", help="Seed of initial values, row order and split.")
     ] = _DEFAULT.seed,
+    private: options.PrivateFlag = False,
+    epsilon: options.Epsilon = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    delta: options.Delta = None,
+    max_grad_norm: options.MaxGradNorm = options.DEFAULT.max_grad_norm,
+    clipping: options.ClippingMode = options.Clipping("auto"),
+    clip_rule: options.ClipRuleName = options.ClipRule(options.DEFAULT.clip_rule),
+    sampling: options.SamplingKind = options.Sampling(options.DEFAULT.sampling),
+    capacity: options.Capacity = None,
+    accountant: options.AccountantName = options.Accountant(options.DEFAULT.accountant),
+    secure_noise: options.SecureNoise = options.DEFAULT.secure_noise,
+    unsafe_diagnostics: options.UnsafeDiagnostics = False,
     nproc: Annotated[
         int,
         _exec(
@@ -156,7 +169,7 @@ def train(
             help="full: parameters, gradients and optimizer state split over ranks (ZeRO-3). "
             "zero2: parameters kept between forward and backward. hybrid: several copies, each "
             "split. fsdp2: split by torch's own fully_shard. ddp: a copy on each rank. none: one "
-            "rank.",
+            "rank, as private runs have it for now.",
         ),
     ] = Shard("full"),
     replicas: Annotated[
@@ -175,13 +188,21 @@ def train(
     ] = Device("auto"),
     micro_batch_size: Annotated[
         int | None,
-        _exec("--micro-batch-size", help="Rows per forward pass; the rest is accumulated."),
+        _exec(
+            "--micro-batch-size",
+            "--physical-batch",
+            help="Rows per forward pass, at most; the rest of a step is accumulated.",
+        ),
     ] = None,
     out: Annotated[
         str | None, _out("--out", help="Folder of the run; runs/PRESET-DATA-TIME by default.")
     ] = None,
     overwrite: Annotated[
-        bool, _out("--overwrite", help="Replace an existing run, once the new one is done.")
+        bool,
+        _out(
+            "--overwrite",
+            help="Replace an existing run, and its ledger, once the new one is done.",
+        ),
     ] = False,
     resume: Annotated[
         str | None,
@@ -220,6 +241,7 @@ def train(
     \b
     unison train                      about a minute, nothing to download
     unison train --nproc 2            the same on two ranks
+    unison train --private --epsilon 8 --delta 1e-5 --data records --layout documents
     unison train --data notes.jsonl --layout documents --out runs/notes
     torchrun --nproc-per-node 8 -m unison train --data corpus --out runs/c
     unison train --checkpoint-every 100 --out runs/long    and after a crash:
@@ -240,6 +262,22 @@ def train(
         "context_length": context_length,
         "dropout": dropout,
     }
+    given = {name for name in context.params if _was_said(context, name)}
+    said = options.said_of_privacy(
+        {
+            "private": private,
+            "epsilon": epsilon,
+            "noise_multiplier": noise_multiplier,
+            "delta": delta,
+            "max_grad_norm": max_grad_norm,
+            "clip_rule": clip_rule,
+            "sampling": sampling,
+            "capacity": capacity,
+            "accountant": accountant,
+            "secure_noise": secure_noise,
+        },
+        given,
+    )
     mechanism = settings.Mechanism(
         preset=preset,
         overrides={name: value for name, value in overrides.items() if value is not None},
@@ -263,8 +301,8 @@ def train(
         reducer=reducer.value,
         granule=granule,
         threads=threads,
+        privacy=None if resume is not None else options.make_privacy(said, given),
     )
-    given = {name for name in context.params if _was_said(context, name)}
     if resume is not None and given & {"out", "overwrite"}:
         raise BadInput("--resume names the folder itself; leave --out and --overwrite out")
     if was_launched() and out is None and resume is None:
@@ -279,23 +317,25 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         command=shlex.join(["unison", *sys.argv[1:]]),
+        unsafe_diagnostics=unsafe_diagnostics,
     )
     config = settings.TrainConfig(
         mechanism=mechanism,
         execution=settings.Execution(
             device=device.value,
             micro_batch_size=micro_batch_size,
-            shard=shard.value,
+            shard=settings.PRIVATE_SHARDING if private and "shard" not in given else shard.value,
             replicas=replicas,
             guard=guard,
+            clipping=clipping.value,
         ),
         output=output,
     )
     if resume is not None:
-        config = resumed_config(Path(resume), config, given)
+        config = resumed_config(Path(resume), config, given, said)
         if "nproc" not in given and not was_launched():
             nproc = saved_world_size(Path(resume))
-    check_before_launch(config)
+    check_before_launch(config, num_ranks=nproc)
     work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if as_json:

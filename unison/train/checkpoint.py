@@ -8,7 +8,7 @@ parameters, the optimizer's state and the step itself need to be kept.
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unison.config import Execution, Mechanism, Output, TrainConfig
+from unison.config import Execution, Mechanism, Output, Privacy, TrainConfig
 from unison.errors import BadInput
 from unison.shard import MANIFEST_FILE, load_checkpoint, save_checkpoint
 from unison.train.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    LEDGER_FILE,
     RESULT_FILE,
     checkpoints_of,
+    num_counted_steps,
 )
 from unison.train.world import World
 
@@ -38,7 +40,8 @@ class Progress:
         num_targets: Targets trained on.
         training_seconds: Time in training steps.
         seconds: Time in all.
-        train_before: Loss on the fixed training rows before the first step.
+        train_before: Loss on the fixed training rows before the first step; None where it must not
+            be kept, since no ε covers it.
         eval_before: Loss on the held-out rows before the first step.
         eval_after: The last one measured.
     """
@@ -47,7 +50,7 @@ class Progress:
     num_targets: int
     training_seconds: float
     seconds: float
-    train_before: float
+    train_before: float | None
     eval_before: float
     eval_after: float
 
@@ -64,11 +67,28 @@ class Checkpoints:
         return self._every > 0 and step % self._every == 0
 
     def save(
-        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, progress: Progress
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        progress: Progress,
+        regime: dict[str, Any],
     ) -> None:
-        """Write a checkpoint and remove the oldest ones; every rank must call it."""
+        """Write a checkpoint and remove the oldest ones; every rank must call it.
+
+        Args:
+            model: Its parameters are kept.
+            optimizer: Its state is kept.
+            scheduler: The same.
+            progress: How far the run has come.
+            regime: The state of what draws the rows, as values that JSON can hold.
+        """
         folder = self._run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
-        extra = {"progress": asdict(progress), "scheduler": scheduler.state_dict()}
+        extra = {
+            "progress": asdict(progress),
+            "scheduler": scheduler.state_dict(),
+            "regime": regime,
+        }
         save_checkpoint(folder, model, optimizer, extra=extra)
         if self._world.is_main:
             for old in checkpoints_of(self._run)[: -self._keep]:
@@ -79,11 +99,15 @@ class Checkpoints:
 
 def load_newest(
     run: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
-) -> Progress:
-    """Fill everything from a run's newest checkpoint; every rank must call it."""
+) -> tuple[Progress, dict[str, Any]]:
+    """Fill everything from a run's newest checkpoint; every rank must call it.
+
+    Returns:
+        How far the run had come, and the state of what draws its rows.
+    """
     extra = load_checkpoint(checkpoints_of(run)[-1], model, optimizer, verify=True)
     scheduler.load_state_dict(extra["scheduler"])
-    return Progress(**extra["progress"])
+    return Progress(**extra["progress"]), extra.get("regime", {})
 
 
 def check_resumable(run: Path) -> None:
@@ -97,19 +121,28 @@ def check_resumable(run: Path) -> None:
     if (run / RESULT_FILE).is_file():
         raise BadInput(f"the run in {run} is complete; start a new one with another --out")
     if not checkpoints_of(run):
+        remedy = "start it again with --overwrite"
+        if num_counted_steps(run):
+            remedy = f"start it with another --out, since {LEDGER_FILE} there counts what it spent"
         raise BadInput(
-            f"the run in {run} has no complete checkpoint; start it again with --overwrite, and "
-            "--checkpoint-every to have some"
+            f"the run in {run} has no complete checkpoint; {remedy}, and --checkpoint-every to "
+            "have some"
         )
 
 
-def resumed_config(run: Path, asked: TrainConfig, given: Collection[str]) -> TrainConfig:
+def resumed_config(
+    run: Path,
+    asked: TrainConfig,
+    given: Collection[str],
+    privacy: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """The settings to go on with: the saved ones, and what may differ as asked.
 
     Args:
         run: The folder of the run.
         asked: Settings from the command line, defaults where nothing was said.
         given: Names of the fields, and of the model's overrides, that were said.
+        privacy: What was said of privacy: `private`, and fields of `Privacy`.
 
     Raises:
         BadInput: If the mechanism would change, naming every setting that differs.
@@ -117,10 +150,9 @@ def resumed_config(run: Path, asked: TrainConfig, given: Collection[str]) -> Tra
     check_resumable(run)
     saved = _read_config(run)
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
-    before, after = (
-        {**asdict(mechanism), **mechanism.overrides}
-        for mechanism in (saved.mechanism, asked.mechanism)
-    )
+    before = _flat(saved.mechanism)
+    after = _flat(asked.mechanism) | dict(privacy or {})
+    given |= set(privacy or {})
     changes = [
         f"{name} from {before.get(name)!r} to {after[name]!r}"
         for name in sorted(given)
@@ -144,6 +176,13 @@ def resumed_config(run: Path, asked: TrainConfig, given: Collection[str]) -> Tra
     )
 
 
+def _flat(mechanism: Mechanism) -> dict[str, Any]:
+    """A mechanism's settings by name, those of its model and of its privacy included."""
+    settings = asdict(mechanism)
+    privacy = settings.pop("privacy")
+    return settings | mechanism.overrides | {"private": privacy is not None} | (privacy or {})
+
+
 def _said(settings: Execution | Output, given: Collection[str]) -> dict[str, Any]:
     return {
         field.name: getattr(settings, field.name)
@@ -155,8 +194,11 @@ def _said(settings: Execution | Output, given: Collection[str]) -> dict[str, Any
 def _read_config(run: Path) -> TrainConfig:
     try:
         content = json.loads((run / CONFIG_FILE).read_text())
+        mechanism = dict(content["mechanism"])
+        if mechanism.get("privacy") is not None:
+            mechanism["privacy"] = Privacy(**mechanism["privacy"])
         return TrainConfig(
-            mechanism=Mechanism(**content["mechanism"]),
+            mechanism=Mechanism(**mechanism),
             execution=Execution(**content["execution"]),
             output=Output(**content["output"]),
         )

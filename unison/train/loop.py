@@ -1,12 +1,11 @@
 """A training run from settings to result."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ import unison
 from unison.config import TrainConfig
 from unison.data import RowDataset
 from unison.models import LanguageModel, build, count_parameters, save
+from unison.privacy import BudgetSpent
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.train import report
-from unison.train.batches import RowOrder, global_batches, part_of_rank, to_device
+from unison.train.batches import part_of_rank, to_device
 from unison.train.checkpoint import (
     Checkpoints,
     Progress,
@@ -27,15 +27,23 @@ from unison.train.checkpoint import (
     check_same_rows,
     load_newest,
 )
-from unison.train.metrics import Metrics, has_tensorboard, open_metrics, read_metrics
+from unison.train.metrics import COVERED, Metrics, has_tensorboard, open_metrics, read_metrics
 from unison.train.optimization import make_optimizer, make_schedule
 from unison.train.parallel import Parallel
 from unison.train.plot import CURVE_FILE, plot_losses
+from unison.train.private import Private
 from unison.train.progress import ProgressView
+from unison.train.regime import Ordinary, Regime
 from unison.train.report import TrainResult
-from unison.train.run_folder import RESULT_FILE, check_free, open_run_folder, write_json
+from unison.train.run_folder import (
+    RESULT_FILE,
+    check_free,
+    open_run_folder,
+    open_stopped_run,
+    write_json,
+)
 from unison.train.setup import Rows, open_rows, plan_model
-from unison.train.step import mean_loss, train_step
+from unison.train.step import Batch, mean_loss, train_step
 from unison.train.world import World, join_world, num_threads
 
 EVAL_ROWS_PER_PASS = 16
@@ -50,11 +58,13 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
             caller's own result.
 
     Raises:
-        UnisonError: On every rank alike, with nothing left on disk but checkpoints.
+        UnisonError: On every rank alike, with nothing left on disk but checkpoints, and the ledger
+            of a private run.
     """
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.execution.device))
+        config.check_privacy(world.size)
         stack.enter_context(num_threads(mechanism))
         if config.execution.guard:
             stack.enter_context(unison.guard())
@@ -67,29 +77,28 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
         run = Run(config, model, rows, world)
-        progress = run.resumed() if output.resume else None
+        progress = run.prepare()
 
         # Only now is anything written: whatever was wrong with the input has been said.
         console, metrics = None, None
         if world.is_main:
+            opened = open_run_folder(folder, overwrite=output.overwrite)
+            stack.enter_context(opened if progress is None else open_stopped_run(folder))
+        stack.enter_context(run.regime.attached())
+        if world.is_main:
             console = Console(stderr=on_stderr)
-            if progress is None:
-                stack.enter_context(open_run_folder(folder, overwrite=output.overwrite))
-                report.write_start(folder, config, model_config, rows, world)
-            else:
-                report.write_resumption(folder, config, progress.step, world)
-            metrics = stack.enter_context(
-                open_metrics(
-                    folder,
-                    tensorboard=output.tensorboard and has_tensorboard(),
-                    after_step=progress and progress.step,
-                )
-            )
-            report.say_start(console, config, run.num_parameters, rows, world)
-            if progress is not None:
-                report.say_resumption(console, config, progress.step, world)
+            metrics = stack.enter_context(run.opened_metrics(progress))
+            run.say_start(console, progress)
         first = 0 if progress is None else progress.step
-        with ProgressView(console, mechanism.steps, output.log_every, first=first) as view:
+        view = ProgressView(
+            console,
+            mechanism.steps,
+            output.log_every,
+            first=first,
+            is_private=mechanism.privacy is not None,
+            tells_all=output.unsafe_diagnostics,
+        )
+        with view:
             result = run.train(view, metrics, progress)
         # Every rank takes part in the gathering; one keeps what comes of it.
         parameters = {name: value.cpu() for name, value in full_parameters(model) if world.is_main}
@@ -98,10 +107,10 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
             plot_losses(
                 read_metrics(folder), folder / CURVE_FILE, unigram_entropy=rows.unigram_entropy
             )
-            write_json(folder / RESULT_FILE, asdict(result))
+            write_json(folder / RESULT_FILE, asdict(result.published(config)))
     if console is not None:
-        report.say_end(console, result)
-    return result
+        report.say_end(console, config, result)
+    return result.published(config)
 
 
 class Run:
@@ -126,13 +135,55 @@ class Run:
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
+        # Whether files must not hold what no ε covers.
+        self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
+        self.regime: Regime
+        if mechanism.privacy is None:
+            self.regime = Ordinary(config, rows.train)
+        else:
+            self.regime = Private(
+                config,
+                model,
+                self.optimizer,
+                rows.train,
+                num_elements=self.num_parameters,
+                cast=self.cast,
+            )
 
-    def resumed(self) -> Progress:
-        """Go back to where the run's newest checkpoint was written."""
+    def prepare(self) -> Progress | None:
+        """Settle what the steps apply; a run that goes on goes back to its newest checkpoint."""
+        if not self.config.output.resume:
+            self.regime.prepare(None)
+            return None
         folder = Path(self.config.output.folder)
-        summary = report.summarize(self.rows)
+        summary = report.summarize(self.rows, self.config)
         self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-        return load_newest(folder, self.model, self.optimizer, self.scheduler)
+        progress, state = load_newest(folder, self.model, self.optimizer, self.scheduler)
+        self.regime.prepare(state)
+        return progress
+
+    def opened_metrics(self, progress: Progress | None) -> AbstractContextManager[Metrics]:
+        """Write what the run is made of, or where it goes on, and open its metrics."""
+        config, output = self.config, self.config.output
+        folder = Path(output.folder)
+        if progress is None:
+            report.write_start(folder, config, self.model.config, self.rows, self.world)
+        else:
+            report.write_resumption(folder, config, progress.step, self.world)
+        return open_metrics(
+            folder,
+            tensorboard=output.tensorboard and has_tensorboard(),
+            after_step=progress and progress.step,
+            only=COVERED if self.is_guarded else None,
+        )
+
+    def say_start(self, console: Console, progress: Progress | None) -> None:
+        """Say what is about to happen."""
+        report.say_start(console, self.config, self.num_parameters, self.rows, self.world)
+        if self.config.mechanism.privacy is not None:
+            report.say_privacy(console, self.config, self.regime.describe())
+        if progress is not None:
+            report.say_resumption(console, self.config, progress.step, self.world)
 
     def train(
         self, view: ProgressView, metrics: Metrics | None, progress: Progress | None = None
@@ -151,10 +202,11 @@ class Run:
 
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
-        with closing(self.passes(range(progress.step, mechanism.steps))) as passes:
-            progress = self.train_on(passes, progress, view, record, started)
+        with closing(self.regime.passes(range(progress.step, mechanism.steps))) as passes:
+            progress, budget_sentence = self.take_steps(passes, progress, view, record, started)
+        progress = self.evaluated(progress, view, record)
         train_after = self.evaluate(self.rows.train)
-        record(mechanism.steps, **{"eval/train_loss": train_after})
+        record(progress.step, **{"eval/train_loss": train_after})
         return TrainResult(
             folder=output.folder,
             preset=mechanism.preset,
@@ -163,65 +215,102 @@ class Run:
             shard=self.config.execution.shard,
             reducer=mechanism.reducer,
             digest=unison.digest(self.model),
-            steps=mechanism.steps,
+            steps=progress.step,
             train_loss_before=progress.train_before,
             train_loss_after=train_after,
             eval_loss_before=progress.eval_before,
             eval_loss_after=progress.eval_after,
             unigram_entropy=self.rows.unigram_entropy,
-            tokens_per_second=progress.num_targets / progress.training_seconds,
+            tokens_per_second=progress.num_targets / max(progress.training_seconds, 1e-9),
             seconds=time.perf_counter() - started,
+            privacy=self.regime.result(budget_sentence),
         )
 
-    def train_on(
+    def take_steps(
         self,
-        passes: Iterator[dict[str, Any]],
+        passes: Iterator[Batch],
         progress: Progress,
         view: ProgressView,
         record: Callable[..., None],
         started: float,
-    ) -> Progress:
-        """Take the steps that are left, with evaluations and checkpoints in between."""
+    ) -> tuple[Progress, str | None]:
+        """Take the steps that are left, with evaluations and checkpoints in between.
+
+        Returns:
+            How far that led, and the reason if a privacy budget did not allow all of them.
+        """
         mechanism, output = self.config.mechanism, self.config.output
         checkpoints = Checkpoints(output, self.world)
         for step in range(progress.step + 1, mechanism.steps + 1):
-            step_started = time.perf_counter()
-            result = train_step(
-                self.parallel,
-                self.optimizer,
-                self.scheduler,
-                self.passes_of_step(passes),
-                step=step,
-                key=self.key,
-                cast=self.cast,
-                clip_norm=mechanism.clip_norm,
-            )
-            seconds = time.perf_counter() - step_started
-            progress = replace(
-                progress,
-                step=step,
-                num_targets=progress.num_targets + result.num_targets,
-                training_seconds=progress.training_seconds + seconds,
-            )
-            record(
-                step,
-                **{
-                    "train/loss": result.loss,
-                    "train/grad_norm": result.grad_norm,
-                    "train/lr": result.lr,
-                    "train/tokens_per_second": result.num_targets / seconds,
-                },
-            )
-            view.show_step(step, result.loss, progress.num_targets / progress.training_seconds)
-            is_last = step == mechanism.steps
-            if is_last or (output.eval_every and step % output.eval_every == 0):
-                progress = replace(progress, eval_after=self.evaluate(self.rows.eval))
-                record(step, **{"eval/loss": progress.eval_after})
-                view.show_eval(step, progress.eval_after)
-            if checkpoints.is_due(step) and not is_last:  # the last one ends in the model itself
+            try:
+                progress = self.take_step(step, passes, progress, view, record)
+            except BudgetSpent as refusal:  # raised before anything of the step is applied
+                return progress, (
+                    f"step {step} would have spent ε = {refusal.would_spend:.4f}; the steps before "
+                    f"it spent {refusal.spent:.4f}"
+                )
+            if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
+                break
+            if output.eval_every and step % output.eval_every == 0:
+                progress = self.evaluated(progress, view, record)
+            if checkpoints.is_due(step):
                 now = replace(progress, seconds=time.perf_counter() - started)
-                checkpoints.save(self.model, self.optimizer, self.scheduler, now)
+                if self.is_guarded:
+                    now = replace(now, train_before=None)
+                state = self.regime.state_dict()
+                checkpoints.save(self.model, self.optimizer, self.scheduler, now, state)
+        return progress, None
+
+    def take_step(
+        self,
+        step: int,
+        passes: Iterator[Batch],
+        progress: Progress,
+        view: ProgressView,
+        record: Callable[..., None],
+    ) -> Progress:
+        """Take one step, and record and show what came of it."""
+        started = time.perf_counter()
+        result = train_step(
+            self.parallel,
+            self.optimizer,
+            self.scheduler,
+            self.passes_of_step(passes),
+            step=step,
+            key=self.key,
+            objective=self.regime.objective,
+            cast=self.cast,
+            clip_norm=self.config.mechanism.clip_norm,
+        )
+        seconds = time.perf_counter() - started
+        progress = replace(
+            progress,
+            step=step,
+            num_targets=progress.num_targets + result.num_targets,
+            training_seconds=progress.training_seconds + seconds,
+        )
+        facts = self.regime.facts(step)
+        record(
+            step,
+            **{
+                "train/loss": result.loss,
+                "train/grad_norm": result.grad_norm,
+                "train/lr": result.lr,
+                "train/tokens_per_second": result.num_targets / seconds,
+                **(facts.metrics() if facts else {}),
+            },
+        )
+        view.show_step(step, result, progress.num_targets / progress.training_seconds, facts)
         return progress
+
+    def evaluated(
+        self, progress: Progress, view: ProgressView, record: Callable[..., None]
+    ) -> Progress:
+        """Measure, record and show the loss on the held-out rows."""
+        loss = self.evaluate(self.rows.eval)
+        record(progress.step, **{"eval/loss": loss})
+        view.show_eval(progress.step, loss)
+        return replace(progress, eval_after=loss)
 
     def measured_before(self) -> Progress:
         """The losses of the model as it was built."""
@@ -236,24 +325,11 @@ class Run:
             eval_after=eval_before,
         )
 
-    def passes(self, steps: range) -> Generator[dict[str, Any], None, None]:
-        """This rank's passes of some steps, all after one another."""
-        mechanism, rows = self.config.mechanism, self.rows.train
-        order = RowOrder(
-            num_rows=rows.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
-        )
-        yield from unison.deal(
-            global_batches(rows, order, steps),
-            granule=mechanism.granule if mechanism.reducer == "ordered" else None,
-            micro_batch=self.config.execution.micro_batch_size,
-        )
-
-    def passes_of_step(self, passes: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's passes of the next logical batch, up to the one that closes it."""
         for batch in passes:
             yield to_device(batch, self.world.device)
-            plan = unison.current_plan()
-            if plan is None or plan.closes_logical_batch:
+            if self.regime.is_step_complete():
                 return
 
     def evaluate(self, data: RowDataset) -> float:

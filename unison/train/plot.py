@@ -7,7 +7,10 @@ CURVE_FILE = "loss.png"
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, *, unigram_entropy: float) -> None:
-    """Draw training loss, evaluation loss and the loss of the best model without context."""
+    """Draw training loss, evaluation loss and the loss of the best model without context.
+
+    Of a private run there may be no training loss to draw.
+    """
     # The object interface, not pyplot: no global state and no display needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,7 +31,10 @@ def plot_losses(records: list[dict[str, Any]], path: Path, *, unigram_entropy: f
         color="0.4",
         fontsize=8,
     )
-    axes.plot(*zip(*train, strict=True), color="#4c78a8", linewidth=1, label="training, per step")
+    if train:
+        axes.plot(
+            *zip(*train, strict=True), color="#4c78a8", linewidth=1, label="training, per step"
+        )
     axes.plot(
         *zip(*evals, strict=True), color="#e45756", marker="o", markersize=4, label="evaluation"
     )

@@ -1,10 +1,12 @@
 """What a run says at its start and end, to the folder and to the person."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +14,8 @@ import unison
 from unison.config import TrainConfig
 from unison.models import ModelConfig
 from unison.train.environment import describe_environment
-from unison.train.run_folder import CONFIG_FILE, write_json
+from unison.train.regime import PrivacyResult
+from unison.train.run_folder import CONFIG_FILE, LEDGER_FILE, write_json
 from unison.train.setup import Rows
 from unison.train.world import World
 
@@ -23,7 +26,9 @@ class TrainResult:
 
     `train_loss_*` and `eval_loss_*` are both measured on fixed rows, with the same code.
     `unigram_entropy` is the loss of the best model that ignores context. `digest` is one hash of
-    all parameters; with the ordered reducer it does not depend on the number of ranks.
+    all parameters; with the ordered reducer it does not depend on the number of ranks. `steps` are
+    those that were taken. `privacy` is what a private run applied and spent; its `train_loss_*` are
+    None unless unsafe diagnostics were asked for.
     """
 
     folder: str
@@ -34,13 +39,25 @@ class TrainResult:
     reducer: str
     digest: str
     steps: int
-    train_loss_before: float
-    train_loss_after: float
+    train_loss_before: float | None
+    train_loss_after: float | None
     eval_loss_before: float
     eval_loss_after: float
     unigram_entropy: float
     tokens_per_second: float
     seconds: float
+    privacy: PrivacyResult | None = None
+
+    def published(self, config: TrainConfig) -> "TrainResult":
+        """The same without what must not leave the terminal."""
+        if self.privacy is None or config.output.unsafe_diagnostics:
+            return self
+        return replace(self, train_loss_before=None, train_loss_after=None)
+
+
+# Of private rows, what they come to beyond their number.
+_COUNTS = ("num_tokens", "num_targets", "num_dropped_tokens", "num_documents")
+_COUNTS += ("num_skipped_documents", "num_truncated_documents")
 
 
 def write_start(
@@ -50,14 +67,19 @@ def write_start(
     settings = asdict(config)
     settings["model"] = asdict(model_config)
     settings["fingerprint"] = _fingerprint(config, world)
-    settings["rows"] = summarize(rows)
+    settings["rows"] = summarize(rows, config)
     write_json(folder / CONFIG_FILE, settings)
     write_json(folder / "environment.json", describe_environment(world.size, world.device))
 
 
-def summarize(rows: Rows) -> dict[str, Any]:
-    """The rows of a run in plain values."""
-    return {"train": rows.train.summary(), "eval": rows.eval.summary()}
+def summarize(rows: Rows, config: TrainConfig) -> dict[str, Any]:
+    """The rows of a run in plain values; of private ones nothing that their content decides."""
+    summary = {"train": rows.train.summary(), "eval": rows.eval.summary()}
+    if config.mechanism.privacy is not None:
+        for split in summary.values():
+            for name in _COUNTS:
+                del split[name]
+    return summary
 
 
 def _fingerprint(config: TrainConfig, world: World) -> dict[str, Any]:
@@ -100,48 +122,102 @@ def say_resumption(console: Console, config: TrainConfig, step: int, world: Worl
 def say_start(
     console: Console, config: TrainConfig, num_parameters: int, rows: Rows, world: World
 ) -> None:
-    """Say in three lines what is about to happen."""
+    """Say in a few lines what is about to happen."""
     mechanism = config.mechanism
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    console.print(
+    _say(
+        console,
         f"[bold]unison train[/]  {mechanism.preset}: {num_parameters:,} parameters, "
         f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
         f"{mechanism.reducer} reducer",
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(
+    _say(
+        console,
         f"data {mechanism.data}: {rows.train.num_rows:,} rows of {rows.train.row_length} tokens to "
         f"train on, {rows.eval.num_rows:,} held out; unigram entropy {rows.unigram_entropy:.3f}",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
-def say_end(console: Console, result: TrainResult) -> None:
-    """Show the losses before and after, and where the run lies."""
+def say_privacy(console: Console, config: TrainConfig, lines: Iterable[str]) -> None:
+    """Say what is protected and how, and where to find what is not."""
+    for line in lines:
+        _say(console, line)
+    if not (console.is_terminal or config.output.unsafe_diagnostics):
+        _say(
+            console,
+            "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
+            "them, files have them with --unsafe-diagnostics",
+        )
+
+
+def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
+    """Show the losses before and after, what privacy cost, and where the run lies."""
+    files = ["config.json", "environment.json", "metrics.jsonl", "model.safetensors", "loss.png"]
+    if result.privacy is None:
+        console.print(_loss_table(result))
+    else:
+        # What no ε covers is for eyes: output that is no terminal may be kept.
+        shown = result if console.is_terminal else result.published(config)
+        console.print(_privacy_table(shown, result.privacy, config.mechanism.steps))
+        files.append(LEDGER_FILE)
+        if result.privacy.budget_sentence:
+            _say(console, f"the budget ended the run: {result.privacy.budget_sentence}")
+    _say(
+        console,
+        f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s",
+    )
+    if result.reducer == "ordered":
+        _say(console, f"digest {result.digest[:16]}, the same on any number of ranks")
+    _say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
+
+
+def _loss_table(result: TrainResult) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("nats per token", "before", "after"):
-        table.add_column(title, justify="left" if title.startswith("nats") else "right")
+    table.add_column("nats per token")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
     for name, before, after in (
         ("train loss", result.train_loss_before, result.train_loss_after),
         ("eval loss", result.eval_loss_before, result.eval_loss_after),
     ):
         table.add_row(name, f"{before:.4f}", f"{after:.4f}")
     table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
-    console.print(table)
-    console.print(
-        f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if result.reducer == "ordered":
-        console.print(
-            f"digest {result.digest[:16]}, the same on any number of ranks", highlight=False
-        )
-    console.print(
-        f"run folder [bold]{result.folder}[/]: config.json, environment.json, metrics.jsonl, "
-        f"model.safetensors, loss.png",
-        highlight=False,
-        soft_wrap=True,
-    )
+    return table
+
+
+def _privacy_table(result: TrainResult, privacy: PrivacyResult, num_planned: int) -> Table:
+    """Everything that a private run came to, in one table of at most 80 columns."""
+    table = Table(box=box.ROUNDED, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+
+    def add_loss(name: str, before: float | None, after: float | None, note: str) -> None:
+        first = "–" if before is None else f"{before:.4f}"
+        table.add_row(name, f"{first} → [bold]{after:.4f}[/]  [dim]{note}[/]")
+
+    held_out = "held-out records, not covered by ε"
+    add_loss("eval loss", result.eval_loss_before, result.eval_loss_after, held_out)
+    if result.train_loss_after is not None:
+        covered = "not covered by ε"
+        add_loss("train loss", result.train_loss_before, result.train_loss_after, covered)
+    table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}  [dim]held-out rows[/]")
+    table.add_section()
+    allowed = "" if privacy.target_epsilon is None else f", of {privacy.target_epsilon:g} allowed"
+    by = f"by {privacy.accountant.upper()}"
+    table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{allowed}, {by}")
+    table.add_row("δ", f"{privacy.delta:g}")
+    table.add_row("noise multiplier σ", f"{privacy.noise_multiplier:.4g}")
+    table.add_row("clip norm C", f"{privacy.max_grad_norm:g}, {privacy.clip_rule}")
+    if not privacy.is_secure:
+        table.add_row("warning", "[bold red]seeded noise: nothing here is private[/]")
+    table.add_section()
+    steps = f"{result.steps} of {num_planned}"
+    if privacy.num_counted > result.steps:
+        steps += f"; {privacy.num_counted} counted, with those a crash repeated"
+    table.add_row("steps", steps)
+    table.add_row("batch", f"{privacy.batch_size} of {privacy.num_rows:,} rows, {privacy.sampling}")
+    return table
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)

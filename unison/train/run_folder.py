@@ -1,8 +1,8 @@
 """The folder of a run: config, environment, metrics, model and loss curve.
 
 A run that fails leaves nothing behind: its folder is removed, and a run that it was to replace is
-put back. One that has written a checkpoint is kept, to be resumed. An interrupted run keeps what it
-wrote.
+put back. One that has written a checkpoint is kept, to be resumed. A private one whose ledger
+counts a step is kept too: what was spent stays spent. An interrupted run keeps what it wrote.
 """
 
 import json
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from unison.errors import BadInput, UnisonError
+from unison.privacy import read_ledger
 from unison.shard import MANIFEST_FILE
 
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
+LEDGER_FILE = "ledger.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
@@ -62,22 +64,50 @@ def open_run_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         if replaced:
             replaced.rename(folder)
         if kept:
-            error.args = (f"{error} (unison train --resume {kept} goes on from its checkpoint)",)
+            _say_what_is_left(error, kept)
         raise
     finally:
         if replaced:
             shutil.rmtree(replaced.parent)
 
 
+@contextmanager
+def open_stopped_run(folder: Path) -> Iterator[Path]:
+    """Go on in the folder of a run; a failure leaves it as it is."""
+    try:
+        yield folder
+    except UnisonError as error:
+        _say_what_is_left(error, folder)
+        raise
+
+
 def _keep_or_remove(folder: Path, *, is_name_free: bool) -> Path | None:
-    """Remove a failed run unless it has a checkpoint; returns where it is kept."""
-    if not checkpoints_of(folder):
+    """Remove a failed run unless it has something that must stay; returns where it is kept."""
+    if not checkpoints_of(folder) and not num_counted_steps(folder):
         shutil.rmtree(folder)
         return None
     if is_name_free:
         return folder
     kept = Path(tempfile.mkdtemp(prefix=f"{folder.name}-unfinished-", dir=folder.parent))
     return folder.rename(kept)
+
+
+def _say_what_is_left(error: UnisonError, folder: Path) -> None:
+    """Add to an error how its run can go on, and where its privacy is counted."""
+    facts = []
+    if checkpoints_of(folder):
+        facts.append(f"unison train --resume {folder} goes on from its checkpoint")
+    counted = num_counted_steps(folder)
+    if counted:
+        facts.append(f"{folder / LEDGER_FILE} stays, and counts the {counted} steps it spent")
+    if facts:
+        error.args = (f"{error} ({'; '.join(facts)})", *error.args[1:])
+
+
+def num_counted_steps(run: Path) -> int:
+    """Steps that the ledger of a run counts; 0 where there is none."""
+    path = run / LEDGER_FILE
+    return read_ledger(path).num_intents if path.is_file() else 0
 
 
 def checkpoints_of(run: Path) -> list[Path]:

@@ -23,7 +23,11 @@ from unison.train.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a run, and the loss of the best model that ignores context."""
+    """The rows of a run, and the loss of the best model that ignores context.
+
+    In a private run the latter is that of the held-out rows: of the others it would be a figure
+    that no ε covers.
+    """
 
     train: RowDataset
     eval: RowDataset
@@ -86,16 +90,19 @@ def open_rows(
         made = world.agree(tokenise, when=world.local_rank == 0)
         folder = dict(entry for entry in made if entry is not None)[world.node]
         train, held_out = RowDataset.open(folder, "train"), RowDataset.open(folder, "eval")
-        yield Rows(train=train, eval=held_out, unigram_entropy=unigram_entropy(train))
+        known = train if mechanism.privacy is None else held_out
+        yield Rows(train=train, eval=held_out, unigram_entropy=unigram_entropy(known))
         world.agree(lambda: None)  # nobody removes the folder under another rank's feet
 
 
-def check_before_launch(config: TrainConfig) -> None:
+def check_before_launch(config: TrainConfig, num_ranks: int = 1) -> None:
     """Find what is wrong with the input cheaply, before any process is started.
 
     Raises:
-        BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
+        BadInput: If the ranks, the folder, the data, the tokenizer or the model cannot be what was
+            asked for.
     """
+    config.check_privacy(num_ranks)
     mechanism = config.mechanism
     if not config.output.resume:
         check_free(Path(config.output.folder), overwrite=config.output.overwrite)

@@ -20,7 +20,7 @@ from unison.train.parallel import Parallel
 from unison.train.world import World
 
 Batch = dict[str, Any]
-"""One pass of a dealt batch.
+"""One pass of a logical batch.
 
 input_ids, labels: [rows, tokens], plain or one value per granule. num_targets: int, the targets of
 the whole logical batch. sample_ids: [rows], the data set's own numbers of the rows, on the CPU.
@@ -28,13 +28,49 @@ the whole logical batch. sample_ids: [rows], the data set's own numbers of the r
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one pass brings to its step.
+
+    Attributes:
+        loss: What is sent back [].
+        total: What the pass adds to the step's loss [].
+        weight: What the sum of totals is divided by, summed over passes too.
+        is_last: Whether the pass closes its logical batch.
+    """
+
+    loss: Tensor
+    total: Tensor
+    weight: float
+    is_last: bool
+
+
+Objective = Callable[[Tensor, Batch], Share]
+"""(logits [rows, tokens, vocab], the pass they are of) -> its share."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step showed: the mean loss per target of the global batch, and its gradient norm."""
+    """What one step showed: its loss, and the norm of the gradient it was taken with."""
 
     loss: float
     grad_norm: float
     lr: float
     num_targets: int
+
+
+def mean_over_targets(logits: Tensor, batch: Batch) -> Share:
+    """Make the mean loss per target of the global batch, of which a pass has a share.
+
+    The sum is over *all* ranks' targets and is divided by *their* number, so it does not matter how
+    rows are spread over ranks and passes.
+    """
+    plan = unison.current_plan()
+    assert plan is not None
+    sums = token_loss_sums(logits, batch["labels"], IGNORE_INDEX)  # [rows]
+    # One divisor: the mean over samples times samples per target is the mean over targets.
+    share = unison.batch_mean(sums * (plan.num_samples / max(batch["num_targets"], 1)))
+    is_last = plan.closes_logical_batch
+    return Share(loss=share, total=share.detach(), weight=float(is_last), is_last=is_last)
 
 
 def train_step(
@@ -45,37 +81,36 @@ def train_step(
     *,
     step: int,
     key: Key,
+    objective: Objective = mean_over_targets,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
 ) -> StepResult:
-    """Take one optimizer step on the global batch of which this rank gets `passes`.
+    """Take one optimizer step on the logical batch of which this rank gets `passes`.
 
-    The loss is the sum over *all* ranks' targets divided by *their* number, so it does not matter
-    how rows are spread over ranks and passes. `passes` ends with the logical batch.
+    `passes` ends with the logical batch.
 
     Raises:
         Diverged: On every rank, before the parameters change, if loss or gradient is not finite.
     """
     optimizer.zero_grad(set_to_none=True)
-    loss, num_targets = 0.0, 0
+    total, weight, num_targets = 0.0, 0.0, 0
     for batch in passes:
-        plan = unison.current_plan()
-        assert plan is not None
         num_targets = batch["num_targets"]
-        # 1. Forward: each sample's own sum. Dropout's masks hang on the key, the step and the
-        #    samples, not on who computes them.
+        # 1. Forward. Dropout's masks hang on the key, the step and the samples, not on who computes
+        #    them.
         with dropout_context(key, step, batch["sample_ids"]), cast():
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
-        sums = token_loss_sums(logits, batch["labels"], IGNORE_INDEX)  # [rows]
-        # 2. One divisor: the mean over samples times samples per target is the mean over targets.
-        share = unison.batch_mean(sums * (plan.num_samples / max(num_targets, 1)))
-        # 3. Backward; ranks sum their gradients here.
-        with parallel.passes_on(plan.closes_logical_batch):
-            (share * parallel.gradient_scale).backward()
-        loss += share.item()
+        # 2. The loss, of which each sample's part depends on that sample alone.
+        share = objective(logits, batch)
+        # 3. Backward. The last pass completes the gradient: ranks sum theirs, and in a private run
+        #    what was clipped gets its noise.
+        with parallel.passes_on(share.is_last):
+            (share.loss * parallel.gradient_scale).backward()
+        total, weight = total + share.total.item(), weight + share.weight
 
     # 4. The gradient's norm, the same on every rank.
     grad_norm = parallel.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
+    loss = total / (weight or 1.0)  # a private draw may hold no samples
     for name, value in {"loss": loss, "gradient norm": grad_norm}.items():
         if not math.isfinite(value):
             raise Diverged(

@@ -1,0 +1,132 @@
+"""`unison train --private` as a person runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unison.privacy import read_ledger
+from unison.train.run_folder import checkpoints_of
+
+FAST = ["--steps", "4", "--batch-size", "16", "--row-length", "32", "--eval-rows", "8"]
+FAST += ["--num-layers", "1", "--no-tensorboard"]
+PRIVATE = ["--private", "--delta", "1e-4", "--accountant", "rdp"]
+
+
+def test_the_epsilon_that_a_run_prints_is_that_of_its_ledger(unison, text, tmp_path):
+    run = tmp_path / "run"
+    options = [*PRIVATE, "--epsilon", "8", "--clipping", "auto", "--physical-batch", "8"]
+    code, out, err = unison("train", "--data", text, "--out", run, *FAST, *options, "--json")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert (result["shard"], result["train_loss_after"]) == ("none", None)
+    epsilon = result["privacy"]["epsilon"]
+    assert epsilon <= 8
+    assert f"{epsilon:.3f}, of 8 allowed, by RDP" in err
+    assert "not covered by ε" in err
+    assert "--layout documents protects documents" in err
+    code, out, err = unison("account", "--ledger", run, "--delta", "1e-4", "--json")
+    assert code == 0, err
+    accounted = json.loads(out)
+    assert accounted["epsilon"]["rdp"] == epsilon
+    assert (accounted["counted"], accounted["committed"]) == (4, 4)
+
+
+# options and what the sentence must say
+REFUSED = {
+    "delta alone": (["--delta", "1e-5"], "only private runs have --delta; add --private"),
+    "several alone": (
+        ["--epsilon", "8", "--clipping", "ghost", "--no-secure-noise"],
+        "only private runs have --clipping, --epsilon, --secure-noise",
+    ),
+    "unsafe alone": (["--unsafe-diagnostics"], "only private runs have --unsafe-diagnostics"),
+    "no delta": (["--private", "--epsilon", "8"], "--private needs --delta"),
+    "no noise": ([*PRIVATE], "found neither"),
+    "both": ([*PRIVATE, "--epsilon", "8", "--noise-multiplier", "1"], "found both"),
+    "nproc": ([*PRIVATE, "--epsilon", "8", "--nproc", "2"], "takes one process for now, found 2"),
+    "shard": ([*PRIVATE, "--epsilon", "8", "--shard", "full"], "found 1 with shard 'full'"),
+    "reducer": ([*PRIVATE, "--epsilon", "8", "--reducer", "ordered"], "leave --reducer out"),
+    "large delta": (
+        ["--private", "--epsilon", "8", "--delta", "0.1"],
+        "--delta must lie below 1 / number of rows",
+    ),
+    "capacity": ([*PRIVATE, "--epsilon", "8", "--capacity", "9"], "--sampling truncated"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions_are_one_sentence_and_code_2(unison, text, tmp_path, case):
+    options, expected = REFUSED[case]
+    code, _, err = unison("train", "--data", text, "--out", tmp_path / "run", *FAST, *options)
+    assert code == 2
+    assert expected in err
+    assert err.startswith("unison: ")
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_seeded_noise_is_called_what_it_is(unison, text, tmp_path):
+    options = [*PRIVATE, "--noise-multiplier", "1", "--no-secure-noise", "--seed", "5"]
+    train = ["train", "--data", text, *FAST, *options]
+    code, out, err = unison(*train, "--out", tmp_path / "run", "--unsafe-diagnostics")
+    assert code == 0, err
+    assert "noise and sampling come from seed 5" in out
+    assert "seeded noise: nothing here is private" in out
+    assert "not covered by ε: loss" in out
+
+
+def test_the_help_says_what_is_protected(unison, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = unison("train", "--help")
+    assert code == 0
+    assert "one row is one record" in out
+    assert "What is protected is one row" in " ".join(out.replace("│", " ").split())
+
+
+def wait_for_intents(ledger, number, process):
+    """Wait until a ledger holds so many intents."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        if ledger.exists() and ledger.read_bytes().count(b'"kind": "intent"') >= number:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the run did not get there in time")
+
+
+def test_a_killed_run_counts_every_intent_when_it_goes_on(unison, text, tmp_path):
+    run, num_steps = tmp_path / "run", 40
+    options = [*FAST, *PRIVATE, "--noise-multiplier", "1", "--steps", num_steps]
+    options += ["--checkpoint-every", "3", "--eval-every", "0"]
+    command = ["train", "--data", text, "--out", run, *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unison", *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    with process:
+        wait_for_intents(run / "ledger.jsonl", 8, process)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    before = read_ledger(run / "ledger.jsonl")
+    assert before.problems == []
+    saved = int(checkpoints_of(run)[-1].name[5:])
+    assert 8 <= before.num_intents < num_steps
+
+    code, out, err = unison("train", "--resume", run, "--json")
+    assert code == 0, err
+    after = read_ledger(run / "ledger.jsonl")
+    assert after.problems == []
+    assert after.num_intents == before.num_intents + num_steps - saved
+    repeated = [release.step for release in after.releases[: before.num_intents]]
+    assert [release.step for release in after.releases] == [*repeated, *range(saved, num_steps)]
+    result = json.loads(out.splitlines()[-1])
+    assert result["privacy"]["num_counted"] == after.num_intents
+    code, _, err = unison("train", "--resume", run, "--private", "--epsilon", "3")
+    assert (code, "is complete" in err) == (2, True)

@@ -1,0 +1,291 @@
+"""The private regime: rows drawn at random, each one's gradient clipped, noise, and a ledger.
+
+The record that is protected is one row of the training data. `unison.PrivacyEngine` does the work;
+here is which of its settings a run has, and what may be told of it.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import unison
+from unison.config import Privacy, TrainConfig
+from unison.data import IGNORE_INDEX, RowDataset
+from unison.errors import BadInput
+from unison.privacy import (
+    Budget,
+    Poisson,
+    PrivacyEngine,
+    PrivateLoader,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    epsilon_of,
+    noise_multiplier_for,
+)
+from unison.train.regime import PrivacyFacts, PrivacyResult
+from unison.train.run_folder import LEDGER_FILE
+from unison.train.step import Batch, Share
+
+MAX_EPSILONS = 10  # of a run, while it goes on: one by PLD takes a second
+
+
+class Private:
+    """Trains with `PrivacyEngine`, one row being one record.
+
+    Args:
+        config: The settings, with a `privacy`.
+        model: Its parameters, all of which are trained, get noisy gradients.
+        optimizer: Over them.
+        rows: The training rows.
+        num_elements: Elements of the model's parameters, over all ranks.
+        cast: The precision that the model computes in.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        rows: RowDataset,
+        *,
+        num_elements: int,
+        cast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        assert config.mechanism.privacy is not None
+        self._config, self._privacy = config, config.mechanism.privacy
+        self._model, self._optimizer, self._rows = model, optimizer, rows
+        self._num_elements, self._cast = num_elements, cast
+        self._sampling = sampling_of(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._engine = PrivacyEngine(
+            accountant=self._privacy.accountant,
+            secure_noise=self._privacy.secure_noise,
+            ledger=Path(config.output.folder) / LEDGER_FILE,
+        )
+        self._state: Mapping[str, Any] | None = None
+        self._loader: PrivateLoader | None = None
+        self._noise_multiplier = self._privacy.noise_multiplier
+        self._epsilon, self._epsilon_step = math.inf, 0
+
+    # --- around the steps ------------------------------------------------------------------------
+
+    def prepare(self, state: Mapping[str, Any] | None) -> None:
+        """Choose the noise for the run's steps, or take that of a checkpoint."""
+        self._state = state
+        if state is not None:
+            self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+        elif self._privacy.epsilon is not None:
+            self._noise_multiplier = noise_multiplier_for(
+                target_epsilon=self._privacy.epsilon,
+                target_delta=self._privacy.delta,
+                sampling=self._sampling,
+                steps=self._config.mechanism.steps,
+                accountant=self._privacy.accountant,
+                rounded_elements=self._num_elements,
+            )
+
+    def describe(self) -> list[str]:
+        """See `Regime.describe`."""
+        mechanism, privacy = self._config.mechanism, self._privacy
+        goal = f"for ε ≤ {privacy.epsilon:g}" if privacy.epsilon else "as given"
+        lines = [
+            f"private, one row is one record: {in_words(self._sampling)}; clip norm C = "
+            f"{privacy.max_grad_norm:g}, noise multiplier σ = {self._noise_multiplier:.4g} {goal} "
+            f"at δ = {privacy.delta:g}"
+        ]
+        if self._rows.layout == "packed":
+            lines.append(
+                "a packed row is a stretch of text, and a document may lie in several: --layout "
+                "documents protects documents"
+            )
+        if not privacy.secure_noise:
+            lines.append(
+                f"[bold]noise and sampling come from seed {mechanism.seed}: whoever knows it can "
+                "remove them, and nothing that this run gives is private[/]"
+            )
+        return lines
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Make the model private, with the run's ledger, and give it back at the end."""
+        mechanism, privacy = self._config.mechanism, self._privacy
+        assert self._noise_multiplier is not None  # of `prepare`
+        is_shuffled = isinstance(self._sampling, Shuffled)
+        budget = None
+        if privacy.epsilon is not None:
+            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
+        with warnings.catch_warnings():
+            # `describe` says it, as one sentence.
+            warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+            _, _, self._loader = self._engine.make_private(
+                module=self._model,
+                optimizer=self._optimizer,
+                data_loader=DataLoader(
+                    self._rows, mechanism.batch_size, shuffle=True, drop_last=is_shuffled
+                ),
+                noise_multiplier=self._noise_multiplier,
+                max_grad_norm=privacy.max_grad_norm,
+                clipping=self._config.execution.clipping,
+                clip_rule=privacy.clip_rule,
+                sampling=self._sampling,
+                expected_batch_size=mechanism.batch_size,
+                max_physical_batch_size=self._config.execution.micro_batch_size,
+                budget=budget,
+                seed=None if privacy.secure_noise else mechanism.seed,
+            )
+        try:
+            if self._state is not None:
+                self._engine.load_state_dict(self._state)
+            self._check()
+            yield
+        finally:
+            self._loader.abandon()
+            self._engine.detach()
+
+    def _check(self) -> None:
+        """Make sure that the model can be clipped, before any budget is spent.
+
+        Here rather than in the first step, where dropout expects the rows of that step.
+        """
+        device = next(self._model.parameters()).device
+        with self._cast():
+            self._engine.check(self._rows.rows([0])["input_ids"].to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Regime.state_dict`; never a key."""
+        return self._engine.state_dict()
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def passes(self, steps: range) -> Generator[Batch, None, None]:
+        """See `Regime.passes`. What they hold is drawn anew after a resumption."""
+        loader = self._loader
+        assert loader is not None
+        assert loader.next_step == steps.start
+        # The targets of a draw are private; of so many rows, padding counted, they are not.
+        num_targets = self._config.mechanism.batch_size * self._rows.row_length
+        while True:
+            for batch in loader:
+                assert loader.current is not None
+                sample_ids = loader.current.record_ids
+                yield {**batch, "sample_ids": sample_ids, "num_targets": num_targets}
+
+    def is_step_complete(self) -> bool:
+        """See `Regime.is_step_complete`."""
+        assert self._loader is not None
+        return self._loader.current is None or self._loader.current.is_last
+
+    def objective(self, logits: Tensor, batch: Batch) -> Share:
+        """Make the mean of the samples' losses over a physical batch; the engine undoes the mean.
+
+        A row's loss is the mean over its own targets. One over all targets of the batch would
+        couple rows through its denominator.
+        """
+        losses = unison.per_sample_loss(logits, batch["labels"], IGNORE_INDEX)  # [rows]
+        return Share(
+            loss=losses.mean(),
+            total=losses.detach().sum(),
+            weight=len(losses),
+            is_last=self.is_step_complete(),
+        )
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def facts(self, step: int) -> PrivacyFacts:
+        """See `Regime.facts`."""
+        if step > self._epsilon_step:
+            self._look_ahead(step)
+        found = self._engine.diagnostics()
+        return PrivacyFacts(
+            epsilon=self._epsilon,
+            is_exact=step == self._epsilon_step,
+            median_norm=found.median_norm,
+            clipped_fraction=found.clipped_fraction,
+            num_dropped=found.num_dropped,
+        )
+
+    def _look_ahead(self, step: int) -> None:
+        """Compute ε as it will be after the steps until the next time."""
+        num_steps = self._config.mechanism.steps
+        every = max(self._config.output.eval_every or num_steps, -(-num_steps // MAX_EPSILONS))
+        self._epsilon_step = min(-(-step // every) * every, num_steps)
+        spending = self._engine.ledger.spending.copy()
+        for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
+            spending.add(self._engine.mechanism.release(ahead))
+        epsilon = epsilon_of(spending, self._privacy.delta, self._privacy.accountant)
+        self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
+
+    def result(self, budget_sentence: str | None) -> PrivacyResult:
+        """See `Regime.result`."""
+        privacy, ledger = self._privacy, self._engine.ledger
+        assert self._noise_multiplier is not None
+        return PrivacyResult(
+            epsilon=ledger.epsilon(privacy.delta),
+            delta=privacy.delta,
+            accountant=privacy.accountant,
+            target_epsilon=privacy.epsilon,
+            noise_multiplier=self._noise_multiplier,
+            max_grad_norm=privacy.max_grad_norm,
+            clip_rule=privacy.clip_rule,
+            sampling=in_words(self._sampling),
+            batch_size=self._config.mechanism.batch_size,
+            num_rows=self._rows.num_rows,
+            num_counted=ledger.num_intents,
+            is_secure=privacy.secure_noise,
+            budget_sentence=budget_sentence,
+            ledger=str(ledger.path),
+        )
+
+
+def sampling_of(privacy: Privacy, batch_size: int, num_rows: int) -> Sampling:
+    """How a run draws its rows.
+
+    Raises:
+        BadInput: If there are too few rows for that, or for δ.
+    """
+    if batch_size > num_rows:
+        raise BadInput(
+            f"a private run draws --batch-size rows of all, found {batch_size} of {num_rows}; "
+            "lower it, or give more data"
+        )
+    if privacy.delta * num_rows >= 1:
+        raise BadInput(
+            f"--delta must lie below 1 / number of rows, found {privacy.delta:g} with {num_rows:,} "
+            "rows: publishing a row at random would pass as private"
+        )
+    match privacy.sampling:
+        case "poisson":
+            return Poisson(rate=batch_size / num_rows)
+        case "truncated":
+            assert privacy.capacity is not None
+            return TruncatedPoisson(
+                rate=batch_size / num_rows, capacity=privacy.capacity, num_records=num_rows
+            )
+        case "shuffled":
+            return Shuffled(batch_size=batch_size, num_records=num_rows)
+        case other:
+            raise AssertionError(f"no rule for the sampling {other!r}")
+
+
+def in_words(sampling: Sampling) -> str:
+    """A sampling as a person reads it.
+
+    >>> in_words(Poisson(rate=0.0125))
+    'Poisson, q = 0.0125'
+    """
+    match sampling:
+        case Poisson(rate=rate):
+            return f"Poisson, q = {rate:.4g}"
+        case TruncatedPoisson(rate=rate, capacity=capacity):
+            return f"Poisson, q = {rate:.4g}, at most {capacity:,} rows"
+        case Shuffled():
+            return "shuffled, no amplification"
+        case other:
+            raise AssertionError(f"no words for {other!r}")
