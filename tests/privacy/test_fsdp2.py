@@ -185,6 +185,7 @@ OF_SHARDING = {"options", "parts"}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.full
 def test_the_same_bits_with(name):
     case = {"granule": 2, **VARIANTS[name]}
     plain = {key: value for key, value in case.items() if key not in OF_SHARDING}
@@ -237,6 +238,7 @@ def fast_variant(world: World, name: str, how: str) -> dict:
 
 
 @pytest.mark.parametrize("name", FAST_VARIANTS)
+@pytest.mark.full
 def test_one_process_with(name):
     expected = run_on_ranks(1, fast_variant, name, "none")[0]
     for found in run_on_ranks(2, fast_variant, name, "fsdp2"):

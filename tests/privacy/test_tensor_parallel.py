@@ -83,6 +83,7 @@ SHORT = ("usual", "tables by columns", "norms distributed", "sequence")
 @pytest.mark.parametrize(
     "plan", [p if p in SHORT else pytest.param(p, marks=pytest.mark.full) for p in PLANS]
 )
+@pytest.mark.full
 def test_every_plan_is_the_oracle(plan):
     case = without_noise("attention")
     for found in run_on_ranks(2, run, {**case, "plan": plan}):
@@ -129,6 +130,7 @@ def check_same_run(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("plan", ["usual", "sequence"])
+@pytest.mark.full
 def test_noise_does_not_depend_on_the_cuts(plan):
     for found in run_on_ranks(2, run, {"plan": plan}):
         check_same_run(found, alone())
@@ -381,6 +383,7 @@ def state_of(world: World, granule: int | None) -> Any:
     return engine.state_dict()
 
 
+@pytest.mark.full
 def test_a_run_in_granules_keeps_its_tensor_axis():
     engine, *_ = attach(Model("mlp"), granule=2)
     with pytest.raises(BadInput, match="cut into 2 along the tensor axis"):
