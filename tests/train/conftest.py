@@ -9,6 +9,7 @@ import torch
 from torch.distributed.launcher import api
 
 from tests.harness.pool import PRELOAD
+from unison.train import loop
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +29,21 @@ def forked_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's, which it may undo
         patch.setattr(api, "LaunchConfig", quick)
         yield
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Let the step of a number fail."""
+
+    def stop(number, error):
+        original = loop.train_step
+
+        def train_step(*args, step, **kwargs):
+            if step == number:
+                raise error
+            return original(*args, step=step, **kwargs)
+
+        monkeypatch.setattr(loop, "train_step", train_step)
+
+    yield stop
+    monkeypatch.undo()

@@ -25,7 +25,7 @@ from unison.models import load
 from unison.privacy import epsilon_of, read_ledger
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
 from unison.privacy.training import CLIP_RULES as KNOWN_CLIP_RULES
-from unison.train import loop, resumed_config, train
+from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
 from unison.train.metrics import read_metrics
 from unison.train.private import sampling_of
@@ -64,24 +64,6 @@ def config_of(folder: Path, data: Path, privacy: Privacy | None = GIVEN, **setti
             Output, folder=str(folder), eval_rows=8, eval_every=0, log_every=1, tensorboard=False
         ),
     )
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Let the step of a number fail."""
-
-    def stop(number, error):
-        original = loop.train_step
-
-        def train_step(*args, step, **kwargs):
-            if step == number:
-                raise error
-            return original(*args, step=step, **kwargs)
-
-        monkeypatch.setattr(loop, "train_step", train_step)
-
-    yield stop
-    monkeypatch.undo()
 
 
 def test_a_private_run_learns_within_its_budget(text, tmp_path):

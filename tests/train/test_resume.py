@@ -9,7 +9,7 @@ import pytest
 
 from unison.config import Execution, Mechanism, Output, TrainConfig
 from unison.errors import BadInput, Diverged
-from unison.train import loop, resumed_config, run_on_local_ranks, train
+from unison.train import resumed_config, run_on_local_ranks, train
 from unison.train.metrics import read_metrics
 from unison.train.run_folder import checkpoints_of, open_run_folder
 
@@ -31,24 +31,6 @@ def config_of(folder: Path, data: Path, **options) -> TrainConfig:
         **{"eval_every": 2, "checkpoint_every": 1, **options},
     )
     return TrainConfig(mechanism=mechanism, execution=Execution(device="cpu"), output=output)
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Let the step of a number fail."""
-
-    def stop(number, error):
-        original = loop.train_step
-
-        def train_step(*args, step, **kwargs):
-            if step == number:
-                raise error
-            return original(*args, step=step, **kwargs)
-
-        monkeypatch.setattr(loop, "train_step", train_step)
-
-    yield stop
-    monkeypatch.undo()
 
 
 def steady(run: Path) -> list[dict]:

@@ -27,6 +27,7 @@ from unison.capture.expression import derive, is_always_expression
 from unison.capture.fallback import is_in_place, per_sample_fallback
 from unison.capture.names import places
 from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
+from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.refuse import refuse_compiled
 from unison.capture.tap import tap, untapped
 from unison.capture.tracked import Source, Tracked, all_plain, plain, refuse_gradient
@@ -39,39 +40,6 @@ OnRecord = Callable[[str, Record], None]
 # to a context in which it puts tracked ones there.
 PLACING = "_unison_placing"
 OnProduct = Callable[[str, Product], bool]
-
-# They give the values up on purpose, or read none: what comes out is not followed.
-UNFOLLOWED = {
-    Tensor.detach,
-    torch.detach,
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.zeros_like,
-    torch.ones_like,
-    torch.empty_like,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_empty,
-    Tensor.new_tensor,
-}
-
-# Questions about the tensor itself, asked often.
-FACTS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    torch.is_floating_point,
-    Tensor.__len__,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad"),
-            *("grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
-        )
-    ),
-}
 
 
 class _Expression(Exception):

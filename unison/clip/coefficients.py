@@ -139,11 +139,22 @@ def per_group(
 
 
 def per_layer(
-    norms: Mapping[str, SampleNorms], max_norm: float, rule: Rule = flat
+    norms: Mapping[str, SampleNorms],
+    max_norm: float,
+    rule: Rule = flat,
+    num_parameters: int | None = None,
 ) -> GroupCoefficients:
-    """Clip every parameter to C / √L, so that a sample adds at most C over all L of them."""
+    """Clip every parameter to C / √L, so that a sample adds at most C over all L of them.
+
+    Args:
+        norms: Bounded norms of each parameter that the batch used.
+        max_norm: C, the bound over all.
+        rule: How each is clipped.
+        num_parameters: L, if there are others that the batch did not use.
+    """
     _check_max_norm(max_norm)
-    bound = max_norm / math.sqrt(max(1, len(norms))) * (1 - 2.0**-48)  # rounded down
+    count = len(norms) if num_parameters is None else num_parameters
+    bound = max_norm / math.sqrt(max(1, count)) * (1 - 2.0**-48)  # rounded down
     return per_group(norms, dict.fromkeys(norms, bound), rule)
 
 

@@ -9,6 +9,7 @@ from unison.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
+from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.engine import PrivacyEngine
 from unison.privacy.ledger import Ledger
 from unison.privacy.ledger_file import LedgerFile, read_ledger
@@ -16,7 +17,6 @@ from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Cosine, Exponential, Linear, Schedule, Stairs
-from unison.privacy.training import Diagnostics
 
 __all__ = [
     "AdaptiveClipping",

@@ -137,6 +137,8 @@ def check_accountant(accountant: str) -> None:
             "(it reads ε = 0.66 where PLD proves 2.50, at σ = 0.6, q = 1e-4, 100,000 steps, "
             "δ = 1e-9); use 'pld' or 'rdp'"
         )
+    if accountant == "prv":
+        raise BadInput("accountant='prv' is Opacus's; 'pld' computes the same bound")
     check.one_of(ACCOUNTANTS, accountant=accountant)
 
 

@@ -10,8 +10,6 @@ records are added up with the coefficients that are known by then.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -37,56 +35,9 @@ from unison.privacy.inputs import Inputs, probe_losses
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import MakeSums, Owner
 from unison.privacy.passes import PhysicalBatch
+from unison.privacy.running import ClippingSettings, Phase, RunningPart, RunningPass
 
 NUM_PROBED = 3  # samples with which it is learned what the module does
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippingSettings:
-    """How clipping is computed. Nothing here changes what is computed, but for rounding.
-
-    Attributes:
-        mode: `"auto"` or one of `unison.clip.MODES`.
-        memory_budget: Bytes that clipping may hold, or None for no bound.
-        batch_dim: Dimension of the samples in the module's inputs and outputs.
-    """
-
-    mode: str
-    memory_budget: int | None
-    batch_dim: int
-
-
-class _Phase(Enum):
-    FORWARD = auto()  # captured, not sent back yet
-    BACKWARD = auto()
-    DONE = auto()
-
-
-@dataclass(eq=False)
-class _Part:
-    """Rows that are computed together, on their way through the module."""
-
-    rows: Part
-    clipping: Clipping
-    capture: Capture
-    coefficients: Mapping[str, Tensor] | None = None
-
-
-@dataclass(eq=False)
-class _Pass:
-    """One physical batch on its way through the module."""
-
-    batch: PhysicalBatch
-    parts: dict[int, _Part]  # by granule
-    context: ExitStack
-    has_leaf_inputs: bool = False  # the user wants gradients of the batch itself
-    call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
-    phase: _Phase = _Phase.FORWARD
-
-    @property
-    def num_backwards(self) -> int:
-        """Backward passes that clipping takes."""
-        return max((part.clipping.plan.num_backwards for part in self.parts.values()), default=1)
 
 
 Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
@@ -126,7 +77,7 @@ class Attachment:
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
-        self._pass: _Pass | None = None
+        self._pass: RunningPass | None = None
         self._learned: dict[Any, Learned] = {}
         self._is_learning = False
         with ExitStack() as stack:
@@ -190,9 +141,9 @@ class Attachment:
         self.drop_pass()
         self._pass = self._begin_pass(batch, args, kwargs)
 
-    def _join(self, running: _Pass, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _join(self, running: RunningPass, args: tuple, kwargs: dict[str, Any]) -> None:
         """Let several forward passes of one batch end in one backward pass."""
-        if running.phase is not _Phase.FORWARD:
+        if running.phase is not Phase.FORWARD:
             raise BadInput(
                 "this batch went backward already: a second backward pass would add to each "
                 "sample's gradient after it was clipped. Add the losses up and call backward once "
@@ -207,7 +158,7 @@ class Attachment:
                 "'flash_fuse_bk'"
             )
 
-    def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> _Pass:
+    def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
         learned = self._learn(inputs)
@@ -222,14 +173,14 @@ class Attachment:
                 on_record=partial(self._take_record, rows.granule),
                 on_product=clipping.take_product if self.plan.num_forwards == 2 else None,
             )
-            parts[rows.granule] = _Part(rows, clipping, capture)
+            parts[rows.granule] = RunningPart(rows, clipping, capture)
         context = ExitStack()
         captures = {granule: part.capture for granule, part in parts.items()}
         context.enter_context(self._owner.installed(captures))
         has_leaf_inputs = any(
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves
         )
-        running = _Pass(batch, parts, context, has_leaf_inputs)
+        running = RunningPass(batch, parts, context, has_leaf_inputs)
         if self.plan.num_forwards == 2:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
@@ -252,7 +203,7 @@ class Attachment:
         if output is None:  # an exception is on its way
             self.drop_pass()
             return None
-        if not torch.is_grad_enabled() or running.phase is not _Phase.FORWARD:
+        if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
         own_loss = own_loss_of(output, kwargs)
         return gate(output, partial(self._on_backward, own_loss))
@@ -306,9 +257,9 @@ class Attachment:
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
         running = self._pass
-        if running is None or running.phase is _Phase.DONE:
+        if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
-        if running.phase is _Phase.BACKWARD:
+        if running.phase is Phase.BACKWARD:
             if running.num_backwards == 2:
                 raise UnsupportedOperation(
                     f"clipping {self.settings.mode!r} takes two backward passes, and several "
@@ -316,7 +267,7 @@ class Attachment:
                     "such as 'auto' or 'flash_fuse_bk'"
                 )
             return
-        running.phase = _Phase.BACKWARD
+        running.phase = Phase.BACKWARD
         self._dealing.begin_backward()
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
@@ -324,7 +275,7 @@ class Attachment:
 
     def _measure_first(
         self,
-        running: _Pass,
+        running: RunningPass,
         outputs: tuple[Tensor, ...],
         gradients: tuple[Tensor | None, ...],
     ) -> None:
@@ -351,7 +302,7 @@ class Attachment:
             assert part.coefficients is not None
             part.clipping.begin_second_pass(part.coefficients)
 
-    def _repeat_forward(self, running: _Pass) -> None:
+    def _repeat_forward(self, running: RunningPass) -> None:
         """Run the forward pass again where inputs were not kept; see `unison.capture.again`."""
         parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
         if not parts or running.call is None:
@@ -366,20 +317,20 @@ class Attachment:
             stack.callback(setattr, self, "_is_learning", False)
             self.module(*args, **kwargs)
 
-    def _decide(self, running: _Pass, part: _Part) -> None:
+    def _decide(self, running: RunningPass, part: RunningPart) -> None:
         part.coefficients = self._coefficients(running.batch, part.rows, part.clipping.norms())
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
         running = self._pass
-        is_repeated = running is not None and running.phase is _Phase.DONE and self._is_learning
-        if running is None or not (running.phase is _Phase.BACKWARD or is_repeated):
+        is_repeated = running is not None and running.phase is Phase.DONE and self._is_learning
+        if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
         running.parts[granule].clipping.take(name, record)
 
     def _end_backward(self) -> None:
         running = self._pass
         assert running is not None
-        running.phase = _Phase.DONE
+        running.phase = Phase.DONE
 
         def make_sums(granule: int, names: Sequence[str]) -> list[Tensor | None]:
             part = running.parts[granule]

@@ -41,10 +41,12 @@ class Budget:
     Attributes:
         epsilon: ε, at most.
         delta: The δ that ε is taken at.
+        steps: Steps that are planned, if known: then one computation serves them all.
     """
 
     epsilon: float
     delta: float
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         check.positive(epsilon=self.epsilon)

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,33 +17,31 @@ from unison.clip import AUTO, MODES, Plan
 from unison.errors import BadInput
 from unison.privacy.accounting import check_accountant, check_delta
 from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.attachment import ClippingSettings
+from unison.privacy.arguments import (
+    batch_size_of,
+    check_optimizer,
+    refuse_opacus_values,
+    refuse_unknown,
+    sampling_of,
+    trainable,
+)
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import noise_multiplier_for
 from unison.privacy.dealing import Dealing
+from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.ranks import Ranks, open_on_ranks, show_shards
-from unison.privacy.sampling import Poisson, Sampling, Shuffled
+from unison.privacy.running import ClippingSettings
+from unison.privacy.sampling import Sampling
 from unison.privacy.schedules import Schedule
-from unison.privacy.training import CLIP_RULES, Diagnostics, PrivateTraining
+from unison.privacy.training import CLIP_RULES, PrivateTraining
 from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
-
-_HINTS = {
-    "criterion": "the loss is the user's own; no wrapper is needed, in any mode",
-    "grad_sample_mode": "use clipping='auto', or one of the modes that docs/clipping.md names",
-    "noise_generator": "use seed= for runs that can be repeated; noise is secure without it",
-    "secure_mode": "noise is secure by default; secure_noise=False with seed= turns it off",
-    "wrap_model": "the module is never wrapped",
-    "strict": "everything is checked, always",
-    "batch_size": "it is the data loader's; expected_batch_size= sets the divisor",
-    "alphas": "the accountants of dp-accounting choose their own orders",
-}
 
 
 class PrivacyEngine:
@@ -85,7 +83,7 @@ class PrivacyEngine:
         ledger: str | os.PathLike[str] | None = None,
         **unknown: Any,
     ) -> None:
-        _refuse_unknown("PrivacyEngine", unknown)
+        refuse_unknown("PrivacyEngine", unknown)
         check_accountant(accountant)
         self.accountant, self.secure_noise = accountant, secure_noise
         self._ledger_path = ledger
@@ -151,9 +149,10 @@ class PrivacyEngine:
             BadInput: Arguments that cannot be used together.
             UnsupportedOperation: What cannot be trained privately.
         """
-        _refuse_unknown("make_private", unknown)
+        refuse_unknown("make_private", unknown)
         if self._training is not None:
             raise BadInput("this engine is attached already; detach() it, or make another one")
+        refuse_opacus_values(clipping, max_grad_norm)
         check.one_of([*MODES, AUTO], clipping=clipping)
         check.one_of(CLIP_RULES, clip_rule=clip_rule)
         check.one_of(LOSS_REDUCTIONS, loss_reduction=loss_reduction)
@@ -164,7 +163,7 @@ class PrivacyEngine:
         if granule is not None:
             check.positive(granule=granule)
         show_shards(module)
-        _check_optimizer(optimizer, _trainable(module))
+        check_optimizer(optimizer, trainable(module))
         owner = owner_of(module, is_ordered=granule is not None)
         with ExitStack() as undo:
             undo.callback(owner.detach)  # if anything is refused from here on
@@ -175,14 +174,14 @@ class PrivacyEngine:
                     "make_private(granule=)"
                 )
             if sampling is None:
-                sampling = _sampling_of(data_loader, poisson_sampling, expected_batch_size)
+                sampling = sampling_of(data_loader, poisson_sampling, expected_batch_size)
             elif not poisson_sampling:
                 raise BadInput("sampling= says how records are drawn; leave poisson_sampling out")
             mechanism = Mechanism(
                 sampling=sampling,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
-                expected_batch_size=expected_batch_size or _batch_size_of(data_loader),
+                expected_batch_size=expected_batch_size or batch_size_of(data_loader),
                 adaptive=adaptive_clipping,
                 rounded_elements=sum(each.numel for each in owner.owned),
             )
@@ -208,7 +207,8 @@ class PrivacyEngine:
                 key=key,
                 mechanism=mechanism,
                 ledger=ledger,
-                guard=budget and BudgetGuard(budget, accountant=self.accountant),
+                guard=budget
+                and BudgetGuard(budget, accountant=self.accountant, horizon=budget.steps),
                 settings=ClippingSettings(
                     mode=clipping, memory_budget=memory_budget, batch_dim=batch_dim
                 ),
@@ -248,21 +248,24 @@ class PrivacyEngine:
         check.positive(target_epsilon=target_epsilon, epochs=epochs)
         if "noise_multiplier" in settings:
             raise BadInput("target_epsilon decides the noise: leave noise_multiplier out")
-        sampling = settings.get("sampling") or _sampling_of(
+        sampling = settings.get("sampling") or sampling_of(
             data_loader, settings.get("poisson_sampling", True), settings.get("expected_batch_size")
         )
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")
+        steps = max(1, math.ceil(epochs * steps_per_epoch(sampling)))
         noise_multiplier = noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sampling=sampling,
-            steps=max(1, math.ceil(epochs * steps_per_epoch(sampling))),
+            steps=steps,
             accountant=self.accountant,
             count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
             rounded_elements=sum(math.prod(shape) for shape in full_shapes(module)),
         )
-        settings.setdefault("budget", Budget(epsilon=target_epsilon, delta=target_delta))
+        settings.setdefault(
+            "budget", Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
+        )
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -360,80 +363,3 @@ class PrivacyEngine:
             stacklevel=3,
         )
         return Key.from_seed(seed)
-
-
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    found = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    if not found:
-        raise BadInput("the module has no trainable parameter")
-    return found
-
-
-def _check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Require the optimizer to hold the module's trainable parameters and no others."""
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    missing = [name for name, each in trainable.items() if id(each) not in held]
-    if missing:
-        raise BadInput(
-            f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
-            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
-        )
-    known = {id(each) for each in trainable.values()}
-    others = [
-        tuple(each.shape)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if id(each) not in known and each.requires_grad
-    ]
-    if others:
-        raise BadInput(
-            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
-            f"{others[:3]}): they would be trained without privacy. Build it from "
-            "module.parameters()"
-        )
-
-
-def _sampling_of(
-    data_loader: DataLoader[Any], is_poisson: bool, expected_batch_size: float | None
-) -> Sampling:
-    num_records = len(data_loader.dataset)  # type: ignore[arg-type]
-    if num_records == 0:
-        raise BadInput("the data set is empty")
-    if not is_poisson:
-        size = _batch_size_of(data_loader)
-        if expected_batch_size not in (None, size):
-            raise BadInput(
-                "without Poisson sampling every batch has the loader's size, found "
-                f"{expected_batch_size=} and a batch size of {size}"
-            )
-        return Shuffled(batch_size=size, num_records=num_records)
-    return Poisson(
-        rate=min(1.0, (expected_batch_size or _batch_size_of(data_loader)) / num_records)
-    )
-
-
-def _batch_size_of(data_loader: DataLoader[Any]) -> int:
-    size = data_loader.batch_size
-    if size is None and isinstance(getattr(data_loader.batch_sampler, "batch_size", None), int):
-        size = data_loader.batch_sampler.batch_size  # type: ignore[union-attr]
-    if size is None:
-        raise BadInput(
-            "the data loader has no batch size; build it with batch_size=, which is the expected "
-            "size of a batch"
-        )
-    return size
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _refuse_unknown(where: str, unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        _refuse_argument(where, name)
-
-
-def _refuse_argument(where: str, name: str) -> NoReturn:
-    hint = f": {_HINTS[name]}" if name in _HINTS else "; docs/from-opacus.md lists the names"
-    raise BadInput(f"{where} has no argument {name!r}{hint}")

@@ -4,8 +4,8 @@ loader hands out ── (clipped sums)… ── last physical batch: intent in 
 division ── `.grad` ── the user's optimizer.step() ── commit in the ledger
 """
 
-import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.names import places
-from unison.clip import Plan, SampleNorms, flat, per_group, summed
-from unison.clip.coefficients import automatic
+from unison.clip import RULES, Plan, SampleNorms, per_layer, summed
 from unison.errors import BadInput
 from unison.privacy.adaptive import noisy_fraction
-from unison.privacy.attachment import Attachment, ClippingSettings
+from unison.privacy.attachment import Attachment
 from unison.privacy.budget import BudgetGuard
-from unison.privacy.dealing import Dealing, Part, gather_norms, sum_exact
+from unison.privacy.dealing import Dealing, Part, sum_exact
+from unison.privacy.diagnostics import BatchNorms, Diagnostics
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism, Release
@@ -29,28 +29,25 @@ from unison.privacy.noise import finalise, noisy_count
 from unison.privacy.owners import Owned, Owner
 from unison.privacy.owners.base import MakeSums
 from unison.privacy.passes import PhysicalBatch
+from unison.privacy.running import ClippingSettings
 from unison.rng import Key, NoiseClock
 
-CLIP_RULES = ("flat", "automatic", "per_layer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnostics:
-    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
-
-    Attributes:
-        step: Number of the logical batch.
-        num_samples: Samples in it.
-        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
-        clipped_fraction: Part of the samples whose gradient was longer than C.
-        num_dropped: Samples whose gradient was not finite, and that were left out.
-    """
-
-    step: int
-    num_samples: int
-    median_norm: float
-    clipped_fraction: float
-    num_dropped: int
+# (norms of the used parameters, norms over all, C, names of all parameters) -> coefficients by name
+ClipRule = Callable[
+    [Mapping[str, SampleNorms], SampleNorms, float, Sequence[str]], Mapping[str, Tensor]
+]
+CLIP_RULES: dict[str, ClipRule] = {
+    **{
+        # `rule` is bound where the function is made; a loop variable would be the last one.
+        name: lambda _, total, clip_norm, names, rule=rule: dict.fromkeys(
+            names, rule(total, clip_norm).values
+        )
+        for name, rule in RULES.items()
+    },
+    "per_layer": lambda each, _, clip_norm, names: (
+        per_layer(each, clip_norm, num_parameters=len(names)).values if each else {}
+    ),
+}
 
 
 @dataclass(eq=False)
@@ -61,19 +58,7 @@ class _Batch:
     next_pass: int
     norms: list[Tensor]  # of this rank's samples, of each part of each pass [samples]
     positions: list[Tensor]  # where they stand in the logical batch [samples]
-    num_dropped: list[Tensor]
     rates: list[Any]  # the optimizer's learning rates when it began
-
-
-@dataclass(frozen=True, eq=False)
-class _Norms:
-    """The norms of a complete logical batch: this rank's, which a collective puts together."""
-
-    release: Release
-    mine: Tensor  # [samples of this rank]
-    positions: Tensor  # [samples of this rank]
-    total: int  # samples of all ranks
-    num_dropped: int  # of this rank
 
 
 class PrivateTraining:
@@ -102,7 +87,7 @@ class PrivateTraining:
         self._owner, self._dealing = owner, dealing
         self._parameters = {each.name: each.parameter for each in owner.owned}
         self._batch: _Batch | None = None
-        self._last: _Norms | None = None
+        self._last: BatchNorms | None = None
         self._given: dict[str, Tensor] = {}  # gradients as they were handed to the optimizer
         self._uncommitted: int | None = None
         self._has_warned = False
@@ -149,7 +134,6 @@ class PrivateTraining:
             next_pass=0,
             norms=[],
             positions=[],
-            num_dropped=[],
             rates=self._learning_rates(),
         )
 
@@ -187,16 +171,7 @@ class PrivateTraining:
         device = torch.device("cpu") if some is None else some.squared.device
         total = summed(scaled.values(), part.num_rows, device)
         is_real = part.is_real.to(device)
-        match self._clip_rule:
-            case "flat" | "automatic":
-                found = (flat if self._clip_rule == "flat" else automatic)(total, clip_norm)
-                by_name = dict.fromkeys(self._parameters, found.values)
-            case "per_layer":
-                bound = clip_norm / math.sqrt(len(self._parameters)) * (1 - 2.0**-48)
-                found = per_group(scaled, dict.fromkeys(scaled, bound))
-                by_name = found.values
-            case _:
-                raise AssertionError(self._clip_rule)
+        by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
         own = total.squared.clamp(min=0).sqrt()[is_real]
         assert self._dealing.plan is not None
         ids = self._dealing.plan.sample_ids
@@ -204,7 +179,6 @@ class PrivateTraining:
             ids = ids.split(part.num_rows)[list(self._dealing.parts).index(part)]
         running.norms.append(own)
         running.positions.append(ids[part.is_real])
-        running.num_dropped.append((~own.isfinite()).sum())
         return {name: (each * factor).where(is_real, 0.0) for name, each in by_name.items()}
 
     def _add_sums(self, batch: PhysicalBatch, make_sums: MakeSums) -> None:
@@ -240,16 +214,7 @@ class PrivateTraining:
                 box=owned.box,
             )
             self._give(owned, gradient)
-        empty = torch.zeros(0, dtype=torch.float64)
-        self._last = _Norms(
-            release,
-            torch.cat([empty.to(each.device) for each in running.norms[:1]] + running.norms)
-            if running.norms
-            else empty,
-            torch.cat([empty.long(), *running.positions]),
-            num_samples,
-            sum(int(each) for each in running.num_dropped),
-        )
+        self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
         self.mechanism.finish(release.step, noisy_fraction=self._noisy_fraction(release, key))
 
@@ -316,8 +281,6 @@ class PrivateTraining:
         return [group.get("lr") for group in self.optimizer.param_groups]
 
     def _warn_of_scheduler(self) -> None:
-        import warnings
-
         self._has_warned = True
         warnings.warn(
             "the learning rate changed between two physical batches of one logical batch: a "
@@ -350,23 +313,13 @@ class PrivateTraining:
 
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`."""
-        last = self._known()
-        return gather_norms(self._owner.ranks, last.mine, last.positions, last.total)
+        return self._known().gathered(self._owner.ranks)
 
     def diagnostics(self) -> Diagnostics:
         """See `PrivacyEngine.diagnostics`."""
-        last, norms = self._known(), self.norms()
-        finite = norms[norms.isfinite()]
-        is_clipped = ~(norms <= last.release.max_grad_norm)
-        return Diagnostics(
-            step=last.release.step,
-            num_samples=len(norms),
-            median_norm=float(finite.median()) if len(finite) else float("nan"),
-            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
-            num_dropped=len(norms) - len(finite),
-        )
+        return self._known().diagnostics(self._owner.ranks)
 
-    def _known(self) -> _Norms:
+    def _known(self) -> BatchNorms:
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
         return self._last

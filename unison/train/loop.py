@@ -77,6 +77,7 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
         run = Run(config, model, rows, world)
+        stack.callback(run.parallel.release)
         progress = run.prepare()
 
         # Only now is anything written: whatever was wrong with the input has been said.

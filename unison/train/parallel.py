@@ -90,6 +90,14 @@ class Parallel:
             return self._module.no_sync()
         return nullcontext()
 
+    def release(self) -> None:
+        """Let go of what torch wrapped around the model, while the ranks are still connected.
+
+        DDP holds the process group; freed after the ranks have parted, the group's destructor waits
+        for threads that wait for the interpreter.
+        """
+        self._module = self.model
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Bound the gradient's norm and return what it was; every rank must call this."""
         if self._is_sharded:

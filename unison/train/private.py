@@ -120,7 +120,7 @@ class Private:
         is_shuffled = isinstance(self._sampling, Shuffled)
         budget = None
         if privacy.epsilon is not None:
-            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
+            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
         with warnings.catch_warnings():
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")

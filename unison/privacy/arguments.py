@@ -1,0 +1,117 @@
+"""What `make_private` is given: checked, with the remedy, and read where it is not said."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from unison.errors import BadInput
+from unison.privacy.sampling import Poisson, Sampling, Shuffled
+
+_HINTS = {
+    "criterion": "the loss is the user's own; no wrapper is needed, in any mode",
+    "grad_sample_mode": "use clipping='auto', or one of the modes that docs/clipping.md names",
+    "noise_generator": "use seed= for runs that can be repeated; noise is secure without it",
+    "secure_mode": "noise is secure by default; secure_noise=False with seed= turns it off",
+    "wrap_model": "the module is never wrapped",
+    "strict": "everything is checked, always",
+    "batch_size": "it is the data loader's; expected_batch_size= sets the divisor",
+    "rand_on_empty": "an empty draw is a row of zeros that counts for nothing",
+    "alphas": "the accountants of dp-accounting choose their own orders",
+}
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; there must be some."""
+    found = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    if not found:
+        raise BadInput("the module has no trainable parameter")
+    return found
+
+
+def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Require the optimizer to hold the module's trainable parameters and no others."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    missing = [name for name, each in trainable.items() if id(each) not in held]
+    if missing:
+        raise BadInput(
+            f"the optimizer does not have {_listed(missing)}: they would take part in clipping and "
+            "never be trained. Give them to it, or freeze them with requires_grad_(False)"
+        )
+    known = {id(each) for each in trainable.values()}
+    others = [
+        tuple(each.shape)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if id(each) not in known and each.requires_grad
+    ]
+    if others:
+        raise BadInput(
+            f"the optimizer has {len(others)} parameters that are not the module's (shapes "
+            f"{others[:3]}): they would be trained without privacy. Build it from "
+            "module.parameters()"
+        )
+
+
+def sampling_of(
+    data_loader: DataLoader[Any], is_poisson: bool, expected_batch_size: float | None
+) -> Sampling:
+    """How records are drawn, from the loader's settings."""
+    num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+    if num_records == 0:
+        raise BadInput("the data set is empty")
+    if not is_poisson:
+        size = batch_size_of(data_loader)
+        if expected_batch_size not in (None, size):
+            raise BadInput(
+                "without Poisson sampling every batch has the loader's size, found "
+                f"{expected_batch_size=} and a batch size of {size}"
+            )
+        return Shuffled(batch_size=size, num_records=num_records)
+    return Poisson(rate=min(1.0, (expected_batch_size or batch_size_of(data_loader)) / num_records))
+
+
+def batch_size_of(data_loader: DataLoader[Any]) -> int:
+    """The size that the user's loader was built with."""
+    size = data_loader.batch_size
+    if size is None and isinstance(getattr(data_loader.batch_sampler, "batch_size", None), int):
+        size = data_loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    if size is None:
+        raise BadInput(
+            "the data loader has no batch size; build it with batch_size=, which is the expected "
+            "size of a batch"
+        )
+    return size
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def refuse_unknown(where: str, unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that nobody knows, with what is meant where they are Opacus's."""
+    for name in unknown:
+        hint = f": {_HINTS[name]}" if name in _HINTS else "; docs/from-opacus.md lists the names"
+        raise BadInput(f"{where} has no argument {name!r}{hint}")
+
+
+def refuse_opacus_values(clipping: Any, max_grad_norm: Any) -> None:
+    """Refuse values that mean something in Opacus and something else, or nothing, here."""
+    if clipping in ("flat", "per_layer", "adaptive"):
+        instead = {
+            "flat": "clip_rule='flat', which is the default",
+            "per_layer": "clip_rule='per_layer'",
+            "adaptive": "adaptive_clipping=unison.AdaptiveClipping(...)",
+        }[clipping]
+        raise BadInput(
+            f"clipping={clipping!r}: clipping= says how clipping is computed ('auto', 'ghost', "
+            f"...); what is clipped is {instead}"
+        )
+    if isinstance(max_grad_norm, list | tuple):
+        raise BadInput(
+            f"max_grad_norm must be one number or a schedule, found {max_grad_norm!r}; "
+            "clip_rule='per_layer' clips each of L parameters to C / sqrt(L)"
+        )
