@@ -49,19 +49,14 @@ def warn_of_same_data(ranks: Ranks, inputs: Any) -> None:
     Ranks that all compute the same samples look like a run on a larger batch and are not one (the
     reference note 000 compared such a run with a single process).
     """
-    if ranks.size == 1:
+    tensors = [value for value in tree_iter(inputs) if isinstance(value, Tensor)]
+    if ranks.size == 1 or not tensors:
         return
-    total = torch.zeros(2, dtype=torch.int64)
-    for value in tree_iter(inputs):
-        if isinstance(value, Tensor):
-            total += checksum(value)
-    if int(total[0]) > 0 and same_on_every_rank(ranks, total.to(_device(inputs))):
+    total = torch.stack([checksum(value) for value in tensors]).sum(dim=0)
+    # A rank may have no rows: it takes part all the same.
+    if same_on_every_rank(ranks, total.to(tensors[0].device)) and int(total[0]) > 0:
         warnings.warn(
             f"all {ranks.size} ranks were fed the same batch, so that they repeat one another's "
             "work; feed the model from unison.deal(loader), or use a DistributedSampler",
             stacklevel=2,
         )
-
-
-def _device(inputs: Any) -> torch.device:
-    return next(value.device for value in tree_iter(inputs) if isinstance(value, Tensor))

@@ -1,0 +1,60 @@
+"""A run that stops and goes on is the run that did not stop, to the bit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import unison
+from tests.kfac.common import Transformer
+from tests.kfac.test_step import batches, train
+from unison.errors import BadInput
+from unison.kfac import KFACConfig
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"inverse": "eigen", "damping_form": "joint"}, {"graft": "sgd", "fisher": "forward"}],
+)
+@pytest.mark.parametrize("stop", [1, 4])  # in step with the statistics, and between two of them
+def test_resuming_is_not_stopping(changes, stop):
+    config = KFACConfig(update_every=2, invert_every=3, min_layer_size=0, **changes)
+    data = batches(9)
+
+    def start(model):
+        return unison.KFAC(model, config), torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    model = Transformer()
+    resumed = copy.deepcopy(model)
+    train(model, *start(model), data)
+    kfac, optimizer = start(resumed)
+    train(resumed, kfac, optimizer, data[:stop])
+    file = io.BytesIO()
+    torch.save(kfac.state_dict(), file)
+    kfac.detach()
+    file.seek(0)
+    kfac, optimizer = start(resumed)
+    kfac.load_state_dict(torch.load(file, weights_only=True))
+    train(resumed, kfac, optimizer, data[stop:])
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_state_of_another_model_is_refused():
+    model = Transformer()
+    kfac = unison.KFAC(model, KFACConfig())
+    train(model, kfac, torch.optim.SGD(model.parameters(), lr=1e-2), batches(1))
+    other = unison.KFAC(nn.Linear(3, 3), KFACConfig())
+    with pytest.raises(BadInput, match="another model"):
+        other.load_state_dict(kfac.state_dict())
+
+
+def test_a_fresh_state_can_be_stored():
+    model = Transformer()
+    kfac = unison.KFAC(model, KFACConfig())
+    other = unison.KFAC(model, KFACConfig())
+    other.load_state_dict(kfac.state_dict())
+    assert other.num_steps == 0
+    assert other.wants_statistics

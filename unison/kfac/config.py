@@ -1,0 +1,199 @@
+"""What a user may choose about K-FAC, checked when it is chosen."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unison import check
+from unison.errors import BadInput, UnsupportedOperation
+
+POLICIES = ("auto", "kronecker", "diagonal", "identity")
+FISHERS = ("mc", "empirical", "exact", "forward")
+LIKELIHOODS = ("categorical", "gaussian", "bernoulli")
+SHARINGS = ("expand", "reduce")
+GRAFTS = ("adam", "sgd", "none")
+INVERSES = ("auto", "eigen", "cholesky")
+DAMPING_FORMS = ("pi", "factored", "joint")
+LOSS_REDUCTIONS = ("mean", "sum")
+REDUCTIONS = ("auto", "factor")
+
+_WRONG = {
+    "gram": (
+        "reduction='gram' sums the Gram matrices UᵀU of each rank's own tokens. Entry (t, s) then "
+        "adds products of unrelated pairs of tokens, and the result is the curvature of nothing: "
+        "its error was 0.6 to 2.2, and ranks even disagreed with one another. Use "
+        "reduction='factor', which sums UUᵀ and is exact"
+    ),
+    "ring": (
+        "reduction='ring', one rank's Woodbury update after the other's, gives the product of the "
+        "ranks' inverses, not the inverse of their sum: its error was 0.3 to 0.6. Use "
+        "reduction='factor', which is exact"
+    ),
+}
+_LATER = ("gather", "rows")
+
+Every = int | Callable[[int], int]
+"""How many steps lie between two updates: a number, or a function of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACConfig:
+    """Settings of `KFAC`. All of them change the result but `reduction` and `owner_fraction`.
+
+    Attributes:
+        damping: λ, added to the curvature before it is inverted; 0 or more. A pair (λ_A, λ_G) with
+            `damping_form="factored"` damps the two sides apart.
+        damping_form: How λ enters a Kronecker product. `"pi"`: A + π√λ I and G + √λ/π I, where π²
+            is the ratio of the factors' mean eigenvalues. `"factored"`: A + √λ I and G + √λ I, or
+            the pair's two numbers. `"joint"`: A ⊗ G + λI, exactly; needs eigenvectors.
+        max_condition_number: Damp each factor more where its condition number would pass this.
+        inverse: `"eigen"`, `"cholesky"`, or `"auto"`: eigenvectors for joint damping, else
+            Cholesky.
+        update_every: Steps between two updates of the factors; a function of the step for a
+            schedule.
+        invert_every: The same of the inverses; None inverts whenever factors were updated.
+        decay: β of the factors' moving average; 0 keeps the last ones only.
+        fisher: `"mc"` draws labels from the model, `"empirical"` takes the gradients of the loss
+            itself, `"exact"` takes the expectation over all labels (one backward pass per output),
+            `"forward"` has G = I and looks at inputs only.
+        likelihood: What the model's outputs say about a label: `"categorical"` (logits, cross
+            entropy), `"bernoulli"` (logits, one yes or no each), `"gaussian"` (means, half the
+            squared error).
+        sharing: How tokens that share a weight count: `"expand"`, each for itself, or `"reduce"`,
+            one per sample.
+        policy: `"auto"` factors what is multiplied with a matrix of a sensible size and takes a
+            diagonal of all else; `"kronecker"` factors every matrix; `"diagonal"` none;
+            `"identity"` leaves everything to the grafted optimizer.
+        min_layer_size: Matrices of fewer elements get a diagonal under `"auto"`.
+        max_factor_size: So do matrices with a longer side than this.
+        graft: Whose step length is taken: `"adam"`, `"sgd"`, or `"none"` for K-FAC's own.
+        betas: Of Adam, where it is grafted. The first one averages gradients before they are
+            preconditioned.
+        eps: Of Adam.
+        kl_clip: Shorten a step whose predicted change lr²·⟨step, gradient⟩ is larger; needs the
+            optimizer. None does not.
+        loss_reduction: What the loss does with its terms. Of use to `"empirical"`, which needs the
+            gradients of the sum.
+        reduction: How ranks add their factors up: `"factor"` (and `"auto"`, which is that today).
+        owner_fraction: Share of the ranks that invert and apply each layer: 0 for one rank each, 1
+            for all of them.
+        seed: Of the labels that `"mc"` draws.
+
+    Raises:
+        BadInput: Naming the setting, what was found, and the nearest name there is.
+    """
+
+    damping: float | tuple[float, float] = 1e-3
+    damping_form: str = "pi"
+    max_condition_number: float | None = None
+    inverse: str = "auto"
+    update_every: Every = 10
+    invert_every: Every | None = None
+    decay: float = 0.95
+    fisher: str = "mc"
+    likelihood: str = "categorical"
+    sharing: str = "expand"
+    policy: str = "auto"
+    min_layer_size: int = 64
+    max_factor_size: int = 8192
+    graft: str = "adam"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    kl_clip: float | None = None
+    loss_reduction: str = "mean"
+    reduction: str = "auto"
+    owner_fraction: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_damping()
+        self._check_names()
+        for name in ("update_every", "invert_every"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                _whole(**{name: value})
+                check.positive(**{name: value})
+        check.not_negative(min_layer_size=self.min_layer_size)
+        check.positive(max_factor_size=self.max_factor_size, eps=self.eps)
+        check.probability(owner_fraction=self.owner_fraction)
+        if not 0 <= self.decay < 1:
+            raise BadInput(f"decay must be at least 0 and below 1, found {self.decay!r}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise BadInput(f"betas must be two numbers in [0, 1), found {self.betas!r}")
+        if self.kl_clip is not None:
+            check.positive(kl_clip=self.kl_clip)
+        if self.max_condition_number is not None and not self.max_condition_number > 1:
+            raise BadInput(
+                f"max_condition_number must be above 1, found {self.max_condition_number!r}"
+            )
+
+    def _check_damping(self) -> None:
+        if isinstance(self.damping, tuple | list):
+            if len(self.damping) != 2:
+                raise BadInput(f"damping must be λ or a pair (λ_A, λ_G), found {self.damping!r}")
+            check.not_negative(damping_of_A=self.damping[0], damping_of_G=self.damping[1])
+            if self.damping_form != "factored":
+                raise BadInput(
+                    f"a pair of dampings (λ_A, λ_G) = {self.damping!r} is added to each side as it "
+                    f"is: pass damping_form='factored', found {self.damping_form!r}"
+                )
+        else:
+            check.not_negative(damping=self.damping)
+
+    def _check_names(self) -> None:
+        if self.reduction in _WRONG:
+            raise BadInput(_WRONG[self.reduction])
+        if self.reduction in _LATER:
+            raise UnsupportedOperation(
+                f"reduction={self.reduction!r} is right, and not built yet; use 'factor'"
+            )
+        check.one_of(REDUCTIONS, reduction=self.reduction)
+        check.one_of(POLICIES, policy=self.policy)
+        check.one_of(FISHERS, fisher=self.fisher)
+        check.one_of(LIKELIHOODS, likelihood=self.likelihood)
+        check.one_of(SHARINGS, sharing=self.sharing)
+        check.one_of(GRAFTS, graft=self.graft)
+        check.one_of(INVERSES, inverse=self.inverse)
+        check.one_of(DAMPING_FORMS, damping_form=self.damping_form)
+        check.one_of(LOSS_REDUCTIONS, loss_reduction=self.loss_reduction)
+        if self.damping_form == "joint" and self.inverse == "cholesky":
+            raise BadInput(
+                "damping_form='joint' needs eigenvectors of both factors; pass inverse='eigen' or "
+                "'auto', found 'cholesky'"
+            )
+
+    @property
+    def dampings(self) -> tuple[float, float]:
+        """λ for A and for G: the pair, or √λ twice."""
+        if isinstance(self.damping, tuple | list):
+            return self.damping[0], self.damping[1]
+        return self.damping**0.5, self.damping**0.5
+
+    @property
+    def joint_damping(self) -> float:
+        """λ of the whole block, also where a pair was given."""
+        if isinstance(self.damping, tuple | list):
+            return self.damping[0] * self.damping[1]
+        return self.damping
+
+    @property
+    def uses_eigen(self) -> bool:
+        """Whether inverses are kept as eigenvectors."""
+        return self.inverse == "eigen" or self.damping_form == "joint"
+
+
+def period_at(every: Every, step: int) -> int:
+    """How many steps lie between two updates at a step.
+
+    Raises:
+        BadInput: If a schedule gives anything but a whole number above 0.
+    """
+    period = every(step) if callable(every) else every
+    _whole(period=period)
+    check.positive(period=period)
+    return period
+
+
+def _whole(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadInput(f"{name} must be a whole number of steps, found {value!r}")

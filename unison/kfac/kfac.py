@@ -1,0 +1,353 @@
+"""`KFAC`: what the user calls.
+
+A step reads top to bottom in `KFAC.step`: statistics of the passes that were kept, factors over all
+ranks, inverses on their owners, then gradients to owners, steps, steps back.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unison.errors import BadInput
+from unison.kfac.assignment import Assignment, assign
+from unison.kfac.checkpoint import gathered_state, load_into, with_prefix
+from unison.kfac.collect import Collector
+from unison.kfac.config import Every, KFACConfig, period_at
+from unison.kfac.graft import graft_of
+from unison.kfac.inverse import NotInvertible
+from unison.kfac.layers import Layer, Method, cost
+from unison.kfac.optimizers import refuse_adaptive, watch_optimizers
+from unison.kfac.owners import owner_of
+from unison.kfac.owners.gather import value_from
+from unison.kfac.owners.messages import first_message, largest, summed
+from unison.kfac.owners.routes import Routes
+from unison.kfac.owners.sums import FactorSums
+from unison.kfac.passes import Pass, Watch, refuse_private
+from unison.kfac.sample import Keep, Sampled, what_is_missing
+from unison.kfac.state import LayerState
+from unison.kfac.view import table
+
+
+class KFAC:
+    """Preconditions a module's gradients with Kronecker factors of its Fisher matrix.
+
+        kfac = unison.KFAC(module, unison.KFACConfig(damping=1e-3))
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        for x, y in loader:
+            optimizer.zero_grad()
+            logits = module(x)
+            if kfac.wants_statistics:
+                kfac.sample(logits).backward(retain_graph=True)
+            criterion(logits, y).backward()
+            kfac.step()
+            optimizer.step()
+
+    The module may be unsharded, under DDP, under `unison.fully_shard` or under torch's own; shard
+    it before, and call everything here on every rank.
+
+    Guarantees:
+        Factors are sums over the tokens of all ranks, divided by their number once. With a batch
+        from `unison.deal(loader, granule=...)` and gradients of the ordered reducer, steps are the
+        same bits on any number of ranks.
+
+    Args:
+        module: What the user calls.
+        config: Settings; the defaults graft Adam's step length and draw labels from the model.
+        optimizer: The optimizer that follows. Not needed, but for `kl_clip`, which reads its
+            learning rate.
+
+    Raises:
+        BadInput: If the optimizer is adaptive and a step length is grafted, or settings do not go
+            together.
+        UnsupportedOperation: If the module is trained privately, or spread in an unknown way.
+
+    Attributes:
+        config: The settings.
+        num_steps: Steps that were taken.
+        layers: Every layer, in the model's order; empty before the first statistics.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: KFACConfig | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.config = config = config or KFACConfig()
+        refuse_private(module)
+        if optimizer is not None:
+            refuse_adaptive(optimizer, config.graft)
+        if config.kl_clip is not None and optimizer is None:
+            raise BadInput(
+                "kl_clip bounds lr²·⟨step, gradient⟩ and reads the learning rate from the "
+                "optimizer: KFAC(module, config, optimizer)"
+            )
+        self._module, self._optimizer = module, optimizer
+        self._owner = owner_of(module)
+        if not self._owner.held:
+            raise BadInput(f"{type(module).__name__} has no parameters to train")
+        self._device = self._owner.device
+        self.layers: list[Layer] = []
+        self.num_steps = 0
+        self._last_update: int | None = None
+        self._last_inverse: int | None = None
+        self._passes: list[Pass] = []
+        self._collector = Collector(self._owner, config)
+        self._states: dict[int, LayerState] = {}
+        self._graft = graft_of(config)
+        self._watch = Watch(module, self._owner, _asker(self))
+        handle = watch_optimizers([each.parameter for each in self._owner.held], config.graft)
+        self._unwatch = weakref.finalize(self, handle.remove)
+
+    # --- statistics ------------------------------------------------------------------------------
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether this step updates the factors, so that `sample` is to be called in it."""
+        has_curvature = self.config.policy != "identity"
+        return has_curvature and _is_due(
+            self.config.update_every, self.num_steps, self._last_update
+        )
+
+    def sample(
+        self, logits: Tensor, mask: Tensor | None = None, *, divisor: float | None = None
+    ) -> Sampled:
+        """Draw labels from the model for the last forward pass; its `backward` keeps them.
+
+        Call it for every pass of a step that `wants_statistics`, on every rank. With
+        `fisher="empirical"` it takes the gradients of the loss that is sent back after it.
+
+        Args:
+            logits: Made of the module's last output [batch, ..., outputs]: of classes, the last
+                dimension.
+            mask: Which tokens count [batch, ...]: 0 leaves one out of everything.
+            divisor: What the loss divides the sum over labels by. Only for `"empirical"`, and only
+                if it is neither a sum nor the mean over this pass's labels.
+
+        Raises:
+            BadInput: If there was no forward pass, or the logits are of another one.
+        """
+        if self._watch.current is None:
+            why = "the module has not run since" if self.wants_statistics else "it is not due"
+            raise BadInput(
+                f"no forward pass to draw labels for ({why}); call the module, then "
+                "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
+            )
+        keep = Keep(
+            self._watch.current, logits, mask, self.config, self.num_steps, divisor, self._passes
+        )
+        return Sampled(keep)
+
+    # --- the step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Put the preconditioned step where the gradient is; a collective.
+
+        Call it after the last backward pass of a step, before `optimizer.step()`.
+
+        Raises:
+            BadInput: If statistics were wanted and no pass was sampled.
+            NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
+        """
+        if self.wants_statistics:
+            self._update_factors()
+        every = self.config.invert_every
+        is_fresh = self._last_update == self.num_steps
+        if self._last_update is not None and (
+            is_fresh if every is None else _is_due(every, self.num_steps, self._last_inverse)
+        ):
+            self._invert()
+        if not self.layers:
+            self._take_layers(self._layers_without_curvature())
+        gradients = self._routes.gradients()
+        own, source = self._graft.step(gradients)
+        steps: dict[str, Tensor] = {}
+        for state in self._states.values():
+            names = [name for name in state.layer.parameters if name in gradients]
+            if names:
+                of_layer = None if own is None else {name: own[name] for name in names}
+                steps.update(state.step(of_layer, {name: source[name] for name in names}))
+        if self.config.kl_clip is not None:
+            self._clip(self.config.kl_clip, steps, gradients)
+        self._routes.give(steps)
+        self.num_steps += 1
+        self._watch.forget()
+
+    def _update_factors(self) -> None:
+        ranks = self._owner.ranks
+        missing = first_message(ranks, what_is_missing(self._passes), self._device)
+        if missing:
+            self._passes.clear()
+            raise BadInput(f"step {self.num_steps} updates the factors, and {missing}")
+        most = largest(ranks, sum(len(each.parts) for each in self._passes), self._device)
+        passes, self._passes = self._passes, []
+        self._watch.is_paused = True
+        try:
+            with self._owner.observing():
+                if not self.layers:
+                    layers = [each.as_dict() for each in self._collector.find_layers(passes[0])]
+                    layers = value_from(ranks, 0, layers)
+                    self._take_layers([Layer.from_dict(each) for each in layers])
+                has_g = self.config.fisher != "forward"
+                sizes = [layer.vector_size(has_g=has_g) for layer in self.layers]
+                like, edges = self._routes.like, passes[0].rows.edges
+                sums = FactorSums(sizes, self._assignment, ranks, like, edges)
+                for granule, vectors in self._collector.run(passes, self.layers, most, like):
+                    sums.take(granule, vectors)
+        finally:
+            self._watch.is_paused = False
+        for index, total in sums.finish().items():
+            self._states[index].update(total)
+        self._last_update = self.num_steps
+
+    def _invert(self) -> None:
+        """Invert this rank's layers; what fails on one rank raises on all, with the same words."""
+        message = ""
+        for state in self._states.values():
+            try:
+                state.invert()
+            except NotInvertible as error:
+                message = message or str(error)
+        found = first_message(self._owner.ranks, message, self._device)
+        if found:
+            raise NotInvertible(found)
+        self._last_inverse = self.num_steps
+
+    def _clip(
+        self, bound: float, steps: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Shorten the step where its predicted change is too large; a collective."""
+        assert self._optimizer is not None
+        products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        for index, state in self._states.items():
+            if self._assignment.owners[index][0] == self._owner.ranks.rank:
+                for name in state.layer.parameters:
+                    if name in steps:
+                        gradient = gradients[name].reshape(-1).double()
+                        products[index] += steps[name].double() @ gradient
+        # Each layer's product has one owner, all others add 0.0: exact, and then added in order.
+        rate = max(group["lr"] for group in self._optimizer.param_groups)
+        change = rate**2 * sum(summed(self._owner.ranks, products).tolist())
+        if change > bound:
+            for step in steps.values():
+                step.mul_((bound / change) ** 0.5)
+
+    # --- layers and their owners -----------------------------------------------------------------
+
+    def _take_layers(self, layers: list[Layer]) -> None:
+        self.layers = layers
+        ranks = self._owner.ranks
+        costs = [cost(layer) for layer in layers]
+        self._assignment: Assignment = assign(costs, ranks.size, self.config.owner_fraction)
+        self._routes = Routes(self._owner, layers, self._assignment)
+        self._states = {
+            index: LayerState(layer, self.config)
+            for index, layer in enumerate(layers)
+            if self._assignment.owns(ranks.rank, index)
+        }
+
+    def _layers_without_curvature(self) -> list[Layer]:
+        """One layer per parameter, for steps before the first statistics (there are none)."""
+        assert self.config.policy == "identity", "statistics are wanted at the first step"
+        return [
+            Layer(each.name, None, Method.IDENTITY, each.shape, each.numel, 1, False, "policy")
+            for each in self._owner.held
+        ]
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """The averaged factors of the layers that this rank owns: `a` and `g`, or `d`."""
+        return {state.layer.name: state.factors for state in self._states.values()}
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes that this rank holds: factors, inverses, grafting, and all together."""
+        totals = {"factors": 0, "inverses": 0, "grafting": 0}
+        for of_layer in self._bytes().values():
+            for what, count in of_layer.items():
+                totals[what] += count
+        return {**totals, "total": sum(totals.values())}
+
+    def _bytes(self) -> dict[int, dict[str, int]]:
+        """Bytes of each layer that this rank owns, by what for."""
+        return {
+            index: {
+                **state.nbytes,
+                "grafting": sum(
+                    value.nbytes for value in self._graft.tensors(state.layer.parameters).values()
+                ),
+            }
+            for index, state in self._states.items()
+        }
+
+    def __repr__(self) -> str:
+        if not self.layers:
+            return f"KFAC({self.config}; layers are found at the first step)"
+        return table(self.layers, self._assignment, self._bytes(), self.memory_usage())
+
+    # --- storage ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on, whole and on every rank; a collective.
+
+        Its layers are stored by name, so that any number of ranks, sharded in any way, loads it.
+        """
+        layers: list[dict[str, Any]] = []
+        if self.layers:
+            own = {
+                index: state.tensors() | with_prefix(self._graft.tensors(state.layer.parameters))
+                for index, state in self._states.items()
+            }
+            layers = gathered_state(self.layers, self._assignment, own, self._owner.ranks)
+        return {
+            "num_steps": self.num_steps,
+            "last_update": self._last_update,
+            "last_inverse": self._last_inverse,
+            "layers": layers,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stopped; the result is that of a run without a stop.
+
+        Raises:
+            BadInput: If it is of another model.
+        """
+        layers = [Layer.from_dict(each["layer"]) for each in state["layers"]]
+        if layers:
+            shapes = {each.name: each.shape for each in self._owner.held}
+            names = {name for layer in layers for name in layer.parameters}
+            if names != set(shapes):
+                missing = sorted(set(shapes) ^ names)[:3]
+                raise BadInput(f"the state is of another model: {missing} are not in both")
+            self._take_layers(layers)
+            self._graft = graft_of(self.config)
+            load_into(self._states, self._graft, state["layers"], self._routes.like)
+        self.num_steps = state["num_steps"]
+        self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
+        self._passes.clear()
+        self._watch.forget()
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        self._watch.detach()
+        self._unwatch()
+
+
+def _is_due(every: Every, step: int, last: int | None) -> bool:
+    return last is None or step - last >= period_at(every, step)
+
+
+def _asker(kfac: KFAC) -> Any:
+    """Ask for `wants_statistics` without keeping the object: its module has hooks that ask."""
+    reference = weakref.ref(kfac)
+
+    def is_wanted() -> bool:
+        found = reference()
+        return found is not None and found.wants_statistics
+
+    return is_wanted

@@ -1,0 +1,241 @@
+"""What K-FAC does with each parameter: which are factored, together with which bias, and how large.
+
+Layers are found from one small pass under the capture, not from classes of modules: a matrix is
+what was multiplied with. Every rank runs such a pass; what the first one finds counts for all.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unison.kfac.config import KFACConfig
+from unison.kfac.packing import triangle_size
+from unison.ops import Dense, Lookup, Product, Record
+
+
+class Method(Enum):
+    """How a layer's curvature is held."""
+
+    KRONECKER = "kronecker"
+    DIAGONAL = "diagonal"
+    IDENTITY = "identity"  # none: the grafted optimizer's own step
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter, with the bias that is added to what it makes.
+
+    Attributes:
+        name: The parameter's canonical name, and the layer's.
+        bias: The bias's; None without one.
+        method: How its curvature is held.
+        shape: The parameter's own shape.
+        rows: d_out, or the number of elements where it is not factored.
+        columns: d_in without the bias; 1 where it is not factored.
+        is_transposed: Whether the parameter is laid out [d_in, d_out].
+        why: In words, why it is not factored; else what is left out.
+    """
+
+    name: str
+    bias: str | None
+    method: Method
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    is_transposed: bool
+    why: str = ""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return (self.name,) if self.bias is None else (self.name, self.bias)
+
+    @property
+    def d_in(self) -> int:
+        """Side of A: inputs, and 1 for the bias."""
+        return self.columns + (self.bias is not None)
+
+    @property
+    def d_out(self) -> int:
+        """Side of G."""
+        return self.rows
+
+    @property
+    def numel(self) -> int:
+        """Elements of the layer's gradient."""
+        return self.d_in * self.d_out
+
+    def vector_size(self, *, has_g: bool) -> int:
+        """Elements that ranks add up for it: packed sums, then numbers of tokens and labels."""
+        match self.method:
+            case Method.KRONECKER:
+                return triangle_size(self.d_in) + has_g * triangle_size(self.d_out) + 2
+            case Method.DIAGONAL:
+                return self.numel + 1
+            case Method.IDENTITY:
+                return 0
+        raise AssertionError(self.method)
+
+    def matrix(self, values: Mapping[str, Tensor]) -> Tensor:  # [d_out, d_in]
+        """Its parameters' values as one matrix, the bias in the last column."""
+        weight = values[self.name]
+        if self.is_transposed:
+            weight = weight.reshape(self.columns, self.rows).T
+        else:
+            weight = weight.reshape(self.rows, self.columns)
+        if self.bias is None:
+            return weight
+        return torch.cat([weight, values[self.bias].reshape(-1, 1)], dim=1)
+
+    def parts(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The inverse of `matrix`: each parameter's elements, flat."""
+        weight = matrix[:, : self.columns]
+        found = {self.name: (weight.T if self.is_transposed else weight).reshape(-1)}
+        if self.bias is not None:
+            found[self.bias] = matrix[:, -1].reshape(-1)
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {**asdict(self), "method": self.method.value, "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
+        """The inverse of `as_dict`."""
+        return cls(
+            **{**values, "method": Method(values["method"]), "shape": tuple(values["shape"])}
+        )
+
+
+class Survey:
+    """Notes the uses of parameters in one pass.
+
+    Args:
+        pairs: The bias that each weight may be used with, by name.
+    """
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        self._pairs = pairs
+        self._uses: dict[str, list[Record]] = defaultdict(list)
+
+    def record(self, name: str, record: Record) -> None:
+        """Note a use; what the capture calls."""
+        self._uses[name].append(plain_record(record))
+
+    def layers(self, shapes: Mapping[str, tuple[int, ...]], config: KFACConfig) -> list[Layer]:
+        """Every parameter's layer, in the order of `shapes`."""
+        weights = {
+            name: self._pairs.get(name) for name in shapes if self._is_factored(name, config)
+        }
+        biases = {
+            weight: bias for weight, bias in weights.items() if bias and self._belongs(weight, bias)
+        }
+        joined = set(biases.values())
+        found = []
+        for name, shape in shapes.items():
+            if name in weights:
+                found.append(self._kronecker(name, biases.get(name), shape))
+            elif name not in joined:
+                found.append(self._other(name, shape, config))
+        return found
+
+    def _is_factored(self, name: str, config: KFACConfig) -> bool:
+        return not self._reason(name, config)
+
+    def _reason(self, name: str, config: KFACConfig) -> str:
+        """Why a parameter is not factored, in words; nothing if it is."""
+        products = [use for use in self._uses[name] if isinstance(use, Product)]
+        others = [use for use in self._uses[name] if not isinstance(use, Product | Lookup)]
+        if config.policy in ("identity", "diagonal"):
+            return f"policy {config.policy}"
+        if not self._uses[name]:
+            return "not used"
+        if not products:
+            kinds = {type(use).__name__ for use in self._uses[name]}
+            return "a table" if kinds == {"Lookup"} else "not a matrix product"
+        if others:
+            return "used in other ways than as a matrix"
+        sides = {(use.g.shape[-1], use.a.shape[-1], use.is_transposed) for use in products}
+        if len(sides) > 1:
+            return "used as matrices of different shapes"
+        (rows, columns, _) = sides.pop()
+        if config.policy == "kronecker":
+            return ""
+        if rows * columns < config.min_layer_size:
+            return f"fewer than {config.min_layer_size} elements"
+        if max(rows, columns + 1) > config.max_factor_size:
+            return f"a side above {config.max_factor_size}"
+        return ""
+
+    def _belongs(self, weight: str, bias: str) -> bool:
+        """Whether the bias was added to every product of the weight, and to nothing else."""
+        products = [use for use in self._uses[weight] if isinstance(use, Product)]
+        added = [use for use in self._uses[bias] if isinstance(use, Dense)]
+        if not len(products) == len(added) == len(self._uses[bias]):
+            return False
+        return all(
+            _is_sum(use.value, product.g) for product, use in zip(products, added, strict=True)
+        )
+
+    def _kronecker(self, name: str, bias: str | None, shape: tuple[int, ...]) -> Layer:
+        uses = self._uses[name]
+        use = next(each for each in uses if isinstance(each, Product))
+        has_lookup = any(isinstance(each, Lookup) for each in uses)
+        why = "as a matrix; its use as a table is left out" if has_lookup else ""
+        rows, columns = use.g.shape[-1], use.a.shape[-1]
+        return Layer(name, bias, Method.KRONECKER, shape, rows, columns, use.is_transposed, why)
+
+    def _other(self, name: str, shape: tuple[int, ...], config: KFACConfig) -> Layer:
+        why = self._reason(name, config)
+        is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
+        method = Method.IDENTITY if is_left else Method.DIAGONAL
+        return Layer(name, None, method, shape, math.prod(shape), 1, False, why)
+
+
+def _is_sum(added: Tensor, g: Tensor) -> bool:
+    """Whether a bias's gradients [batch, d_out] are the sums over tokens of g, but for rounding."""
+    added, g = added.flatten(1).double(), g.double()
+    if added.shape != (len(g), g.shape[-1]):
+        return False
+    rounding = 1e-2 * float(g.abs().sum(dim=1).max()) if g.numel() else 0.0
+    return bool(((added - g.sum(dim=1)).abs() <= rounding).all())
+
+
+def plain_record(record: Any) -> Record:
+    """A record in one of the three forms; one that is made while it is read is made whole."""
+    return record if isinstance(record, Product | Lookup | Dense) else record.as_product()
+
+
+def bias_names(names: Iterable[str]) -> dict[str, str]:
+    """The bias that may belong to each weight, by its name: `c_fc.weight` has `c_fc.bias`.
+
+    >>> bias_names(["a.weight", "a.bias", "in_proj_weight", "in_proj_bias", "b.weight"])
+    {'a.weight': 'a.bias', 'in_proj_weight': 'in_proj_bias'}
+    """
+    known = set(names)
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        bias = f"{path}.{own.replace('weight', 'bias')}".lstrip(".")
+        if "weight" in own and bias in known:
+            found[name] = bias
+    return found
+
+
+def cost(layer: Layer) -> float:
+    """What its owner computes for it, roughly: inverses and one step's products, in flops."""
+    if layer.method is Method.KRONECKER:
+        m, n = layer.d_in, layer.d_out
+        return float(m**3 + n**3 + 2 * m * n * (m + n))
+    return float(layer.numel)
+
+
+def by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
+    """Layers by their names."""
+    return {layer.name: layer for layer in layers}
