@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.common import TOKENS, WIDTH, Case, floats, squares, squares_time_major
+from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.ops import RULES
 
 HEADS = 2
@@ -365,6 +366,34 @@ class Latents(nn.Module):
         return self.norm(shares @ x) * self.each[0] + self.each[1]
 
 
+class Heads(nn.Module):
+    """Losses from hidden states, in every way that a head can be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(11, WIDTH))
+        self.bias, self.frozen = nn.Parameter(torch.randn(11)), torch.randn(11, WIDTH)
+        self.mix = nn.Parameter(torch.randn(WIDTH, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = (5 * x[..., 0].detach().abs()).long().clamp(max=10)
+        labels[:, 2] = -100
+        h = x.tanh() @ self.mix @ self.mix.T
+        losses = [
+            linear_cross_entropy(h, self.table, labels, bias=self.bias, chunk=3),
+            linear_cross_entropy(h.sin(), self.table, labels, chunk=9),
+            linear_cross_entropy(h, self.frozen.to(h), labels, bias=self.bias),
+            linear_cross_entropy(x, self.table[2:9].contiguous(), labels.clamp(max=6)),
+            # Time-major, and flattened sample by sample.
+            linear_cross_entropy(h.transpose(0, 1), self.table, labels.T, bias=self.bias).T,
+            linear_cross_entropy(
+                h.reshape(-1, 1, WIDTH), self.table, labels.reshape(-1, 1), chunk=2
+            ).view_as(labels),
+        ]
+        means = linear_cross_entropy(h, self.table, labels, reduction="sample_mean")
+        return torch.stack([*losses, means[:, None].expand_as(losses[0])], dim=1)
+
+
 class Parametrized(nn.Module):
     """A weight made of others by torch's own parametrization."""
 
@@ -381,6 +410,7 @@ LAYERS: dict[str, Case] = {
     **RECURRENT,
     **OPERATIONS,
     "latents": Case(Latents, floats(TOKENS, WIDTH), squares),
+    "linear cross-entropy": Case(Heads, floats(TOKENS, WIDTH), squares),
     "weight norm": Case(Parametrized, floats(TOKENS, WIDTH), squares),
     "depthwise conv": Case(
         lambda: nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=2, groups=WIDTH), floats(WIDTH, 9), squares

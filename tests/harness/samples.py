@@ -23,7 +23,34 @@ def _fill(shape: tuple[int, ...], starts: list[int], run: int, cipher: Cipher) -
     return torch.empty(shape), _normal_recipe(cipher), torch.tensor(starts, dtype=torch.int64), run
 
 
+def _rows(rows: int, vocab: int, dtype: torch.dtype, gap: int = 0) -> tuple[Any, ...]:
+    """Logits, some ignored labels, log-sum-exps and gradients."""
+    logits = torch.randn(rows, vocab + gap).to(dtype)[:, :vocab]
+    labels = torch.arange(rows) % vocab
+    labels[1::3] = -100
+    wide = torch.promote_types(dtype, torch.float32)
+    return logits, labels, logits.to(wide).logsumexp(1), torch.randn(rows, dtype=wide)
+
+
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
+    "unison::cross_entropy_statistics": [
+        (*_rows(*sample)[:2], -100)
+        for sample in [
+            (5, 123, torch.float32, 3),
+            (3, 7, torch.float64),
+            (4, 9, torch.bfloat16),
+            (0, 7, torch.float32),
+        ]
+    ],
+    "unison::cross_entropy_gradient_": [
+        (*_rows(*sample), -100)
+        for sample in [
+            (5, 123, torch.float32, 3),
+            (3, 7, torch.float64),
+            (4, 9, torch.bfloat16),
+            (0, 7, torch.float32),
+        ]
+    ],
     "unison::random_fill": [
         _fill((3, 7), [0, 100, 2**34], 7, Cipher.PHILOX),
         _fill((123,), [5], 123, Cipher.CHACHA20),

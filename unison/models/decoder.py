@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unison.models.config import ModelConfig
-from unison.models.language_model import LanguageModel
+from unison.models.language_model import Head, LanguageModel
 from unison.models.layers import (
     Embedding,
     Linear,
@@ -122,17 +122,17 @@ class DecoderLM(LanguageModel):
         )
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Head(config.d_model, config.vocab_size, bias=False)
         self.tie_head_if_asked()
 
     def reset_buffers(self) -> None:
         """Compute the rotary tables."""
         self.positional_encoder.reset_buffers()
 
-    def forward(self, token_ids: Tensor) -> Tensor:  # [batch, tokens] -> [batch, tokens, vocab]
-        """Return the logits of the token after each position."""
+    def hidden_states(self, token_ids: Tensor) -> Tensor:  # -> [batch, tokens, d_model]
+        """Return what goes into the head."""
         self.check_row_length(token_ids)
         x = self.token_embeddings(token_ids)
         for layer in self.layers:
             x = layer(x, self.positional_encoder)
-        return self.lm_head(self.ln_final(x))
+        return self.ln_final(x)

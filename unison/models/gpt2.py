@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unison.models.config import ModelConfig
-from unison.models.language_model import LanguageModel
+from unison.models.language_model import Head, LanguageModel
 from unison.models.layers import (
     Embedding,
     LayerNorm,
@@ -89,17 +89,17 @@ class GPT2LM(LanguageModel):
         self.dropout = Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_final = LayerNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = Linear(
+        self.lm_head = Head(
             config.d_model, config.vocab_size, init=Normal(std=WEIGHT_STD), bias=False
         )
         self.tie_head_if_asked()
 
-    def forward(self, token_ids: Tensor) -> Tensor:  # [batch, tokens] -> [batch, tokens, vocab]
-        """Return the logits of the token after each position."""
+    def hidden_states(self, token_ids: Tensor) -> Tensor:  # -> [batch, tokens, d_model]
+        """Return what goes into the head."""
         self.check_row_length(token_ids)
         positions = torch.arange(token_ids.shape[-1], device=token_ids.device)
         x = self.token_embeddings(token_ids) + self.position_embeddings(positions)
         x = self.dropout(x)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.ln_final(x))
+        return self.ln_final(x)

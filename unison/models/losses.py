@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from unison.kernels.cross_entropy import IGNORE_INDEX, sample_means
 
 
 def per_sample_loss(
@@ -17,9 +17,11 @@ def per_sample_loss(
     The usual mean over all tokens of a batch couples samples through its denominator: a long sample
     makes the others weigh less. Here a sample's loss depends on that sample alone, which per-sample
     clipping needs. A sample without counted tokens has loss 0.
+
+    `unison.linear_cross_entropy(..., reduction="sample_mean")` is the same from hidden states,
+    without the logits.
     """
-    sums = token_loss_sums(logits, labels, ignore_index)
-    return sums / (labels != ignore_index).sum(dim=1).clamp(min=1)
+    return sample_means(_token_losses(logits, labels, ignore_index), labels, ignore_index)
 
 
 def token_loss_sums(
@@ -28,6 +30,10 @@ def token_loss_sums(
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:  # [batch]
     """Sum of the cross-entropy of each sample over its counted tokens, in nats."""
+    return _token_losses(logits, labels, ignore_index).sum(dim=1)
+
+
+def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
     losses = F.cross_entropy(
         logits.flatten(0, 1).to(precise),
@@ -35,4 +41,4 @@ def token_loss_sums(
         ignore_index=ignore_index,
         reduction="none",
     )
-    return losses.view(labels.shape).sum(dim=1)
+    return losses.view(labels.shape)

@@ -1,6 +1,17 @@
 """What is known of each operation that uses a parameter, as pure functions and the records made."""
 
-from unison.ops import attention, conv, einsum, embedding, inplace, linear, norm, recurrent, scale
+from unison.ops import (
+    attention,
+    conv,
+    cross_entropy,
+    einsum,
+    embedding,
+    inplace,
+    linear,
+    norm,
+    recurrent,
+    scale,
+)
 from unison.ops.embedding import is_lookup, looked_up
 from unison.ops.layout import Layout
 from unison.ops.records import (
@@ -15,9 +26,13 @@ from unison.ops.records import (
     transposed,
 )
 from unison.ops.registry import RULES, Builder, Rule, Tap, rule
+from unison.ops.streamed import Streamed
 
 # Importing them fills the table.
-_FILES = (attention, conv, einsum, embedding, inplace, linear, norm, recurrent, scale)
+_FILES = (
+    *(attention, conv, cross_entropy, einsum, embedding),
+    *(inplace, linear, norm, recurrent, scale),
+)
 
 __all__ = [
     "RULES",
@@ -28,6 +43,7 @@ __all__ = [
     "Product",
     "Record",
     "Rule",
+    "Streamed",
     "Tap",
     "in_rows",
     "is_lookup",

@@ -34,7 +34,7 @@ def of_vector(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -
 
 def of_bias(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -> Dense:
     """Record of what was added to the output."""
-    return Dense(layout.reduced(wide(g), shape))
+    return Dense(layout.summed(g, shape))
 
 
 def wide(value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
+from unison.kernels import affine
 from unison.ops.layout import Layout
 from unison.ops.linear import wide
 from unison.ops.records import Dense
@@ -41,7 +42,42 @@ def of_offset(
     broadcast: tuple[int, ...] | None = None,
 ) -> Dense:
     """Record of what is added."""
-    return Dense(layout.reduced(wide(g), broadcast or shape).reshape(layout.batch, *shape))
+    return Dense(layout.summed(g, broadcast or shape).reshape(layout.batch, *shape))
+
+
+class _Affine:
+    """Records of a gain and an offset over the last dimension, made in one pass where possible.
+
+    Args:
+        eps: Of the norm.
+        normalise: The norm without gain and offset.
+        is_centred: Whether the norm takes the mean out.
+        has_offset: Whether there is an offset whose record is wanted.
+    """
+
+    def __init__(self, eps: float, normalise: Any, *, is_centred: bool, has_offset: bool) -> None:
+        self._eps, self._normalise = eps, normalise
+        self._is_centred, self._has_offset = is_centred, has_offset
+        self._made: tuple[Tensor, Tensor] | None = None  # the gradient, and its sums over tokens
+
+    def gain(self, layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
+        """Record of the gain."""
+        rows, gradients = layout.rows(x), layout.rows(g)
+        if not affine.is_taken(rows, gradients):
+            return of_gain(layout, g, x, shape=shape, normalise=self._normalise)
+        sums = affine.sums(
+            rows, gradients, self._eps, is_centred=self._is_centred, has_offset=self._has_offset
+        )
+        if self._has_offset:
+            self._made = (g, sums[:, 1])
+        return Dense(sums[:, 0])
+
+    def offset(self, layout: Layout, g: Tensor, *saved: Tensor, shape: tuple[int, ...]) -> Dense:
+        """Record of the offset."""
+        made, self._made = self._made, None
+        if made is not None and made[0] is g:
+            return Dense(made[1])
+        return of_offset(layout, g, *saved, shape=shape)
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -59,8 +95,12 @@ def layer_norm(
         return NotImplemented
     shape = list(normalized_shape)
     y = F.layer_norm(input, shape, tap.plain(weight), tap.plain(bias), eps)
-    gain = partial(of_gain, normalise=lambda x: F.layer_norm(x, shape, None, None, eps))
-    return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
+    normalise = lambda x: F.layer_norm(x, shape, None, None, eps)  # noqa: E731
+    if len(shape) > 1:
+        gain = partial(of_gain, normalise=normalise)
+        return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
+    both = _Affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
+    return tap(y, saved=(input,), uses=[(weight, both.gain), (bias, both.offset)])
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -78,7 +118,10 @@ def rms_norm(
     y = F.rms_norm(input, shape, tap.plain(weight), eps)
     # Where eps is left out, it is that of the dtype the operation ran in.
     used = torch.finfo(input.dtype).eps if eps is None else eps
-    gain = partial(of_gain, normalise=lambda x: F.rms_norm(x, shape, None, used))
+    normalise = lambda x: F.rms_norm(x, shape, None, used)  # noqa: E731
+    if len(shape) > 1:
+        return tap(y, saved=(input,), uses=[(weight, partial(of_gain, normalise=normalise))])
+    gain = _Affine(used, normalise, is_centred=False, has_offset=False).gain
     return tap(y, saved=(input,), uses=[(weight, gain)])
 
 
