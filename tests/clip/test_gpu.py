@@ -27,6 +27,10 @@ pytestmark = [
 ]
 
 ALL_MODES = [*MODES, "auto"]
+# A share is bounded by what is proved of its norm, and is as much smaller as that is loose. What
+# was measured is added as it is: 1e-5. A Gram norm measures no tensor: its error is a part of the
+# mass S = Σ ‖a‖‖g‖, and tokens of a language model cancel a little. C itself is kept exactly.
+LOOSENESS = {mode: 1e-2 if mode.startswith("ghost") else 1e-5 for mode in [*MODES, "auto"]}
 ONE_BACKWARD = [mode for mode in MODES if MODES[mode].num_backwards == 1]
 QUICK = (
     "linear 3-d",
@@ -107,7 +111,10 @@ def test_the_share_of_a_sample_among_others(mode):
             found = clipped_gradients(model, case.loss, alone, max_norm=0.01, mode=mode)
         assert found.num_dropped == 3
         assert found.coefficients.eq(0).tolist() == [True, True, False, True]
-        assert 0.009 < norm_of(found) <= 0.01
+        # Tokens cancel but for a part in 128: S is 256 times the norm, and γS² is above its square.
+        # So a Gram norm proves no more than four times the norm, and a quarter of C is used.
+        least = 0.2 if mode.startswith("ghost") else 0.9
+        assert least * 0.01 < norm_of(found) <= 0.01
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -154,7 +161,7 @@ def test_attention_under_autocast(mode):
             )
         torch.testing.assert_close(found.norms.cpu(), expected[:size], rtol=3e-2, atol=0.0)
         if size == 1:
-            assert (1 - 1e-5) * max_norm <= norm_of(found) <= max_norm
+            assert (1 - LOOSENESS[mode]) * max_norm <= norm_of(found) <= max_norm
 
 
 def test_modes_hold_what_the_table_says():

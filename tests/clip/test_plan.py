@@ -20,9 +20,11 @@ from unison.clip import (
     describe,
     flat,
     from_records,
+    kernel_costs,
     measure,
     plan_clipping,
 )
+from unison.clip.alternatives import COSTS
 from unison.clip.costs import GRADIENT_COSTS, NORM_COSTS
 from unison.errors import BadInput, UnsupportedOperation
 
@@ -53,8 +55,37 @@ MODEL = [
 
 
 def test_every_method_has_a_cost():
-    assert NORM_COSTS.keys() == NORM_METHODS.keys()
-    assert GRADIENT_COSTS.keys() == GRADIENT_METHODS.keys()
+    assert COSTS.keys() == MACHINES.keys()
+    for table in COSTS.values():
+        assert table.NORM_COSTS.keys() == NORM_METHODS.keys()
+        assert table.GRADIENT_COSTS.keys() == GRADIENT_METHODS.keys()
+    for layer in MODEL:
+        for method in (*kernel_costs.NORM_COSTS.values(), *kernel_costs.GRADIENT_COSTS.values()):
+            cost = method(layer)
+            assert cost.double_flops == 0  # tensor cores have better to do
+            assert min(cost.moved_bytes, cost.kept_bytes, cost.transient_bytes) >= 0
+            assert cost.seconds(MACHINES["cuda"]) > 0
+
+
+def test_halves_cost_half_where_kernels_take_them():
+    layer = linear("weight", 512, 640, 1280)
+    half = replace(layer, itemsize=2)
+    for name in ("kept", "records", "recomputed"):
+        method = kernel_costs.GRADIENT_COSTS[name]
+        assert method(half).kept_bytes * 2 == method(layer).kept_bytes > 0
+    assert kernel_costs.GRADIENT_COSTS["kept"](half).kept_bytes == 2 * 4 * 640 * 1280
+    assert kernel_costs.GRADIENT_COSTS["second_backward"](half).kept_bytes == 0
+    for name in ("gram", "tile", "materialize"):
+        cost, narrow = (kernel_costs.NORM_COSTS[name](each) for each in (layer, half))
+        assert (cost.half_flops, narrow.native_flops) == (0, 0)
+        assert cost.native_flops == narrow.half_flops > 0
+    # Sums over tokens are float32, whatever the records are, and are kept as they are.
+    vector = describe("norm.weight", [dense(torch.Generator(), 1280)])
+    kept = [
+        kernel_costs.GRADIENT_COSTS["kept"](replace(vector, itemsize=size)).kept_bytes
+        for size in (2, 4)
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_modes_are_points_of_norm_and_gradient():

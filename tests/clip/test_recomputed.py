@@ -21,7 +21,6 @@ from unison.clip import (
     clipped_gradients,
     learn,
     plan_clipping,
-    summed,
 )
 from unison.errors import UnsupportedOperation
 
@@ -54,7 +53,7 @@ def clipped_by(plan: Plan, model: nn.Module, batch: torch.Tensor, max_norm: floa
         surroundings = Surroundings.here(model, batch)
         losses(model, batch).sum().backward()
         norms = clipping.norms()
-        total = summed(norms.values(), len(batch), batch.device)
+        total = norms.total()
         by_name = dict.fromkeys(norms, RULES["flat"](total, max_norm).values)
         if clipping.num_forwards == 2:
             clipping.begin_second_pass(by_name)
@@ -132,7 +131,7 @@ def test_who_has_no_second_pass_to_offer_keeps_the_records():
         losses(model, batch).sum().backward()
     norms = clipping.norms()
     assert (clipping.num_backwards, clipping.num_forwards) == (1, 1)
-    total = summed(norms.values(), len(batch), batch.device)
+    total = norms.total()
     by_name = dict.fromkeys(norms, RULES["flat"](total, 0.1).values)
     sums = dict(clipping.clipped_sums(by_name))
     assert_close(sums, clipped_sum(model, losses, batch, 0.1), dtype=torch.float32)

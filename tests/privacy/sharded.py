@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import unison
 from tests.harness import World
 from tests.harness.oracle import clipped_sum, per_sample_norms
+from unison.clip import MODES
 from unison.kernels.random import Cipher
 from unison.models import ModelConfig, build, preset
 from unison.privacy import Poisson, PrivacyEngine
@@ -31,6 +32,14 @@ CONFIG = preset(
     context_length=16,
     dropout=0.0,
 )
+
+
+WHOLE = ("none", "ddp")  # every rank holds the whole model
+
+
+def modes_of(how: str) -> list[str]:
+    """The modes of clipping that a sharding takes: a forward pass again needs the whole model."""
+    return [mode for mode, choice in MODES.items() if how in WHOLE or choice.num_forwards == 1]
 
 
 def rows() -> Tensor:

@@ -1,68 +1,35 @@
 """ε is dp-accounting's: of the events that were applied, all of them, and of nothing else."""
 
 import math
-import random
-import warnings
 from collections import Counter
-from dataclasses import replace
 
 import dp_accounting
 import pytest
-from dp_accounting import pld, rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from tests.privacy.accounts import (
+    ADD_REMOVE,
+    ALL,
+    DELTA,
+    ZERO_OUT,
+    by_hand,
+    make,
+    releases,
+    sampled,
+    times,
+)
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.accounting import epsilon_of, epsilon_of_events, event_of
 from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
+from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import (
-    _search,
-    calibrate,
     epsilon_for,
-    noise_multiplier_for,
-    steps_for,
 )
 from unison.privacy.ledger import Ledger
-from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Cosine, Exponential, Stairs
 from unison.privacy.spending import Event, Spending, spending_of
-
-DELTA = 1e-6
-ADD_REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-ZERO_OUT = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-
-
-RATE = Poisson(rate=0.01)
-ALL = Poisson(rate=1.0)  # for which dp-accounting is fast
-
-
-def make(sampling=RATE, sigma=2.0, **settings) -> Mechanism:
-    given = {"max_grad_norm": 1.0, "expected_batch_size": 100}
-    return Mechanism(sampling=sampling, noise_multiplier=sigma, **given | settings)
-
-
-def releases(mechanism: Mechanism, steps: int) -> list[Release]:
-    return [mechanism.release(step) for step in range(steps)]
-
-
-def by_hand(event, relation=ADD_REMOVE, delta=DELTA) -> dict[str, float]:
-    accountants = {"pld": pld.PLDAccountant(relation), "rdp": rdp.RdpAccountant(None, relation)}
-    return {
-        name: accountant.compose(event).get_epsilon(delta)
-        for name, accountant in accountants.items()
-        if accountant.supports(event)
-    }
-
-
-def times(event, count: int):
-    return dp_accounting.SelfComposedDpEvent(event, count)
-
-
-def sampled(rate: float, z: float):
-    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
-
 
 # ---- the ledger's ε is dp-accounting's -------------------------------------------------------
 
@@ -292,217 +259,3 @@ def test_a_delta_of_one_record_is_warned_of(sampling):
     guard = BudgetGuard(Budget(epsilon=9.0, delta=1e-3))
     with pytest.warns(UserWarning, match="not below 1/N"):
         guard.check(Spending(), make(sampling, 50.0).release, 0)
-
-
-# ---- calibration -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("epsilon", "delta", "sampling", "steps", "accountant"),
-    [
-        (0.3, 1e-5, Poisson(rate=0.01), 1000, "pld"),
-        (2.0, 1e-6, Poisson(rate=0.1), 500, "pld"),
-        (1.0, 1e-6, Poisson(rate=1.0), 100, "pld"),
-        (3.0, 1e-6, Shuffled(batch_size=10, num_records=1000), 450, "pld"),
-        (0.5, 1e-6, TruncatedPoisson(rate=0.1, capacity=1100, num_records=10_000), 40, "pld"),
-        (0.9, 1e-5, Poisson(rate=0.005), 5000, "rdp"),
-        (3.0, 1e-7, Poisson(rate=0.05), 10_000, "rdp"),
-        (30.0, 1e-5, Shuffled(batch_size=7, num_records=100), 1000, "rdp"),
-    ],
-)
-def test_calibration_lands_within_a_percent_below(epsilon, delta, sampling, steps, accountant):
-    sigma = noise_multiplier_for(
-        target_epsilon=epsilon,
-        target_delta=delta,
-        sampling=sampling,
-        steps=steps,
-        accountant=accountant,
-    )
-    spent = epsilon_of(releases(make(sampling, sigma), steps), delta, accountant)
-    assert 0.99 * epsilon <= spent <= epsilon
-
-
-def test_calibration_with_a_noisy_count_and_a_grid():
-    given = {"target_epsilon": 2.0, "target_delta": DELTA, "steps": 200, "accountant": "rdp"}
-    sampling, clipping = Poisson(rate=0.02), AdaptiveClipping(count_noise_multiplier=2.0)
-    sigma = noise_multiplier_for(
-        sampling=sampling, count_noise_multiplier=2.0, rounded_elements=10**9, **given
-    )
-    mechanism = make(sampling, sigma, adaptive=clipping, rounded_elements=10**9)
-    assert 1.98 <= epsilon_of(releases(mechanism, 200), DELTA, "rdp") <= 2.0
-    assert sigma > noise_multiplier_for(sampling=sampling, **given)
-    with pytest.raises(BadInput, match="count_noise_multiplier must exceed"):
-        noise_multiplier_for(sampling=sampling, count_noise_multiplier=0.1, **given)
-    with pytest.raises(BadInput, match="grid alone"):
-        noise_multiplier_for(sampling=sampling, rounded_elements=10**12, **given)
-
-
-def test_calibration_of_a_schedule():
-    def make_mechanism(start: float) -> Mechanism:
-        return make(sigma=Stairs(start=start, factor=0.8, every=40))
-
-    start = calibrate(
-        make_mechanism, target_epsilon=1.5, target_delta=DELTA, steps=100, accountant="rdp"
-    )
-    assert 1.485 <= epsilon_of(releases(make_mechanism(start), 100), DELTA, "rdp") <= 1.5
-
-
-def test_targets_that_cannot_be_met_are_refused():
-    with pytest.raises(BadInput, match="target_epsilon must be above 0"):
-        noise_multiplier_for(target_epsilon=0, target_delta=DELTA, sampling=RATE, steps=1)
-    for epsilon, message in (
-        (lambda sigma: 10.0, "raise the target"),
-        (lambda sigma: 1e-9, "lower the target"),
-        (lambda sigma: 10.0 if sigma < 3 else 0.0, "near 3 it jumps past"),
-    ):
-        with pytest.raises(BadInput, match=message):
-            _search(epsilon, 1.0, 2.0)
-
-
-@pytest.mark.parametrize("power", [0.5, 1, 2, 6])
-@pytest.mark.parametrize("start", [0.01, 2.0, 1000.0])
-def test_the_search_asks_seldom(power, start):
-    asked = []
-
-    def epsilon(sigma: float) -> float:
-        asked.append(sigma)
-        return 5 * math.expm1(min(sigma**-power, 700.0))
-
-    found = _search(epsilon, 1.0, start)
-    assert 0.99 <= epsilon(found) <= 1
-    assert len(asked) < 25
-
-
-def test_the_number_of_steps_that_fit():
-    given = {"sampling": Poisson(rate=0.01), "noise_multiplier": 3.0}
-    for target, accountant in ((0.1, "pld"), (0.7, "rdp")):
-        steps = steps_for(target_epsilon=target, target_delta=DELTA, accountant=accountant, **given)
-        spent = [
-            epsilon_for(steps=n, delta=DELTA, accountant=accountant, **given)
-            for n in (steps, steps + 1)
-        ]
-        assert spent[0] <= target < spent[1]
-    assert steps_for(target_epsilon=0.01, target_delta=DELTA, accountant="rdp", **given) == 0
-
-
-# ---- a budget --------------------------------------------------------------------------------
-
-
-def run_to_the_end(mechanism: Mechanism, guard: BudgetGuard, most: int = 10_000) -> Ledger:
-    """Take steps until the budget is spent."""
-    ledger = Ledger.open(None, mechanism=mechanism)
-    for step in range(most):
-        try:
-            guard.check(ledger.spending, mechanism.release, step)
-        except BudgetSpent as refused:
-            _check_refusal(refused, guard.budget, step)
-            return ledger
-        ledger.intend(mechanism.begin(step))
-        ledger.commit(step)
-        mechanism.finish(step, noisy_fraction=0.5 if mechanism.adaptive else None)
-    raise AssertionError("the budget was never spent")
-
-
-def _check_refusal(refused: BudgetSpent, budget: Budget, step: int) -> None:
-    assert refused.step == step
-    assert refused.spent <= budget.epsilon < refused.would_spend
-
-
-def random_mechanism(draw: random.Random) -> Mechanism:
-    sampling, scale = draw.choice(
-        [
-            (Poisson(rate=0.05), 1.0),
-            (ALL, 20.0),
-            (Shuffled(batch_size=draw.randint(20, 400), num_records=1000), 1.0),
-        ]
-    )
-    sigma = scale * draw.uniform(2.5, 4.0)
-    falling = Stairs(start=sigma, factor=draw.uniform(0.6, 0.95), every=draw.randint(40, 150))
-    clipping = AdaptiveClipping(count_noise_multiplier=scale * draw.uniform(2, 9))
-    return make(
-        sampling,
-        draw.choice([sigma, sigma, falling]),
-        adaptive=draw.choice([None, clipping]),
-    )
-
-
-@pytest.mark.parametrize("case", range(20))
-def test_a_budget_is_never_exceeded(case):
-    draw = random.Random(case)
-    mechanism = random_mechanism(draw)
-    accountant = "pld" if case % 10 == 0 else "rdp"
-    budget = Budget(epsilon=draw.uniform(0.8, 2.0), delta=10 ** draw.uniform(-7, -5))
-    horizon = draw.choice([None, 40, 4000])
-    ledger = run_to_the_end(mechanism, BudgetGuard(budget, accountant=accountant, horizon=horizon))
-    assert epsilon_of(ledger, budget.delta, accountant) <= budget.epsilon
-    ledger.spending.add(mechanism.release(ledger.num_intents))
-    assert epsilon_of(ledger, budget.delta, accountant) > budget.epsilon
-
-
-def test_a_budget_asks_dp_accounting_seldom(monkeypatch):
-    asked = Counter()
-
-    def count(*args, **kwargs):
-        asked["times"] += 1
-        return epsilon_of_events(*args, **kwargs)
-
-    monkeypatch.setattr("unison.privacy.budget.epsilon_of_events", count)
-    guard = BudgetGuard(Budget(epsilon=1.2, delta=DELTA), accountant="rdp")
-    ledger = run_to_the_end(make(ALL, 150.0), guard)
-    assert ledger.num_intents > 1000
-    assert asked["times"] < 40
-    asked.clear()
-    mechanism = make(ALL, Cosine(start=300.0, end=150.0, steps=500))
-    guard = BudgetGuard(Budget(epsilon=1.2, delta=DELTA), accountant="rdp", horizon=500)
-    spending = Spending()
-    for step in range(500):
-        guard.check(spending, mechanism.release, step)
-        spending.add(mechanism.release(step))
-    assert asked["times"] < 10
-
-
-def test_a_release_that_was_not_announced_is_computed_anew():
-    mechanism = make(Poisson(rate=0.05), 4.0)
-    guard = BudgetGuard(Budget(epsilon=1.0, delta=DELTA), accountant="rdp")
-    spending = Spending()
-    guard.check(spending, mechanism.release, 0)
-    spending.add(mechanism.release(0))
-    mechanism.noise_multiplier = 0.7  # one such step is too much
-    with pytest.raises(BudgetSpent, match=r"step 1 would spend ε = .* budget of 1;"):
-        guard.check(spending, mechanism.release, 1)
-    mechanism.noise_multiplier = 5.0
-    guard.check(spending, mechanism.release, 1)
-
-
-def test_a_budget_looks_no_further_than_a_schedule_reaches():
-    mechanism = make(sigma=lambda step: 4.0 if step < 40 else -1.0)
-    guard = BudgetGuard(Budget(epsilon=5.0, delta=DELTA), accountant="rdp")
-    spending = Spending()
-    for step in range(30):
-        guard.check(spending, mechanism.release, step)
-        spending.add(mechanism.release(step))
-    with pytest.raises(BadInput, match="step 40"):
-        guard.check(spending, mechanism.release, 40)
-
-
-def test_a_budget_counts_what_a_ledger_held_before():
-    mechanism = make(Poisson(rate=0.05), 2.0)
-    held = spending_of(releases(mechanism, 200))
-    spent = epsilon_of(held, DELTA, "rdp")
-    guard = BudgetGuard(Budget(epsilon=spent, delta=DELTA), accountant="rdp")
-    with pytest.raises(BudgetSpent, match=f"the steps before it spent {spent:.8g}"):
-        guard.check(held, mechanism.release, 200)
-
-
-def test_a_budget_without_noise_is_spent_at_once():
-    guard = BudgetGuard(Budget(epsilon=100.0, delta=DELTA))
-    with pytest.raises(BudgetSpent, match="inf"):
-        guard.check(Spending(), make(sigma=0.0).release, 0)
-    with pytest.raises(BadInput, match="epsilon"):
-        Budget(epsilon=0.0, delta=DELTA)
-
-
-def test_nothing_is_warned_of_without_reason():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        epsilon_of([replace(make().release(0), expected_batch_size=1)], 1e-3, "rdp")

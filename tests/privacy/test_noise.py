@@ -188,7 +188,7 @@ def test_the_intent_is_written_before_the_noise_is_drawn(monkeypatch, tmp_path):
     def fails(*args, **kwargs):
         raise RuntimeError("no noise today")
 
-    monkeypatch.setattr("unison.privacy.training.finalise", fails)
+    monkeypatch.setattr("unison.privacy.releasing.finalise", fails)
     with pytest.raises(RuntimeError, match="no noise today"):
         cross_entropy(module(x), y).backward()
     assert engine.ledger.num_intents == 1

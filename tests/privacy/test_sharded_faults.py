@@ -22,7 +22,11 @@ from unison.shard.unit import units_of
 
 
 def attach(model: nn.Module, **settings: Any) -> tuple[PrivacyEngine, Any, Any, Any]:
-    engine = PrivacyEngine(secure_noise=settings.get("seed") is None, accountant="rdp")
+    engine = PrivacyEngine(
+        secure_noise=settings.get("seed") is None,
+        accountant="rdp",
+        ledger=settings.pop("ledger", None),
+    )
     data = settings.pop("data", None)
     options = {
         "module": model,
@@ -270,6 +274,23 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_three(tmp_path):
     run_on_ranks(2, run_in_parts, str(tmp_path / "saved"), 0)
     found = run_on_ranks(3, run_in_parts, str(tmp_path / "saved"), 1)
     assert all(each == expected for each in found)
+
+
+@ranks(2)
+def test_ranks_count_alike_after_an_older_checkpoint(world, tmp_path):
+    """Ranks that know only the checkpoint's count would go on where the first one stops."""
+    ledger = tmp_path / "ledger.jsonl"
+    engine, model, optimizer, loader = attach(
+        shard(build(CONFIG, seed=3), "zero3", world, "fast"), seed=9, ledger=ledger
+    )
+    train(model, optimizer, loader, 1)
+    state = engine.state_dict()
+    train(model, optimizer, loader, 2)
+    engine.detach()
+    engine, *_ = attach(model, seed=9, ledger=ledger)
+    engine.load_state_dict(state)
+    assert world.gather(engine.ledger.spending.events.total()) == [3, 3]
+    engine.detach()
 
 
 # ---- transformers --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import World, ranks
 from unison.errors import BadInput
-from unison.rng import Cipher, Key, NoiseClock, Stream
+from unison.rng import Cipher, Key, NoiseClock, Stream, words_of_streams
 
 
 def test_keys_from_entropy_differ_and_are_secret():
@@ -75,6 +75,32 @@ def test_streams_differ_by_every_part():
         Stream(Key.from_seed(1), "w"),
     ]  # fmt: skip
     assert len({stream.words[:4] for stream in streams}) == len(streams)
+
+
+NAMES = ["w", "", "layers.0.weight", "ü", "w" * 300, "w"]
+
+
+def test_derivations_of_many_names_are_those_of_each():
+    key = Key.from_seed(5)
+    for before, after, size in [(["a", 1], [7], 16), ([], [], 64), (["a"], ["b", -2], 1)]:
+        found = key.derive_many(before, NAMES, after, size=size)
+        assert found == b"".join(key.derive(*before, name, *after, size=size) for name in NAMES)
+    assert key.derive_many(["a"], [], [], size=8) == b""
+
+
+@pytest.mark.parametrize("cipher", Cipher)
+def test_words_of_many_streams_are_those_of_each(cipher):
+    key = Key.from_entropy()
+    for step, purpose in [(0, "init"), (1 << 40, "noise")]:
+        found = words_of_streams(key, NAMES, step=step, purpose=purpose, cipher=cipher)
+        assert found.dtype == torch.int64
+        streams = [Stream(key, name, step, purpose, cipher) for name in NAMES]
+        assert found.tolist() == [list(stream.words) for stream in streams]
+        assert int(found.max()) > 2**31  # words are not signed
+    none = words_of_streams(key, [], step=0, purpose="init", cipher=cipher)
+    assert none.shape == (0, cipher.num_key_words)
+    with pytest.raises(BadInput, match="step"):
+        words_of_streams(key, NAMES, step=-1, purpose="init", cipher=cipher)
 
 
 @ranks(1, 2)

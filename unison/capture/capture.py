@@ -5,7 +5,6 @@ The only code that intercepts a pass. It leaves records, as data, by parameter n
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture.again import (
-    Place,
     Repeats,
     Surroundings,
     buffers_unchanged,
@@ -25,65 +23,23 @@ from unison.capture.again import (
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression
 from unison.capture.fallback import is_in_place, per_sample_fallback
-from unison.capture.names import places
-from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
+from unison.capture.names import Places
+from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.refuse import refuse_compiled
-from unison.capture.tap import tap, untapped
+from unison.capture.tap import can_hook, hook, tap, untapped
 from unison.capture.tracked import Source, Tracked, all_plain, plain, refuse_gradient
+from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Product, Record
-
-OnRecord = Callable[[str, Record], None]
+from unison.ops import RULES, Builder, Layout, Streamed
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
 PLACING = "_unison_placing"
-OnProduct = Callable[[str, Product], bool]
 
 
 class _Expression(Exception):
     """An output does not depend on the batch."""
-
-
-@dataclass(eq=False, slots=True)
-class _Use:
-    """The uses of parameters by one operation, waiting for its output's gradient."""
-
-    capture: "Capture"
-    layout: Layout
-    uses: Sequence[tuple[Tracked, Builder]]
-    number: int | None = None  # in the forward pass, if it can be met again
-    is_late: bool = False  # made in a backward pass
-
-    def records(
-        self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
-    ) -> Iterator[tuple[Place, str, Record]]:
-        """Make the records, or some of them: where each belongs, its parameter, the record."""
-        is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
-        for i, (tracked, builder) in enumerate(self.uses):
-            if places is not None and all(i != place[0] for place in places):
-                continue
-            if is_whole:
-                record = builder(self.layout, g, *saved, shape=tuple(tracked.value.shape))
-            else:
-                record = record_of(builder, self.layout, tracked.value, g, saved)
-            for j, source in enumerate(tracked.sources):
-                if places is None or (i, j) in places:
-                    yield (i, j), source.name, source.of(record)
-
-    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        capture, number, places = self.capture, self.number, []
-        for place, name, record in self.records(g, saved):
-            if self.is_late:
-                capture.recorded_late.add(name)
-            if number is None or capture.on_product is None or not isinstance(record, Product):
-                capture.on_record(name, record)
-            elif capture.on_product(name, record):
-                places.append(place)
-        if places:
-            assert number is not None
-            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
 
 
 class Capture:
@@ -97,6 +53,10 @@ class Capture:
         on_product: Called in its place for products that can be met again, if it is given. It
             returns whether this one should be: then the gradient is kept, and `on_record` gets an
             equal record in `again`.
+        known: Where the module's parameters lie, from an earlier capture of it.
+        streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
+            gets products of them.
+        is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
 
     Attributes:
         used: Names of the parameters that were used.
@@ -113,8 +73,13 @@ class Capture:
         axes: AxisTable,
         on_record: OnRecord,
         on_product: OnProduct | None = None,
+        known: Places | None = None,
+        streams: bool = False,
+        is_light: bool = False,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
+        self._places = Places(module) if known is None else known
+        self.streams, self.is_light = streams, is_light
         self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
         self.used: set[str] = set()
@@ -141,7 +106,8 @@ class Capture:
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
-        refuse_compiled(self.module)
+        placed = self._places.now()
+        refuse_compiled(self._places.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
@@ -154,7 +120,7 @@ class Capture:
         hidden: list[tuple[dict[str, Any], str, Any]] = []
         guards: list[RemovableHandle] = []
         try:
-            for module, attribute, parameter, name in places(self.module):
+            for module, attribute, parameter, name in placed:
                 if not parameter.requires_grad:
                     continue
                 attributes = module.__dict__
@@ -162,14 +128,13 @@ class Capture:
                 before = attributes.get(attribute)
                 if id(parameter) not in tracked:
                     value = parameter if before is None else before
-                    source = Source(name, tuple(value.shape))
-                    tracked[id(parameter)] = Tracked.of(value, (source,), self)
+                    tracked[id(parameter)] = self._tracked(value, name)
                     if is_guarded:
                         hook = partial(refuse_gradient, name)
                         guards.append(parameter.register_hook(hook))
                 hidden.append((attributes, attribute, before))
                 attributes[attribute] = tracked[id(parameter)]
-            with _flat_weights_renewed(self.module):
+            with _flat_weights_renewed(self._places.modules):
                 yield self
             _refuse_gradients(tracked.values())
         finally:
@@ -180,6 +145,17 @@ class Capture:
                     attributes[attribute] = before
             for guard in guards:
                 guard.remove()
+
+    def _tracked(self, value: Tensor, name: str) -> Tracked:
+        """Mark a parameter, or take the mark that an earlier capture left."""
+        kept = self._places.tracked.get(id(value))
+        if kept is not None and _is_same_memory(kept.value, value):
+            kept.listener = self
+            return kept
+        made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
+        if isinstance(value, nn.Parameter) and not is_in_parts(value):
+            self._places.tracked[id(value)] = made
+        return made
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
@@ -339,10 +315,11 @@ class Capture:
             self.used.update(value.of_parameters)
         layout = self._layouts.get(axis) or self._layouts.setdefault(axis, Layout(self.batch, axis))
         if self._is_again:
-            use, inputs = _Use(self, layout, tracked), tuple(each.detach() for each in saved)
+            use, inputs = Use(self, layout, tracked), tuple(each.detach() for each in saved)
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
-                    self.on_record(name, record)
+                    whole = record.as_product() if isinstance(record, Streamed) else record
+                    self.on_record(name, whole)
             return untapped(output, is_fresh=is_fresh)
         is_late = torch._C._current_graph_task_id() != self._outer
         if is_late:
@@ -353,8 +330,14 @@ class Capture:
             self.anchors[output.device] = anchor
         is_numbered = self.on_product is not None and not is_late
         number = self.repeats.number(call) if is_numbered else None
-        use = _Use(self, layout, tracked, number, is_late)
+        use = Use(self, layout, tracked, number, is_late)
+        if self.is_light and can_hook(output):
+            return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
 
 
 def _has_float_tensor(value: Any) -> bool:
@@ -386,12 +369,12 @@ def _refuse_gradients(tracked: Iterable[Tracked]) -> None:
 
 
 @contextmanager
-def _flat_weights_renewed(module: nn.Module) -> Iterator[None]:
+def _flat_weights_renewed(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """Let recurrent modules, which keep a second list of their parameters, see the same ones.
 
     They notice that their parameters are others, and would flatten them for cuDNN.
     """
-    found = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    found = [child for _, child in modules if isinstance(child, nn.RNNBase)]
     kept = [(child._flat_weights, child._flat_weight_refs) for child in found]
     for child in found:
         weights = [getattr(child, name, None) for name in child._flat_weights_names]

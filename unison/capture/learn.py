@@ -11,7 +11,7 @@ from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Dense, Lookup, Product, Record
+from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 
@@ -131,7 +131,7 @@ def _check_losses_apart(module: nn.Module, run: Run, batch: Any, size: int) -> N
 
 def _gradient(record: Record) -> Tensor:
     match record:
-        case Product() | Lookup():
+        case Product() | Lookup() | Streamed():
             return record.g
         case Dense():
             return record.value

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unison.errors import BadInput, UnsupportedOperation
+
 _as_no_view = torch.ops.aten._unsafe_view.default
 
 
@@ -69,6 +71,43 @@ def tap(
     if not is_fresh:
         return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
     return _InPlace.apply(use, _own(output), anchor, *saved)  # type: ignore[return-value]
+
+
+def hook(use: Use, output: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+    """As `tap`, by a hook of the tensor: a fraction of the time of a function of autograd's.
+
+    It keeps what is saved from being dropped and made again, so it is not for activation
+    checkpointing; nor for outputs without a gradient.
+    """
+    # Autograd keeps a hook until the whole graph goes: what is saved must go as it is used.
+    kept = [(each, each._version) for each in saved]
+    is_done = False
+
+    def record(g: Tensor) -> None:
+        nonlocal is_done
+        if is_done:
+            raise BadInput(
+                "a second backward pass over one forward pass: its inputs are gone. Call backward "
+                "once per batch"
+            )
+        if any(each._version != version for each, version in kept):
+            raise UnsupportedOperation(
+                "an input of a layer was changed in place after the layer had used it, and its "
+                "gradient is made of it; use an operation with a result of its own"
+            )
+        inputs, is_done = tuple(each.detach() for each, _ in kept), True
+        kept.clear()
+        use.record(g, inputs)
+
+    output.register_hook(record)
+    return output
+
+
+def can_hook(output: Tensor) -> bool:
+    """Whether `hook` will do: a gradient comes, and nobody drops what is saved."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    is_kept = hooks is None
+    return is_kept and output.requires_grad
 
 
 def untapped(output: Tensor, *, is_fresh: bool) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
 from unison.errors import UnsupportedOperation
-from unison.ops import Record
+from unison.ops import Record, Streamed
 
 Back = Callable[[Record], Record]
 
@@ -49,7 +49,9 @@ class Source:
 
     def of(self, record: Record) -> Record:
         """The parameter's record from the tensor's."""
-        return record if self.back is None else self.back(record)
+        if self.back is None:
+            return record
+        return self.back(record.as_product() if isinstance(record, Streamed) else record)
 
 
 class Listener(Protocol):

@@ -1,7 +1,7 @@
 """Per-sample clipping as pure maths: norm methods × gradient methods, coefficients, the planner."""
 
 from unison.clip.alternatives import Alternative
-from unison.clip.bounds import DOUBLE, Arithmetic, SampleNorms, bounded, mass
+from unison.clip.bounds import DOUBLE, Arithmetic, NormTable, SampleNorms, bounded, mass
 from unison.clip.clipping import Clipping
 from unison.clip.coefficients import (
     RULES,
@@ -11,7 +11,6 @@ from unison.clip.coefficients import (
     flat,
     per_group,
     per_layer,
-    summed,
 )
 from unison.clip.costs import MACHINES, Cost, Machine
 from unison.clip.functional import ClippedGradients, clipped_gradients, zeros_of
@@ -51,6 +50,7 @@ __all__ = [
     "Learned",
     "Machine",
     "NormMethod",
+    "NormTable",
     "PerSampleLoss",
     "Plan",
     "SampleNorms",
@@ -73,6 +73,5 @@ __all__ = [
     "per_layer",
     "per_sample_gradients",
     "plan_clipping",
-    "summed",
     "zeros_of",
 ]

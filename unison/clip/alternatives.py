@@ -18,11 +18,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unison.clip.costs import GRADIENT_COSTS, MACHINES, NORM_COSTS, Cost, forward_cost
+from unison.clip import costs, kernel_costs
+from unison.clip.costs import MACHINES, Cost
 from unison.clip.layers import Layer
 from unison.clip.modes import CHOICES, MODES, Choice
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
+
+COSTS = {"cpu": costs, "cuda": kernel_costs}  # by machine
 
 _PASSES = ((1, 1), (1, 2), (2, 1))  # backward, forward
 
@@ -43,11 +46,13 @@ class Alternative:
 
 def alternatives_of(layer: Layer, machine: str) -> list[Alternative]:
     """Return every choice of methods that takes this layer's records, fastest first."""
-    records = layer.placeholder_records()
+    records, table = layer.placeholder_records(), COSTS[machine]
     found = []
     for choice in CHOICES:
         if NORM_METHODS[choice.norm].refusal(records) is None:
-            cost = NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)
+            cost = table.NORM_COSTS[choice.norm](layer) + table.GRADIENT_COSTS[choice.gradient](
+                layer
+            )
             seconds = cost.seconds(MACHINES[machine])
             found.append(Alternative(choice=choice, cost=cost, seconds=seconds))
     return sorted(found, key=lambda a: (a.seconds, a.cost.kept_bytes, str(a.choice)))
@@ -103,7 +108,7 @@ def fastest(
 
 def forward_seconds(layer: Layer, machine: str) -> float:
     """Return a layer's share of a forward pass."""
-    return forward_cost(layer).seconds(MACHINES[machine])
+    return COSTS[machine].forward_cost(layer).seconds(MACHINES[machine])
 
 
 def total_seconds(chosen: Sequence[Alternative], forwards: Sequence[float]) -> float:

@@ -57,7 +57,7 @@ third is rounding to float32 before noise; adding noise before rounding makes it
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,52 @@ class SampleNorms:
 
     def __add__(self, other: "SampleNorms") -> "SampleNorms":
         return SampleNorms(self.squared + other.squared, self.upper + other.upper)
+
+
+class NormTable(Mapping[str, SampleNorms]):
+    """The norms of many parameters: by name, or all in one tensor.
+
+    Hundreds of parameters, each with two small tensors of its own, would cost a GPU a launch for
+    every operation on every one of them.
+
+    Args:
+        names: Of the parameters, in an order that is the same in every run.
+        squared: [parameters, batch], float64; see `SampleNorms`.
+        upper: Likewise.
+    """
+
+    def __init__(self, names: Sequence[str], squared: Tensor, upper: Tensor) -> None:
+        self._index = {name: i for i, name in enumerate(names)}
+        self.squared, self.upper = squared, upper
+
+    @classmethod
+    def of(cls, norms: Mapping[str, SampleNorms], batch: int) -> "NormTable":
+        """Return norms that are given one by one as a table."""
+        if isinstance(norms, NormTable):
+            return norms
+        if not norms:
+            nothing = torch.zeros(0, batch, dtype=torch.float64)
+            return cls([], nothing, nothing)
+        squared = torch.stack([each.squared for each in norms.values()])
+        return cls(list(norms), squared, torch.stack([each.upper for each in norms.values()]))
+
+    def __getitem__(self, name: str) -> SampleNorms:
+        i = self._index[name]
+        return SampleNorms(self.squared[i], self.upper[i])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def scaled(self, factor: float) -> "NormTable":
+        """Return the norms of gradients that are `factor` times as long."""
+        return NormTable(list(self), self.squared * factor**2, self.upper * factor**2)
+
+    def total(self) -> SampleNorms:
+        """Return the norms over all parameters together."""
+        return SampleNorms(self.squared.sum(0), self.upper.sum(0))
 
 
 def gamma(num_roundings: int, unit: float) -> float:

@@ -9,16 +9,26 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from unison.clip.bounds import SampleNorms
+from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.layers import describe
 from unison.clip.matrix import tensors_of, wide_dtype
+from unison.clip.measured import (
+    Formed,
+    bound,
+    clipped_sum,
+    form,
+    is_taken,
+    materialize,
+    squared_norms,
+)
 from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
 from unison.clip.storage import Storage
 from unison.errors import UnsupportedOperation
-from unison.ops import Product, Record
+from unison.kernels.many import combine, squares
+from unison.ops import Dense, Product, Record, Streamed
 
 
 @dataclass(eq=False)
@@ -36,6 +46,8 @@ class _Parameter:
         total: The float64 sum of records that have come again, while others are missing.
         dtype: Of the result.
         clipped: Its clipped sum, where a second pass made it.
+        is_fast: Whether compiled kernels take its records.
+        is_waiting: Whether its per-sample gradients lie there, not measured yet.
     """
 
     name: str
@@ -48,6 +60,14 @@ class _Parameter:
     total: Tensor | None = None
     dtype: torch.dtype = torch.float32
     clipped: Tensor | None = None
+    is_fast: bool = False
+    is_waiting: bool = False
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Per-sample gradients that compiled kernels take, with those of other parameters."""
+        only = self.records[0] if self.is_fast and len(self.records) == 1 else None
+        return only.value if isinstance(only, Dense) else None
 
     def refuse(self, what: str) -> NoReturn:
         raise UnsupportedOperation(
@@ -79,9 +99,11 @@ class Clipping:
         self._parameters: dict[str, _Parameter] = {}
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
 
-    def take(self, name: str, record: Record) -> None:
+    def take(self, name: str, record: Record | Streamed) -> None:
         """Take a record of a parameter; given to `Capture` as its `on_record`."""
         parameter = self._parameters.setdefault(name, _Parameter(name))
+        if isinstance(record, Streamed):
+            record = self._read(parameter, record)
         if self._coefficients is None:
             self._take(parameter, record, comes_again=False)
         else:
@@ -98,27 +120,52 @@ class Clipping:
         return comes_again
 
     def _take(self, parameter: _Parameter, record: Record, *, comes_again: bool) -> None:
-        if parameter.norms is not None:  # used more often than planned
+        if parameter.choice is not None:  # used more often than planned
             if parameter.num_missing:
                 parameter.refuse(
                     "was used more often by this batch than by the one that clipping was planned "
                     "for, and the records of its first uses are gone"
                 )
-            parameter.norms = None
+            parameter.norms, parameter.is_waiting = None, False
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)
         if len(parameter.comes_again) == self.plan.num_uses(parameter.name):
             self._measure(parameter)
 
-    def norms(self) -> dict[str, SampleNorms]:
+    def _read(self, parameter: _Parameter, record: Streamed) -> Record:
+        """Read a record that comes in pieces: multiplied out, if it is to be, piece by piece."""
+        is_known = self._coefficients is None and self.plan.num_uses(parameter.name) is not None
+        if is_known and NORM_METHODS[self.plan.choice(parameter.name).norm].is_kept:
+            return Formed(form(record))
+        return record.as_product()
+
+    def norms(self) -> NormTable:
         """End the first pass: each used parameter's norms, by name and in order of names.
 
         The order in which parameters came is that of autograd, and sums of norms depend on it.
         """
         for parameter in self._parameters.values():
-            if parameter.norms is None:
+            if parameter.norms is None and not parameter.is_waiting:
                 self._measure(parameter)
-        return dict(sorted(self._norms(), key=itemgetter(0)))
+        waiting = [self._parameters[name] for name in sorted(self._parameters)]
+        waiting = [each for each in waiting if each.is_waiting]
+        table = self._measure_kept(waiting)
+        for parameter in waiting:
+            parameter.is_waiting = False
+        if len(waiting) == len(self._parameters):
+            return table
+        for parameter in waiting:
+            parameter.norms = table[parameter.name]
+        return NormTable.of(dict(sorted(self._norms(), key=itemgetter(0))), self.num_samples)
+
+    def _measure_kept(self, waiting: Sequence[_Parameter]) -> NormTable:
+        """Measure the per-sample gradients that lie there, all of them at once."""
+        values = [each.kept for each in waiting if each.kept is not None]
+        if not values:
+            return NormTable.of({}, self.num_samples)
+        numel = max(value[0].numel() for value in values)
+        norms = bound(squares(values), self.num_samples, numel)
+        return NormTable([each.name for each in waiting], norms.squared, norms.upper)
 
     def _norms(self) -> Iterator[tuple[str, SampleNorms]]:
         for name, parameter in self._parameters.items():
@@ -165,7 +212,11 @@ class Clipping:
                 f"was used by the first pass, and {parameter.num_missing} of those uses did not "
                 "come again in the second: the model is not the same in both"
             )
-        for name in list(self._parameters) if names is None else names:
+        wanted = list(self._parameters) if names is None else names
+        self._combine(
+            [self._parameters[each] for each in wanted if each in self._parameters], coefficients
+        )
+        for name in wanted:
             parameter = self._parameters.pop(name, None)
             if parameter is None:
                 continue
@@ -174,8 +225,65 @@ class Clipping:
             assert parameter.clipped is not None
             yield name, parameter.clipped
 
+    def shares(self, coefficients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
+
+        For who adds them up, noises and casts them in one go. Where per-sample gradients were kept,
+        X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1.
+        """
+        one = None
+        for name in list(self._parameters):
+            kept = self._parameters[name].kept
+            if kept is not None:
+                del self._parameters[name]
+                yield name, kept, coefficients[name]
+                continue
+            ((_, total),) = self.clipped_sums(coefficients, [name])
+            one = torch.ones(1, dtype=torch.float64, device=total.device) if one is None else one
+            yield name, total.unsqueeze(0), one
+
+    def _combine(
+        self, parameters: Sequence[_Parameter], coefficients: Mapping[str, Tensor]
+    ) -> None:
+        """Make the clipped sums of kept per-sample gradients, all at once."""
+        found = [each for each in parameters if each.kept is not None and each.clipped is None]
+        values = [each.kept for each in found if each.kept is not None]
+        if not values:
+            return
+        for parameter, value in zip(found, values, strict=True):
+            parameter.clipped = torch.empty(value.shape[1:], device=value.device)
+            parameter.records = []
+        combine(
+            values,
+            stacked([coefficients[each.name] for each in found]),
+            [each.clipped for each in found if each.clipped is not None],
+        )
+
     def _measure(self, parameter: _Parameter) -> None:
-        choice = self.plan.choice_for(describe(parameter.name, parameter.records))
+        signature = tuple(map(_signature, parameter.records))
+        decided = self.plan.known_choice(parameter.name, signature)
+        if decided is None and any(type(each) is Formed for each in parameter.records):
+            decided = self.plan.choice(parameter.name), is_taken(parameter.records)
+        if decided is None:
+            choice = self.plan.choice_for(describe(parameter.name, parameter.records))
+            decided = choice, is_taken(parameter.records)
+            self.plan.remember(parameter.name, signature, decided)
+        choice, parameter.is_fast = decided
+        if parameter.is_fast and choice.norm in ("tile", "gram", "materialize"):
+            records = self._measure_fast(parameter, choice)
+        else:
+            records = self._measure_in_torch(parameter, choice)
+        self._keep(parameter, choice, records)
+
+    def _measure_fast(self, parameter: _Parameter, choice: Choice) -> Sequence[Record]:
+        if not NORM_METHODS[choice.norm].is_kept:
+            parameter.norms = squared_norms(parameter.records, choice.norm)
+            return parameter.records
+        parameter.is_waiting = True
+        return [Dense(materialize(parameter.records))]
+
+    def _measure_in_torch(self, parameter: _Parameter, choice: Choice) -> Sequence[Record]:
+        parameter.is_fast = False
         if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
             needed = needed_to_keep(parameter.records)
             if needed is not None:
@@ -184,6 +292,10 @@ class Clipping:
         # Storage holds the result only if the records are not in it already.
         out = parameter.lent if parameter.choice is None else None
         parameter.norms, records = measure(parameter.records, choice.norm, out)
+        return records
+
+    def _keep(self, parameter: _Parameter, choice: Choice, records: Sequence[Record]) -> None:
+        """Keep of the records what the gradient method needs."""
         parameter.choice, parameter.dtype = choice, wide_dtype(parameter.records)
         if choice.num_backwards == 2:
             dropped = [True] * len(parameter.comes_again)
@@ -204,7 +316,7 @@ class Clipping:
         parameter.num_missing -= 1
         if not parameter.num_missing:
             self._finish(parameter, coefficients)
-        elif 8 * math.prod(record.shape) <= sum(map(_num_bytes, parameter.records)):
+        elif not parameter.is_fast and _is_worth_adding(parameter.records):
             self._add(parameter, coefficients)
 
     def _add(self, parameter: _Parameter, coefficients: Tensor) -> None:
@@ -222,12 +334,35 @@ class Clipping:
         if parameter.total is None:
             method = GRADIENT_METHODS[parameter.choice.gradient]
             records, parameter.records = parameter.records, []
-            parameter.clipped = method.clipped_sum(records, coefficients, records[0].shape)
+            make = clipped_sum if parameter.is_fast else method.clipped_sum
+            parameter.clipped = make(records, coefficients, records[0].shape)
         else:
             self._add(parameter, coefficients)
             parameter.clipped, parameter.total = parameter.total.to(parameter.dtype), None
         if parameter.lent is not None:
             self._storage.give_back(parameter.name, parameter.lent)
+
+
+def stacked(coefficients: Sequence[Tensor]) -> Tensor:
+    """Return coefficients of several parameters [parameters, batch], float32, in few launches."""
+    first = coefficients[0]
+    if all(each is first for each in coefficients):
+        return first.float().expand(len(coefficients), -1).contiguous()
+    return torch.stack(list(coefficients)).float()
+
+
+def _signature(record: Record) -> tuple:
+    """Return all of a record that methods depend on, but for values."""
+    if isinstance(record, Product):
+        a, g = record.a, record.g
+        return a.shape, g.shape, record.is_transposed, a.dtype, g.dtype, g.device
+    g = record.value if isinstance(record, Dense) else record.g
+    return type(record), g.shape, record.shape, g.dtype, g.device
+
+
+def _is_worth_adding(records: Sequence[Record]) -> bool:
+    """Whether a float64 sum is smaller than the records that it would stand for."""
+    return 8 * math.prod(records[-1].shape) <= sum(map(_num_bytes, records))
 
 
 def _num_bytes(record: Record) -> int:

@@ -6,7 +6,7 @@ derivation is [Note: proved sensitivity] in bounds.py. On float32 records the tw
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,21 +96,6 @@ def automatic(norms: SampleNorms, max_norm: float, gamma: float = 0.01) -> Coeff
 
 
 RULES: dict[str, Rule] = {"flat": flat, "automatic": automatic}
-
-
-def summed(norms: Iterable[SampleNorms], num_samples: int, device: torch.device) -> SampleNorms:
-    """Return norms over several parameters together; zeros over none.
-
-    Args:
-        norms: Of each parameter, in an order that is the same in every run.
-        num_samples: Samples in the batch.
-        device: Where they are.
-    """
-    zeros = torch.zeros(num_samples, dtype=torch.float64, device=device)
-    total = SampleNorms(zeros, zeros)
-    for each in norms:
-        total = total + each
-    return total
 
 
 def per_group(

@@ -41,15 +41,17 @@ class Machine:
 
     Attributes:
         name: As in `MACHINES`.
-        native_flops: FLOP/s of float32 GEMMs. Halves are multiplied as float32 too.
-        double_flops: FLOP/s of float64 GEMMs, in which norms and sums accumulate.
+        native_flops: FLOP/s of float32 GEMMs; on a CPU halves are multiplied as float32 too.
+        double_flops: FLOP/s of float64 GEMMs, in which plain torch accumulates norms and sums.
         bandwidth: Bytes per second to and from memory.
+        half_flops: FLOP/s of bfloat16 GEMMs, where kernels multiply halves as such.
     """
 
     name: str
     native_flops: float
     double_flops: float
     bandwidth: float
+    half_flops: float = 1.0
 
 
 # Rough on purpose: the choice changes only where two methods cost nearly the same. A few cores with
@@ -58,7 +60,9 @@ MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
         Machine(name="cpu", native_flops=1.6e11, double_flops=0.8e11, bandwidth=1.5e10),
-        Machine(name="cuda", native_flops=5e13, double_flops=5e13, bandwidth=3.5e12),
+        Machine(
+            name="cuda", native_flops=5e13, double_flops=5e13, bandwidth=3.5e12, half_flops=6e14
+        ),
     )
 }
 
@@ -85,6 +89,7 @@ class Cost:
     Attributes:
         native_flops: FLOPs in float32.
         double_flops: FLOPs in float64.
+        half_flops: FLOPs of halves by tensor cores.
         moved_bytes: Read from and written to memory.
         kept_bytes: Held from this layer's backward to the end of the whole backward pass.
         transient_bytes: Held while this layer is worked on, at most.
@@ -92,6 +97,7 @@ class Cost:
 
     native_flops: int = 0
     double_flops: int = 0
+    half_flops: int = 0
     moved_bytes: int = 0
     kept_bytes: int = 0
     transient_bytes: int = 0
@@ -99,13 +105,14 @@ class Cost:
     @property
     def flops(self) -> int:
         """All FLOPs."""
-        return self.native_flops + self.double_flops
+        return self.native_flops + self.double_flops + self.half_flops
 
     def seconds(self, machine: Machine) -> float:
         """Return the estimated time: arithmetic and memory one after the other."""
         return (
             self.native_flops / machine.native_flops
             + self.double_flops / machine.double_flops
+            + self.half_flops / machine.half_flops
             + self.moved_bytes / machine.bandwidth
         )
 
@@ -113,6 +120,7 @@ class Cost:
         return Cost(
             native_flops=self.native_flops + other.native_flops,
             double_flops=self.double_flops + other.double_flops,
+            half_flops=self.half_flops + other.half_flops,
             moved_bytes=self.moved_bytes + other.moved_bytes,
             kept_bytes=self.kept_bytes + other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes),
@@ -132,7 +140,7 @@ def gram_cost(layer: Layer) -> Cost:
     visits = max(1, tokens // TOKENS_PER_TILE)  # of a token by other tiles, half of them saved
     return Cost(
         double_flops=layer.batch * flops,
-        moved_bytes=visits * _record_bytes(layer) + 16 * layer.batch * tokens * tile,
+        moved_bytes=visits * record_bytes(layer) + 16 * layer.batch * tokens * tile,
         transient_bytes=16 * tile * (tile + rows + columns),
     )
 
@@ -144,9 +152,9 @@ def tile_cost(layer: Layer) -> Cost:
         return gram_cost(layer)
     passes = 1 + -(-layer.num_tokens("product") // TOKENS_PER_TILE)
     return Cost(
-        double_flops=_product_flops(layer) + 2 * layer.batch * layer.numel,
+        double_flops=product_flops(layer) + 2 * layer.batch * layer.numel,
         moved_bytes=16 * layer.batch * layer.numel * passes
-        + _record_bytes(layer) * -(-rows // ROWS_PER_TILE),
+        + record_bytes(layer) * -(-rows // ROWS_PER_TILE),
         transient_bytes=16 * min(rows, ROWS_PER_TILE) * columns,
     )
 
@@ -157,9 +165,9 @@ def materialize_cost(layer: Layer) -> Cost:
         size = layer.batch * layer.numel
         return Cost(double_flops=2 * size, moved_bytes=BYTES_TO_READ * size)
     return Cost(
-        native_flops=_product_flops(layer),
+        native_flops=product_flops(layer),
         double_flops=2 * layer.batch * layer.numel,
-        moved_bytes=_record_bytes(layer)
+        moved_bytes=record_bytes(layer)
         + (BYTES_TO_FILL + BYTES_TO_READ) * layer.batch * layer.numel,
     )
 
@@ -167,7 +175,7 @@ def materialize_cost(layer: Layer) -> Cost:
 def rank_one_cost(layer: Layer) -> Cost:
     """Return the cost of two norms per sample."""
     features = sum(use.rows + use.columns for use in layer.uses)
-    return Cost(double_flops=2 * layer.batch * features, moved_bytes=_record_bytes(layer))
+    return Cost(double_flops=2 * layer.batch * features, moved_bytes=record_bytes(layer))
 
 
 def kept_cost(layer: Layer) -> Cost:
@@ -185,10 +193,10 @@ def records_cost(layer: Layer) -> Cost:
     """Return the cost of one GEMM over all samples and tokens; the records are kept."""
     tokens = layer.batch * layer.num_tokens("product")
     return Cost(
-        double_flops=_product_flops(layer),
-        moved_bytes=3 * _record_bytes(layer)
+        double_flops=product_flops(layer),
+        moved_bytes=3 * record_bytes(layer)
         + layer.numel * (12 + 16 * -(-tokens // TOKENS_PER_RESULT)),
-        kept_bytes=_record_bytes(layer),
+        kept_bytes=record_bytes(layer),
         transient_bytes=12 * layer.numel,
     )
 
@@ -199,7 +207,7 @@ def recomputed_cost(layer: Layer) -> Cost:
     Of products only g is kept. Lookups hardly hold anything else, and dense records are no larger.
     """
     again, forward = records_cost(layer), forward_cost(layer)
-    inputs = [use.tokens * _input_features(use) for use in layer.uses if use.kind == "product"]
+    inputs = [use.tokens * input_features(use) for use in layer.uses if use.kind == "product"]
     num_inputs = layer.batch * sum(inputs)
     largest = layer.batch * layer.itemsize * max(inputs, default=0)
     saved_bytes = num_inputs * layer.itemsize if layer.is_repeatable else 0
@@ -217,8 +225,8 @@ def recomputed_cost(layer: Layer) -> Cost:
 def forward_cost(layer: Layer) -> Cost:
     """Return the cost of this layer's part of a forward pass without a graph."""
     return Cost(
-        native_flops=int(FORWARD_OVERHEAD * _product_flops(layer)),
-        moved_bytes=2 * _record_bytes(layer),
+        native_flops=int(FORWARD_OVERHEAD * product_flops(layer)),
+        moved_bytes=2 * record_bytes(layer),
     )
 
 
@@ -227,11 +235,38 @@ def second_backward_cost(layer: Layer) -> Cost:
     again = records_cost(layer)
     forward = forward_cost(layer) if layer.is_checkpointed else Cost()
     return Cost(
-        native_flops=int(BACKWARD_OVERHEAD * _product_flops(layer)) + forward.native_flops,
+        native_flops=int(BACKWARD_OVERHEAD * product_flops(layer)) + forward.native_flops,
         double_flops=again.double_flops,
-        moved_bytes=again.moved_bytes + 2 * _record_bytes(layer) + forward.moved_bytes,
+        moved_bytes=again.moved_bytes + 2 * record_bytes(layer) + forward.moved_bytes,
         transient_bytes=again.transient_bytes,
     )
+
+
+def product_flops(layer: Layer) -> int:
+    """Return F: the FLOPs of one weight-gradient GEMM."""
+    return 2 * layer.batch * layer.num_tokens("product") * layer.numel
+
+
+def record_bytes(layer: Layer) -> int:
+    """Return the bytes of all records of a batch."""
+    return layer.batch * sum(_bytes_per_sample(use, layer.itemsize) for use in layer.uses)
+
+
+def input_features(use: Use) -> int:
+    """Return the features of what went in."""
+    return use.rows if use.is_transposed else use.columns
+
+
+def _bytes_per_sample(use: Use, itemsize: int) -> int:
+    match use.kind:
+        case "product":
+            return use.tokens * (use.rows + use.columns) * itemsize
+        case "lookup":
+            return use.tokens * (use.columns * itemsize + 8)
+        case "dense":
+            return use.rows * use.columns * itemsize
+        case _:
+            raise ValueError(f"expected 'product', 'lookup' or 'dense', found {use.kind!r}")
 
 
 # One line per entry of NORM_METHODS and GRADIENT_METHODS.
@@ -247,28 +282,3 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
     "recomputed": recomputed_cost,
     "second_backward": second_backward_cost,
 }
-
-
-def _product_flops(layer: Layer) -> int:
-    """Return F: the FLOPs of one weight-gradient GEMM."""
-    return 2 * layer.batch * layer.num_tokens("product") * layer.numel
-
-
-def _record_bytes(layer: Layer) -> int:
-    return layer.batch * sum(_bytes_per_sample(use, layer.itemsize) for use in layer.uses)
-
-
-def _input_features(use: Use) -> int:
-    return use.rows if use.is_transposed else use.columns
-
-
-def _bytes_per_sample(use: Use, itemsize: int) -> int:
-    match use.kind:
-        case "product":
-            return use.tokens * (use.rows + use.columns) * itemsize
-        case "lookup":
-            return use.tokens * (use.columns * itemsize + 8)
-        case "dense":
-            return use.rows * use.columns * itemsize
-        case _:
-            raise ValueError(f"expected 'product', 'lookup' or 'dense', found {use.kind!r}")

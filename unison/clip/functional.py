@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unison import check
 from unison.capture import Capture, Surroundings, batch_size_of
 from unison.clip.clipping import Clipping
-from unison.clip.coefficients import RULES, summed
+from unison.clip.coefficients import RULES
 from unison.clip.learned import PerSampleLoss, learn
 from unison.clip.plan import AUTO, MODES, Plan, plan_clipping
 from unison.errors import BadInput
@@ -90,13 +90,15 @@ def clipped_gradients(
         axes=learned.axes,
         on_record=clipping.take,
         on_product=clipping.take_product if plan.num_forwards == 2 else None,
+        streams=plan.num_forwards == 1,
+        is_light=plan.num_forwards == plan.num_backwards == 1,
     )
     with capture.installed(), torch.enable_grad():
         surroundings = Surroundings.here(model, batch)
         losses = per_sample_loss(model, batch)
         _check_losses(losses, size)
         losses.sum().backward(retain_graph=plan.num_backwards == 2)
-        norms = summed(clipping.norms().values(), size, losses.device)
+        norms = clipping.norms().total()
         coefficients = RULES[rule](norms, max_norm)
         sums = zeros_of(model)
         by_name = dict.fromkeys(sums, coefficients.values)

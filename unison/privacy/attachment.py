@@ -8,8 +8,8 @@ two, the gate runs a backward pass of its own for the norms before it lets the u
 records are added up with the coefficients that are known by then.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from unison.capture import (
     learn_axes,
     resized,
 )
-from unison.capture.names import places
+from unison.capture.names import Places
 from unison.clip import Clipping, Learned, Plan, SampleNorms
 from unison.clip.learned import kind_of, learn_layers
 from unison.errors import BadInput, UnsupportedOperation
@@ -33,16 +33,16 @@ from unison.privacy.dealing import Dealing, Part
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, probe_losses
 from unison.privacy.own_loss import OwnLoss, own_loss_of
-from unison.privacy.owners.base import MakeSums, Owner
+from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.running import ClippingSettings, Phase, RunningPart, RunningPass
+from unison.privacy.running import ClippingSettings, PassSums, Phase, RunningPart, RunningPass
 
 NUM_PROBED = 3  # samples with which it is learned what the module does
 
 
 Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
 """(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
-AddSums = Callable[[PhysicalBatch, MakeSums], None]
+AddSums = Callable[[PhysicalBatch, PassSums], None]
 """(batch, what makes the clipped sums), when a backward pass has ended."""
 
 
@@ -74,6 +74,7 @@ class Attachment:
         add_sums: AddSums,
     ) -> None:
         self.module, self.settings = module, settings
+        self.places = Places(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
@@ -86,7 +87,7 @@ class Attachment:
             self._handles = stack.pop_all()
 
     def _hooks(self) -> list[Any]:
-        names = {id(place.parameter): place.name for place in reversed(list(places(self.module)))}
+        names = {id(place.parameter): place.name for place in reversed(self.places.now())}
         guards = [
             each.register_hook(partial(_refuse_gradient, names[id(each)]))
             for each in self.module.parameters()
@@ -102,6 +103,33 @@ class Attachment:
                 self._after_forward, with_kwargs=True, always_call=True
             ),
         ]
+
+    @contextmanager
+    def redirected(
+        self,
+        *,
+        rows: Any,
+        current: Callable[[], PhysicalBatch | None],
+        coefficients: Coefficients,
+        add_sums: AddSums,
+    ) -> Iterator[None]:
+        """Let others decide in this block: for passes that are not of the loader's batches.
+
+        Args:
+            rows: What stands in for the dealing: `parts`, `most_rows`, `begin_backward`.
+            current: The batch that the module is given next.
+            coefficients: Decides the coefficients.
+            add_sums: Takes the clipped sums.
+        """
+        self.drop_pass()
+        kept = self._dealing, self._current, self._coefficients, self._add_sums
+        self._dealing, self._current = rows, current
+        self._coefficients, self._add_sums = coefficients, add_sums
+        try:
+            yield
+        finally:
+            self.drop_pass()
+            self._dealing, self._current, self._coefficients, self._add_sums = kept
 
     def detach(self) -> None:
         """Give the module back as it was."""
@@ -172,6 +200,9 @@ class Attachment:
                 axes=learned.axes,
                 on_record=partial(self._take_record, rows.granule),
                 on_product=clipping.take_product if self.plan.num_forwards == 2 else None,
+                known=self.places,
+                streams=self.plan.num_forwards == 1,
+                is_light=self.plan.num_forwards == self.plan.num_backwards == 1,
             )
             parts[rows.granule] = RunningPart(rows, clipping, capture)
         context = ExitStack()
@@ -332,18 +363,12 @@ class Attachment:
         assert running is not None
         running.phase = Phase.DONE
 
-        def make_sums(granule: int, names: Sequence[str]) -> list[Tensor | None]:
-            part = running.parts[granule]
-            assert part.coefficients is not None
-            sums = dict(part.clipping.clipped_sums(part.coefficients, names))
-            return [sums.get(name) for name in names]
-
         try:
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)
             self._repeat_forward(running)
-            self._add_sums(running.batch, make_sums)
+            self._add_sums(running.batch, PassSums(running.parts))
         finally:
             running.parts.clear()
             # Sharded units end their own backward pass after this, and must still know that there

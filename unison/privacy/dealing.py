@@ -64,7 +64,7 @@ class Dealing:
         batch_dim: int = 0,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
-        self._most = max_physical_batch_size
+        self.max_physical_batch_size = max_physical_batch_size
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
         self.most_rows = 1  # of a part on any rank: what ranks plan for, since they must plan alike
@@ -83,7 +83,8 @@ class Dealing:
             ranks=self.ranks,
             step=physical.step,
             is_granular=self.granule is not None,
-            granules_per_pass=self._most and self._most // granule,
+            granules_per_pass=self.max_physical_batch_size
+            and self.max_physical_batch_size // granule,
         )
         self.plan = plan = plans[physical.index]
         ids = plan.sample_ids
@@ -92,8 +93,8 @@ class Dealing:
         assert int(is_real.sum()) == physical.num_samples
         if self.granule is None:
             longest = max(high - low for low, high in itertools.pairwise(plan.edges))
-            rest = longest - physical.index * (self._most or longest)
-            self.most_rows = max(1, min(self._most or longest, rest))
+            rest = longest - physical.index * (self.max_physical_batch_size or longest)
+            self.most_rows = max(1, min(self.max_physical_batch_size or longest, rest))
             self.parts = [Part(PLAIN, is_real)]
         else:
             rows = is_real.split(granule)
@@ -139,6 +140,19 @@ class Dealing:
     def begin_backward(self) -> None:
         """Note how the loss was made, which its backward pass has told by now."""
         self._mean_was_used = take_mean_was_used()
+
+
+class FixedRows:
+    """The rows of passes that are all of one size, in the place of `Dealing`."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.parts: Sequence[Part] = [Part(PLAIN, torch.ones(num_rows, dtype=torch.bool))]
+        self.most_rows = num_rows
+
+    def begin_backward(self) -> None:
+        """Refuse a loss over more rows than those of the pass."""
+        if take_mean_was_used():
+            raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
 
 
 def plain_leaf(leaf: Any) -> Any:

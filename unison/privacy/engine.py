@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,9 +27,11 @@ from unison.privacy.arguments import (
 )
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import noise_multiplier_for
+from unison.privacy.clip_rules import CLIP_RULES
 from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
+from unison.privacy.graph import LossOf
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
@@ -38,7 +40,7 @@ from unison.privacy.ranks import Ranks, open_on_ranks, show_shards
 from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling
 from unison.privacy.schedules import Schedule
-from unison.privacy.training import CLIP_RULES, PrivateTraining
+from unison.privacy.training import PrivateTraining
 from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -293,6 +295,36 @@ class PrivacyEngine:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         return self._attached.check(args, kwargs)
+
+    def capture_graph(self, loss_of: LossOf, *example: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Record a pass as a CUDA graph: what a GPU does then costs Python next to nothing.
+
+        ```python
+        run = engine.capture_graph(lambda x, y: unison.per_sample_loss(module(x), y), x, y)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run(x, y)  # forward, backward, clipping, noise
+            optimizer.step()
+        ```
+
+        Recording runs the model a few times; it spends no budget and changes no parameter. Batches
+        of fewer rows are padded, so Poisson sampling works: give `make_private` a
+        `max_physical_batch_size` that the GPU likes.
+
+        Args:
+            loss_of: One loss per row [rows], of tensors.
+            example: A batch as `loss_of` takes it, on the GPU.
+
+        Returns:
+            A function of a batch of the loader, to be called once for each. It returns the mean
+            loss of its rows, which like any loss is not covered by ε.
+
+        Raises:
+            UnsupportedOperation: The module is sharded, trained in granules, or not on one GPU.
+        """
+        training = self._attached
+        graph = training.capture_graph(loss_of, example)
+        return lambda *batch: training.replay(graph, batch)
 
     def get_epsilon(self, delta: float) -> float:
         """Return ε at δ of what the ledger holds."""

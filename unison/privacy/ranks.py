@@ -51,6 +51,7 @@ def open_on_ranks(
     if ledger is None:
         ledger = Ledger.open(None, mechanism=mechanism, accountant=accountant)
         ledger.load_state_dict(state)
+        ledger.is_copy = not state["is_in_memory"]
     return ledger
 
 

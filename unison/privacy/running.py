@@ -1,6 +1,6 @@
 """A physical batch on its way through the module: what is held of it until its sums are made."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -62,3 +62,29 @@ class RunningPass:
     def num_backwards(self) -> int:
         """Backward passes that clipping takes."""
         return max((part.clipping.plan.num_backwards for part in self.parts.values()), default=1)
+
+
+class PassSums:
+    """Makes the clipped sums of a pass that has ended; see `MakeSums`."""
+
+    def __init__(self, parts: dict[int, RunningPart]) -> None:
+        self._parts = dict(parts)
+
+    def __call__(self, granule: int, names: Sequence[str]) -> list[Tensor | None]:
+        """Return this rank's clipped sums of these parameters, None for one not used."""
+        part = self._parts[granule]
+        assert part.coefficients is not None
+        sums = dict(part.clipping.clipped_sums(part.coefficients, names))
+        return [sums.get(name) for name in names]
+
+    def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Hand out what the sums are made of, if all rows were computed together.
+
+        See `Clipping.shares`; None, if there are several granules.
+        """
+        if len(self._parts) != 1:
+            return None
+        ((_, part),) = self._parts.items()
+        assert part.coefficients is not None
+        shares = part.clipping.shares(part.coefficients)
+        return {name: (values, weights) for name, values, weights in shares}

@@ -5,8 +5,9 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,40 +15,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.names import places
-from unison.clip import RULES, Plan, SampleNorms, per_layer, summed
-from unison.errors import BadInput
+from unison.clip import NormTable, Plan, SampleNorms
+from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.available import takes
 from unison.privacy.adaptive import noisy_fraction
 from unison.privacy.attachment import Attachment
 from unison.privacy.budget import BudgetGuard
+from unison.privacy.clip_rules import CLIP_RULES
 from unison.privacy.dealing import Dealing, Part, sum_exact
 from unison.privacy.diagnostics import BatchNorms, Diagnostics
+from unison.privacy.given import GivenGradients
+from unison.privacy.graph import GraphedPass, LossOf, add_shares
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism, Release
-from unison.privacy.noise import finalise, noisy_count
-from unison.privacy.owners import Owned, Owner
-from unison.privacy.owners.base import MakeSums
+from unison.privacy.noise import noisy_count
+from unison.privacy.owners import Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.running import ClippingSettings
+from unison.privacy.releasing import Releasing
+from unison.privacy.running import ClippingSettings, PassSums
 from unison.rng import Key, NoiseClock
-
-# (norms of the used parameters, norms over all, C, names of all parameters) -> coefficients by name
-ClipRule = Callable[
-    [Mapping[str, SampleNorms], SampleNorms, float, Sequence[str]], Mapping[str, Tensor]
-]
-CLIP_RULES: dict[str, ClipRule] = {
-    **{
-        # `rule` is bound where the function is made; a loop variable would be the last one.
-        name: lambda _, total, clip_norm, names, rule=rule: dict.fromkeys(
-            names, rule(total, clip_norm).values
-        )
-        for name, rule in RULES.items()
-    },
-    "per_layer": lambda each, _, clip_norm, names: (
-        per_layer(each, clip_norm, num_parameters=len(names)).values if each else {}
-    ),
-}
 
 
 @dataclass(eq=False)
@@ -59,6 +46,8 @@ class _Batch:
     norms: list[Tensor]  # of this rank's samples, of each part of each pass [samples]
     positions: list[Tensor]  # where they stand in the logical batch [samples]
     rates: list[Any]  # the optimizer's learning rates when it began
+    key: Key | None = None  # of its noise, once the ledger holds its intent
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of recorded passes
 
 
 class PrivateTraining:
@@ -88,7 +77,7 @@ class PrivateTraining:
         self._parameters = {each.name: each.parameter for each in owner.owned}
         self._batch: _Batch | None = None
         self._last: BatchNorms | None = None
-        self._given: dict[str, Tensor] = {}  # gradients as they were handed to the optimizer
+        self._given = GivenGradients()
         self._uncommitted: int | None = None
         self._has_warned = False
         self._attachment = Attachment(
@@ -102,6 +91,8 @@ class PrivateTraining:
         )
         loader.present = dealing.present
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
+        self._releasing = Releasing(owner)
+        self._clip_norms: dict[GraphedPass, float] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -163,25 +154,37 @@ class PrivateTraining:
         running = self._running(batch)
         clip_norm = running.release.max_grad_norm
         factor = self._dealing.loss_factor(part, self._loss_reduction)
-        scaled = {
-            name: SampleNorms(each.squared * factor**2, each.upper * factor**2)
-            for name, each in self._owner.whole_norms(norms).items()
-        }
-        some = next(iter(scaled.values()), None)
-        device = torch.device("cpu") if some is None else some.squared.device
-        total = summed(scaled.values(), part.num_rows, device)
-        is_real = part.is_real.to(device)
+        whole = self._owner.whole_norms(norms)
+        scaled = NormTable.of(whole, part.num_rows).scaled(factor)
+        total = scaled.total()
         by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
-        own = total.squared.clamp(min=0).sqrt()[is_real]
+        norms_of_rows = total.squared.clamp(min=0).sqrt()
         assert self._dealing.plan is not None
         ids = self._dealing.plan.sample_ids
         if len(self._dealing.parts) > 1:
             ids = ids.split(part.num_rows)[list(self._dealing.parts).index(part)]
-        running.norms.append(own)
+        # Nothing here may wait for the device: what is padding is known without it.
+        real = part.is_real.nonzero().flatten()
+        is_padded = len(real) < part.num_rows
+        device = total.squared.device
+        where = real.to(device, non_blocking=True) if is_padded else None
+        running.norms.append(norms_of_rows if where is None else norms_of_rows[where])
         running.positions.append(ids[part.is_real])
-        return {name: (each * factor).where(is_real, 0.0) for name, each in by_name.items()}
+        is_real = part.is_real.to(device, non_blocking=True) if is_padded else None
+        # Parameters that are clipped together share one tensor: it is scaled once.
+        own = {}
+        for each in by_name.values():
+            if id(each) not in own:
+                scaled_up = each * factor
+                own[id(each)] = scaled_up if is_real is None else scaled_up.where(is_real, 0.0)
+        return {name: own[id(each)] for name, each in by_name.items()}
 
-    def _add_sums(self, batch: PhysicalBatch, make_sums: MakeSums) -> None:
+    def _is_all(self, batch: PhysicalBatch, running: _Batch) -> bool:
+        """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
+        is_only_pass = batch.is_last and running.next_pass == 0
+        return is_only_pass and self._owner.is_alone and takes(*self._parameters.values())
+
+    def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it.
 
         The intent is written before the sums of the last pass go over ranks: that exchange ends on
@@ -190,46 +193,96 @@ class PrivateTraining:
         running, plan = self._running(batch), self._dealing.plan
         assert plan is not None
         if batch.is_last:
-            self.ledger.intend(running.release)
-        self._owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            self._open_release(running)
+        own = sums.shares() if self._is_all(batch, running) else None
+        if own is None:
+            self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
         if batch.is_last:
-            self._release(running, batch.logical_size)
+            self._release(running, batch.logical_size, own)
         elif not self._has_warned and self._learning_rates() != running.rates:
             self._warn_of_scheduler()
 
-    def _release(self, running: _Batch, num_samples: int) -> None:
-        """Noise, division, `.grad`, of what this rank owns."""
-        release, self._batch = running.release, None
-        key = self._clock.advance(release.step)
-        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
-        for owned, total in self._owner.totals():
-            gradient = finalise(
-                total,
-                name=owned.name,
-                key=key,
-                release=release,
-                divisor=divisor,
-                dtype=owned.parameter.dtype,
-                box=owned.box,
+    def _open_release(self, running: _Batch) -> None:
+        """Count a logical batch, before anything of its noise is drawn."""
+        self.ledger.intend(running.release)
+        running.key = self._clock.advance(running.release.step)
+
+    def capture_graph(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
+        """See `PrivacyEngine.capture_graph`."""
+        if not (self._owner.is_alone and takes(*self._parameters.values())):
+            raise UnsupportedOperation(
+                "capture_graph needs all parameters on one CUDA device and no granules; sharded "
+                "and ordered training run without a graph"
             )
-            self._give(owned, gradient)
+        if self.mechanism.adaptive is not None:
+            raise UnsupportedOperation("capture_graph with adaptive clipping: its C is not fixed")
+        clip_norm = self.mechanism.release(self.loader.next_step).max_grad_norm
+        graph = GraphedPass(
+            self._attachment,
+            loss_of,
+            example,
+            num_rows=self._dealing.max_physical_batch_size or len(example[0]),
+            rule=partial(self._fixed_rule, clip_norm),
+        )
+        self._clip_norms[graph] = clip_norm
+        return graph
+
+    def _fixed_rule(
+        self, clip_norm: float, norms: NormTable, total: SampleNorms
+    ) -> Mapping[str, Tensor]:
+        return CLIP_RULES[self._clip_rule](norms, total, clip_norm, list(self._parameters))
+
+    def replay(self, graph: GraphedPass, batch: Sequence[Tensor]) -> Tensor:
+        """Run a recorded pass on the batch in the user's hands, and return its loss."""
+        current = self.loader.current
+        if current is None:
+            raise BadInput("expected a batch of the loader that make_private returned")
+        running = self._running(current)
+        if running.release.max_grad_norm != self._clip_norms[graph]:
+            raise BadInput(
+                f"the graph was recorded for max_grad_norm={self._clip_norms[graph]}, and this "
+                f"step has {running.release.max_grad_norm}: record another"
+            )
+        if current.is_last:
+            self._open_release(running)
+        graph.replay(batch, current.num_samples)
+        running.norms.append(graph.norms[: current.num_samples].clone())
+        first = current.first_position
+        running.positions.append(torch.arange(first, first + current.num_samples))
+        is_only = current.is_last and running.next_pass == 0
+        own = graph.shares if is_only else add_shares(graph.shares, running.sums)
+        running.next_pass += 1
+        if current.is_last:
+            self._release(running, current.logical_size, own)
+        return graph.loss.clone()
+
+    def _release(
+        self,
+        running: _Batch,
+        num_samples: int,
+        own: Mapping[str, tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        """Noise, division, `.grad`, of what this rank owns.
+
+        Args:
+            running: The logical batch.
+            num_samples: How many samples it has.
+            own: What the sums of each used parameter are made of, where this rank has all of it;
+                else the owner has them.
+        """
+        release, self._batch = running.release, None
+        assert running.key is not None
+        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        for owned, gradient in self._releasing.gradients(
+            own, key=running.key, release=release, divisor=divisor, num_samples=num_samples
+        ):
+            self._given.give(owned, gradient)
         self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
-        self.mechanism.finish(release.step, noisy_fraction=self._noisy_fraction(release, key))
-
-    def _give(self, owned: Owned, gradient: Tensor) -> None:
-        """Put a gradient where the optimizer finds it.
-
-        As torch does: added to what is there, whose own noise was drawn and counted.
-        """
-        parameter, gradient = owned.parameter, owned.as_gradient(gradient)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            self._require_own(owned.name, parameter)
-            parameter.grad.add_(gradient)
-        self._given[owned.name] = parameter.grad
+        self.mechanism.finish(
+            release.step, noisy_fraction=self._noisy_fraction(release, running.key)
+        )
 
     def _noisy_fraction(self, release: Release, key: Key) -> float | None:
         if self.mechanism.adaptive is None:
@@ -248,27 +301,17 @@ class PrivateTraining:
             raise BadInput(
                 "optimizer.step(closure) would release a batch several times; call step()"
             )
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                self._require_own(name, parameter)
+        self._given.check(self._parameters)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._uncommitted is not None:
             self.ledger.commit(self._uncommitted)
             self._uncommitted = None
 
-    def _require_own(self, name: str, parameter: nn.Parameter) -> None:
-        if parameter.grad is not self._given.get(name):
-            raise BadInput(
-                f"{name}.grad is not what the privacy engine put there; a gradient that was not "
-                "clipped and noised must not be trained on. Change gradients in place only, and "
-                "after the last physical batch"
-            )
-
     def _check_trainable(self) -> None:
         changed = [
             place.name
-            for place in places(self.module)
+            for place in self._attachment.places
             if place.parameter.requires_grad != (place.name in self._parameters)
         ]
         if changed:

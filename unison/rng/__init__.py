@@ -22,7 +22,7 @@ from unison.rng.secure import (
     round_to_grid,
     secure_normal,
 )
-from unison.rng.streams import Box, Stream
+from unison.rng.streams import Box, Stream, words_of_streams
 
 __all__ = [
     "Box",
@@ -48,4 +48,5 @@ __all__ = [
     "truncated_normal",
     "uniform",
     "words",
+    "words_of_streams",
 ]

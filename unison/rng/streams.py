@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from unison import check
@@ -126,3 +127,17 @@ class Stream:
         )
 
     __copy__ = __deepcopy__ = __getstate__ = __reduce__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+
+
+def words_of_streams(
+    key: Key, names: Sequence[str], *, step: int, purpose: str, cipher: Cipher
+) -> torch.Tensor:
+    """Return `Stream(key, name, ...).words` of many names: int64 [names, words].
+
+    It holds key material: keep it no longer than it is used.
+    """
+    check.not_negative(step=step)
+    count = cipher.num_key_words
+    secret = key.derive_many(["stream", cipher.name, purpose], names, [step], size=4 * count)
+    words = np.frombuffer(secret, dtype="<u4").astype(np.int64)
+    return torch.from_numpy(words).view(len(names), count)

@@ -69,7 +69,8 @@ OUTPUT_DTYPES = {
 }
 
 NUM_KEY, NUM_FLOATS, NUM_INTS = 10, 4, 2
-FLOATS_AT = 2 + NUM_KEY
+KEY_AT = 2
+FLOATS_AT = KEY_AT + NUM_KEY
 INTS_AT = FLOATS_AT + NUM_FLOATS
 RECIPE_LENGTH = INTS_AT + NUM_INTS
 
@@ -116,14 +117,17 @@ class Recipe:
         """Elements that one counter value yields; no element straddles two blocks."""
         return self.cipher.words_per_block // self.words_per_element
 
-    def pack(self) -> torch.Tensor:  # int64 [RECIPE_LENGTH], CPU
-        """Return the recipe as a tensor."""
+    def numbers(self) -> list[int]:
+        """Return the recipe as RECIPE_LENGTH integers."""
         assert len(self.key) == self.cipher.num_key_words
         key = [*self.key, *[0] * (NUM_KEY - len(self.key))]
         floats = [*self.floats, *[0.0] * (NUM_FLOATS - len(self.floats))]
         ints = [*self.ints, *[0] * (NUM_INTS - len(self.ints))]
-        numbers = [int(self.cipher), int(self.distribution), *key, *map(float_bits, floats), *ints]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return [int(self.cipher), int(self.distribution), *key, *map(float_bits, floats), *ints]
+
+    def pack(self) -> torch.Tensor:  # int64 [RECIPE_LENGTH], CPU
+        """Return the recipe as a tensor."""
+        return torch.tensor(self.numbers(), dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> "Recipe":

@@ -69,6 +69,11 @@ class RecordsWhole:
         """All ranks that train together; see `Owner`."""
         return self.ranks
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's own sums are all there is; see `Owner`."""
+        return False
+
     def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """What clipping is planned for; see `Owner`."""
         return layers
@@ -96,6 +101,11 @@ class Owner(Protocol):
     @property
     def everyone(self) -> Ranks:
         """All ranks that train together: they have one key and one ledger."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's own sums of a pass, in any order, are those over all ranks."""
         ...
 
     def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:

@@ -45,6 +45,11 @@ class Replicated(RecordsWhole):
             self._synced = self._ddp.require_backward_grad_sync
             self._ddp.require_backward_grad_sync = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's own sums are all there is; see `Owner`."""
+        return self.ranks.size == 1 and not self.is_ordered
+
     def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[Any]:
         """Put tracked parameters in place; see `Owner`."""
         if list(captures) == [PLAIN]:

@@ -104,7 +104,7 @@ class TensorParallel:
     can_repeat = True
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
-        refuse_compiled(module)
+        refuse_compiled(module.named_modules())
         self.module, self.is_ordered = module, is_ordered
         self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
         self.owned: Sequence[Owned] = _owned(module)
@@ -164,6 +164,11 @@ class TensorParallel:
             told, group=self._tensor.group, group_src=0, device=device_of(self._tensor)
         )
         return told[0]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's own sums are all there is; see `Owner`."""
+        return False
 
     def whole_norms(self, norms: Mapping[str, SampleNorms]) -> Mapping[str, SampleNorms]:
         """The norms of samples over all parts, replicated ones once: see [Note: whose squares].

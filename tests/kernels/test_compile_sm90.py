@@ -1,0 +1,154 @@
+"""Every kernel compiles for an H100 or H200, which needs no GPU, and reads memory wide."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILED = """
+import json, re, sys, warnings
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from unison.kernels.random.tables import SECURE
+
+warnings.simplefilter("ignore")
+POINTERS = {
+    "table": "*i64", "tensors": "*i32", "first_tiles": "*i64", "weights": "*fp32",
+    "recipes": "*i64", "coefficients": "*fp64", "parts": "*fp32",
+    "keys": "*i64", "order": "*i64", "squares": "*fp32", "masses": "*fp32", "out": "*fp32",
+    "g": "*bf16", "x": "*bf16", "left": "*bf16", "right": "*bf16",
+}
+FLOATS = ("divisor", "factor", "eps")
+
+def compiled(kernel, options, types=(), **constants):
+    types = {**POINTERS, **dict.fromkeys(FLOATS, "fp32"), **dict(types)}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    # Pointers and strides as they are: multiples of 16. Addresses in tables are none of them.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("rows", "columns", "features")
+        or re.fullmatch("s[lrgxot]*[bt]", name)
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, places, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def many_cases():
+    from unison.kernels.many import launch, triton as k
+    secure = {"SEGMENTS": SECURE.num_segments, "DEGREE": SECURE.num_coefficients - 1}
+    plain = {"enable_fp_fusion": False}
+    for aligned in (True, False):
+        yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
+            "ALIGNED": aligned, "TILE": launch._SQUARE_TILE}
+        for name, is_noisy in (("sum", False), ("noisy", True)):
+            yield f"release {name} {aligned}", k.release_kernel, {
+                "num_warps": 4 if is_noisy else 8, **plain}, {}, {
+                **secure, "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
+                "ALIGNED": aligned,
+                "TILE": launch._NOISY_TILE if is_noisy else launch._COMBINE_TILE}
+    yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
+        **secure, "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
+        "TILE": launch._COMBINE_TILE}
+    yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
+
+def other_cases():
+    import torch
+    from unison.kernels.affine import triton as affine
+    from unison.kernels.gram import triton as gram
+    from unison.kernels.lookup import triton as lookup
+    from unison.kernels.products import triton as products
+    for add in (True, False):
+        yield f"rows {add}", lookup.rows_kernel, {"num_warps": 4}, {
+            "table": "*bf16" if add else "*fp32"}, {"ADD": add, "FEATURES": 2048}
+    yield "weighted rows", lookup.weighted_kernel, {"num_warps": 4}, {}, {"FEATURES": 2048}
+    yield "affine", affine._sums_kernel, {"num_warps": 8}, {}, {
+        "CENTRED": True, "OFFSET": True, "TOKENS": affine._TOKENS, "ROWS": affine._ROWS,
+        "FEATURES": 2048}
+    for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        sides = {"left": pointer, "right": pointer}
+        config = products.choose_config(1280, 5120, dtype)
+        tiles = {"BM": config.rows, "BN": config.columns, "BK": config.tokens, "TMA_L": False,
+                 "TMA_R": False, "EVEN_L": False, "EVEN_R": False, "PRECISION": "ieee"}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        for store in (True, False):
+            yield f"per sample {pointer} {store}", products._per_sample_kernel, options, {
+                **sides, "out": pointer}, {**tiles, "STORE": store}
+        yield f"weighted {pointer}", products._weighted_kernel, options, sides, {
+            **tiles, "ADD": False}
+        is_half = dtype == torch.bfloat16
+        yield f"gram {pointer}", gram._gram_kernel, {"num_warps": 8 if is_half else 4}, {
+            **sides, "squares": "*fp64"}, {
+            "PRECISION": "ieee", "RUN": gram.run_of(dtype), "BT": 128 if is_half else 64,
+            "BK": 64 if is_half else 32}
+
+found, wanted = {}, sys.argv[1:]
+for cases in (many_cases, other_cases):
+    for name, kernel, options, types, constants in cases():
+        if not any(name == each or each.endswith("*") and each[:-1] in name for each in wanted):
+            continue
+        made = compiled(kernel, options, types.items(), **constants)
+        ptx = made.asm["ptx"]
+        counts = {"wide": "ld.global.v4", "tensor": "wgmma.mma_async", "atomic": "atom."}
+        found[name] = {key: ptx.count(text) for key, text in counts.items()}
+        found[name]["fused"] = len(re.findall(r"fma[.a-z]*\\.f64", ptx))
+        found[name]["shared"] = made.metadata.shared
+print(json.dumps(found))
+"""
+
+
+def compiled(*names: str) -> dict[str, dict[str, int]]:
+    """Return what is in the code of the named kernels; a star stands for the rest of a name."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED, *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=115,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_aligned_tensors_are_read_wide():
+    """The compiler has to believe what the table says, or it would load one by one."""
+    found = compiled("squares True", "release sum True", "release noisy True")
+    assert len(found) == 3
+    for name, counts in found.items():
+        assert counts["wide"] > 0, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (("squares*", "total", "add"), 4),
+        (("release*",), 4),
+        (("rows*", "affine"), 4),
+        (("*bf16*",), 4),
+        (("*fp32*",), 4),
+    ],
+    ids=["squares", "release", "rows", "bf16", "fp32"],
+)
+def test_all_kernels_compile(names, count):
+    found = compiled(*names)
+    assert len(found) == count, found.keys()
+    for name, counts in found.items():
+        # A float that is added atomically is added in any order.
+        assert counts["atomic"] == 0, name
+        assert counts["shared"] <= 227 << 10, name
+        if name.startswith("release"):
+            assert counts["fused"] == 0, name  # it rounds once where the definition rounds twice
+        if name.endswith(("True", "False")) and name.startswith(("squares", "release")):
+            assert (counts["wide"] > 0) == name.endswith("True"), name
+        if "*bf16" in name:
+            assert counts["tensor"] > 0, name

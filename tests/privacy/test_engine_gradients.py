@@ -1,0 +1,216 @@
+"""What ends up in `.grad`, and backward passes that are refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tests.harness.oracle import clipped_sum, per_sample_norms
+from tests.privacy.common import (
+    NUM_FEATURES,
+    attach,
+    data,
+    losses,
+    make_model,
+)
+from unison.clip import MODES, clipped_gradients
+from unison.errors import BadInput, UnsupportedOperation
+
+ALL_MODES = [*MODES, "auto"]
+X, Y = data()
+
+
+def gradients_of_one_batch(mode: str, reduction: str = "mean", **settings) -> None:
+    """Every logical batch's gradient, without noise, is that of the functional core."""
+    engine, module, optimizer, private = attach(
+        clipping=mode, noise_multiplier=0.0, loss_reduction=reduction, **settings
+    )
+    divisor = 12 if reduction == "mean" else 1
+    plain = make_model()
+    ids: list[Tensor] = []
+    num_checked = 0
+    for x, y in private:
+        optimizer.zero_grad()
+        cross_entropy(module(x), y, reduction=reduction).backward()
+        ids.append(private.current.record_ids)
+        if private.current.is_last:
+            records, ids = torch.cat(ids), []
+            plain.load_state_dict(module.state_dict())
+            batch = (X[records], Y[records])
+            expected = clipped_gradients(plain, losses, batch, max_norm=0.5)
+            for name, parameter in module.named_parameters():
+                wanted = expected.sums[name] / divisor
+                error = (parameter.grad - wanted).norm() / wanted.norm()
+                assert error <= 1e-6, (name, float(error))
+            torch.testing.assert_close(engine.per_sample_norms(), expected.norms)
+            num_checked += 1
+        else:
+            assert all(parameter.grad is None for parameter in module.parameters())
+        optimizer.step()
+    assert num_checked == len(private)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("physical", [None, 5])
+def test_gradient_of_a_logical_batch(mode, physical):
+    gradients_of_one_batch(mode, max_physical_batch_size=physical)
+
+
+def test_gradient_of_summed_losses():
+    gradients_of_one_batch("auto", reduction="sum", max_physical_batch_size=7)
+
+
+def test_against_the_loop_over_samples():
+    engine, module, _, private = attach(make_model(), noise_multiplier=0.0)
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    plain = make_model()
+    norms = per_sample_norms(plain, losses, (x, y))
+    torch.testing.assert_close(engine.per_sample_norms(), norms, rtol=1e-6, atol=0.0)
+    for name, value in clipped_sum(plain, losses, (x, y), 0.5).items():
+        error = (module.get_parameter(name).grad.double() * 12 - value).norm() / value.norm()
+        assert error <= 1e-6
+
+
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(NUM_FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_several_forward_passes_before_one_backward_pass():
+    _, module, _, private = attach(Siamese(), noise_multiplier=0.0, clipping="ghost_bk")
+    x, _ = next(iter(private))
+    (module(x).square().sum(1) + module(2 * x).sin().sum(1)).mean().backward()
+
+    def both(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum(1) + model(2 * x).sin().sum(1)
+
+    plain = Siamese()
+    plain.load_state_dict(module.state_dict())
+    expected = clipped_gradients(plain, both, x, max_norm=0.5).sums
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad * 12, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_two_passes_and_several_forward_passes_are_refused():
+    _, module, _, private = attach(Siamese(), clipping="ghost")
+    x, _ = next(iter(private))
+    with pytest.raises(UnsupportedOperation, match="'ghost' takes two backward passes"):
+        (module(x).sum(1) + module(2 * x).sum(1)).mean().backward()
+
+
+def test_gradients_of_the_batch_itself_come_once():
+    for mode in ("ghost", "auto"):
+        _, module, _, private = attach(clipping=mode)
+        x, y = next(iter(private))
+        wanted = x.clone().requires_grad_()
+        cross_entropy(make_model()(wanted), y).backward()
+        x.requires_grad_()
+        cross_entropy(module(x), y).backward()
+        torch.testing.assert_close(x.grad, wanted.grad)
+
+
+# ---- a backward too many, or none ----------------------------------------------------------------
+
+
+def test_a_second_backward_pass_of_one_batch_is_refused():
+    """A peer silently keeps only the last micro-batch (0.68 relative error)."""
+    _, module, _, private = attach()
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    with pytest.raises(BadInput, match="went backward already"):
+        module(x)
+    _, module, _, private = attach()
+    x, y = next(iter(private))
+    loss = cross_entropy(module(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(BadInput, match="once per batch"):
+        loss.backward()
+
+
+def test_half_of_a_batch_is_refused():
+    _, module, _, private = attach()
+    x, _ = next(iter(private))
+    with pytest.raises(BadInput, match=r"handed out \d+ samples(.|\n)*max_physical_batch_size"):
+        module(x[: len(x) // 2])
+
+
+def test_a_batch_that_never_went_backward_is_refused():
+    *_, private = attach()
+    batches = iter(private)
+    next(batches)
+    with pytest.raises(BadInput, match="step 0 never went backward"):
+        next(batches)
+
+
+def test_a_physical_batch_that_was_skipped_is_refused():
+    _, module, _, private = attach(max_physical_batch_size=4)
+    batches = iter(private)
+    next(batches)
+    x, y = next(batches)
+    assert private.current.index == 1
+    with pytest.raises(BadInput, match="physical batch 1 of step 0 went backward where batch 0"):
+        cross_entropy(module(x), y).backward()
+
+
+def test_a_forward_pass_without_a_batch_of_the_loader():
+    _, module, _, _ = attach()
+    with pytest.raises(BadInput, match="not a batch of its loader"):
+        module(X[:12])
+    module.eval()
+    module(X[:12])
+    module.train()
+    with torch.no_grad():
+        module(X[:7])
+
+
+def test_gradients_past_the_capture_are_refused():
+    _, module, _, _ = attach()
+    module.eval()
+    with pytest.raises(UnsupportedOperation, match=r"a gradient reached '\d\.\w+' itself"):
+        cross_entropy(module(X[:12]), Y[:12]).backward()
+
+
+def test_gradients_of_somebody_else_are_refused():
+    _, module, optimizer, private = attach()
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    module[0].weight.grad = torch.ones_like(module[0].weight)
+    with pytest.raises(BadInput, match=r"0\.weight\.grad is not what the privacy engine put"):
+        optimizer.step()
+
+
+def test_gradients_may_be_changed_in_place():
+    _, module, optimizer, private = attach()
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    optimizer.step()
+
+
+def test_gradients_add_up_over_logical_batches_as_in_torch():
+    found = {}
+    for is_added in (True, False):
+        _, module, optimizer, private = attach()
+        batches = iter(private)
+        parts = []
+        for _ in range(2):
+            x, y = next(batches)
+            if not is_added:
+                optimizer.zero_grad()
+            cross_entropy(module(x), y).backward()
+            parts.append(module[0].weight.grad.clone())
+        found[is_added] = parts
+    torch.testing.assert_close(found[True][1], found[False][0] + found[False][1])
+
+
+def test_a_closure_is_refused():
+    _, module, optimizer, private = attach()
+    x, y = next(iter(private))
+    cross_entropy(module(x), y).backward()
+    with pytest.raises(BadInput, match="closure"):
+        optimizer.step(lambda: 0.0)

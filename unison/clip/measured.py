@@ -1,0 +1,249 @@
+"""Norms, gradients and clipped sums by compiled kernels: what clipping does on CUDA.
+
+[Note: the measured tensor] Plain torch accumulates in float64, and bounds.py proves from that what
+a sample adds. Tensor cores accumulate in float32, where such a proof would cost percents. So here
+the clipped sum is Σ_b c_b X_b of tensors X_b that were *measured*: either they lie in memory since,
+or the same kernel makes the same bits of them again (the same loads, the same order, in registers).
+How far X_b is from the exact gradient is a matter of accuracy, not of privacy. What remains are the
+roundings of ‖X_b‖² and of the sum over samples, a few hundred at most, none multiplied by the
+number of tokens:
+
+    n² ≤ n̂² (1 + γ_s) + numel · 2⁻¹²⁵       (float32 sums of squares in tiles, float64 over tiles)
+    ‖share‖ ≤ c n (1 + γ_{B+4})             (c rounded to float32, one product, B sums)
+
+Only Gram norms measure no tensor. They need the mass S of bounds.py: |n̂² − n²| ≤ γ_g S², and the
+share, made by a product kernel, is off by ρS. The mass counts each token's norm a little above
+`least_norm`, so that it pays for squares that underflow.
+
+*Assumption on tensor cores:* the product of two bfloat16, float16 or TF32 numbers is exact, and one
+instruction adds 16 (or fewer) of them to its accumulator with an error of at most 2⁻²² of the sum
+of their absolute values: products aligned to the largest and cut, as measured by Fasi et al.
+(2021).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unison.clip.bounds import SampleNorms, gamma
+from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
+from unison.kernels import many
+from unison.kernels.available import takes
+from unison.ops import Dense, Lookup, Product, Record, Streamed
+
+_UNIT = 2.0**-24
+SQUARE_ROUNDINGS = 256  # of a term of a sum of squares, in float32, in any of the kernels
+_UNDERFLOW = 2.0**-125  # what a square that is too small for float32 may have lost
+_TERMS_PER_STEP = 16  # of one instruction of a tensor core
+_UNITS_PER_STEP = 4  # its error, in units of 2⁻²⁴
+_ALIGNED = 8  # elements: cuBLAS is slow on rows that do not begin at 16 bytes
+
+
+class Formed(Dense):
+    """Per-sample gradients that were formed here: they may be written to."""
+
+
+def form(record: Streamed) -> Tensor:
+    """Multiply a record out that comes in pieces [batch, *shape]; no two of them exist at once."""
+    dtype = kept_dtype([Product(record.a, record.a, record.is_transposed, record.shape)])
+    if record.a.dtype == torch.float64:
+        dtype = torch.float64
+    out = record.a.new_empty(record.batch, *record.shape, dtype=dtype)
+    for samples, piece in record.first_chunks():
+        left, right = factors(piece)
+        if takes(left, right):
+            _products().per_sample(left, right, out[samples], _precision())
+        else:
+            torch.bmm(left.mT.to(dtype), right.to(dtype), out=out[samples])
+        del piece, left, right
+    return out
+
+
+def is_taken(records: Sequence[Record]) -> bool:
+    """Whether the kernels take the records of a parameter."""
+    tensors = [each for record in records for each in tensors_of(record)]
+    if not takes(*tensors):
+        return False
+    return len({matrix_shape([r]) for r in records if not isinstance(r, Dense)}) <= 1
+
+
+def kept_dtype(records: Sequence[Record]) -> torch.dtype:
+    """Return the dtype of per-sample gradients that are kept.
+
+    Half the memory of float32, if records are bfloat16; float16 would overflow.
+    """
+    is_half = all(each.dtype == torch.bfloat16 for r in records for each in tensors_of(r))
+    if is_half and not all(type(record) is Dense for record in records):
+        return torch.bfloat16
+    return torch.float32
+
+
+def materialize(records: Sequence[Record]) -> Tensor:
+    """Form the per-sample gradients [batch, *shape] of one parameter, to be measured and kept."""
+    if len(records) == 1:
+        match records[0]:
+            case Dense(value=value):
+                return value if value[:1].is_contiguous() else value.contiguous()
+            case Product() as product:
+                return _of_product(product, kept_dtype(records)).view(-1, *product.shape)
+            case _:
+                pass
+    return _sum_of(records, kept_dtype(records)).view(-1, *records[0].shape)
+
+
+def _of_product(product: Product, dtype: torch.dtype) -> Tensor:
+    left, right = factors(product)
+    rows, columns = left.shape[2], right.shape[2]
+    is_aligned = rows % _ALIGNED == 0 and columns % _ALIGNED == 0
+    if left.dtype == right.dtype == dtype and is_aligned:
+        return torch.bmm(left.mT, right)
+    out = left.new_empty(len(left), rows, columns, dtype=dtype)
+    _products().per_sample(left, right.to(left.dtype), out, _precision())
+    return out
+
+
+def _sum_of(records: Sequence[Record], dtype: torch.dtype) -> Tensor:
+    """Return X_b of several uses, by kernels alone: the same bits every time [batch, r, c]."""
+    batch = len(tensors_of(records[0])[0])
+    rows, columns = matrix_shape(records)
+    products = [record for record in records if isinstance(record, Product)]
+    first = tensors_of(records[0])[0]
+    formed = next((r for r in records if type(r) is Formed and r.value.dtype == dtype), None)
+    if formed is not None and not products:
+        total = formed.value.view(batch, rows, columns)
+    else:
+        formed, total = None, first.new_zeros(batch, rows, columns, dtype=dtype)
+    if products:
+        left, right = _joined(products)
+        _products().per_sample(left, right, total, _precision())
+    for record in records:
+        if isinstance(record, Dense) and record is not formed:
+            total += record.value.reshape(total.shape)
+    for record in records:
+        if isinstance(record, Lookup):
+            _lookups().add_rows(record.ids, _in_rows(record.g), total)
+    return total
+
+
+def _joined(products: Sequence[Product]) -> tuple[Tensor, Tensor]:
+    """Return left and right of all products, joined on the token axis."""
+    sides = [factors(product) for product in products]
+    dtype = sides[0][0].dtype
+    left = [left.to(dtype) for left, _ in sides]
+    right = [right.to(dtype) for _, right in sides]
+    if len(products) == 1:
+        return left[0], right[0]
+    return torch.cat(left, 1), torch.cat(right, 1)
+
+
+def _in_rows(g: Tensor) -> Tensor:
+    return g if g.stride(2) == 1 else g.contiguous()
+
+
+def squared_norms(records: Sequence[Record], method: str) -> SampleNorms:
+    """Return norms of one parameter whose per-sample gradients are not kept.
+
+    Args:
+        records: Its uses.
+        method: `"tile"` or `"gram"`.
+    """
+    batch = len(tensors_of(records[0])[0])
+    numel = math.prod(records[0].shape)
+    products = [record for record in records if isinstance(record, Product)]
+    if len(products) == len(records):
+        left, right = _joined(products)
+        if method == "gram":
+            return _by_gram(left, right, batch)
+        parts = _products().per_sample(left, right, None, _precision())
+        return bound(parts.double().sum(1), batch, numel)
+    if len(records) == 1 and isinstance(records[0], Lookup):
+        parts = _lookups().squared_rows(records[0].ids, _in_rows(records[0].g))
+        return bound(parts.double().sum(1), batch, numel)
+    squared = torch.zeros(batch, dtype=torch.float64, device=tensors_of(records[0])[0].device)
+    for samples, part in _in_pieces(records):
+        squared[samples] = many.squares([part])[0]
+    return bound(squared, batch, numel)
+
+
+def clipped_sum(records: Sequence[Record], coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return Σ_b c_b X_b of what was measured: [*shape], float32.
+
+    Args:
+        records: The uses of a parameter, or a `Dense` of what was kept.
+        coefficients: [batch].
+        shape: The parameter's shape.
+    """
+    weights = coefficients.float().contiguous()
+    first = tensors_of(records[0])[0]
+    total = torch.zeros(matrix_shape(records), device=first.device)
+    products = [record for record in records if isinstance(record, Product)]
+    if len(products) == len(records):
+        left, right = _joined(products)
+        _products().weighted(left, right, weights, total, _precision(), add=False)
+        return total.view(shape)
+    if len(records) == 1 and isinstance(records[0], Lookup):
+        _lookups().weighted_rows(records[0].ids, _in_rows(records[0].g), weights, total)
+        return total.view(shape)
+    for samples, part in _in_pieces(records):
+        row = weights[samples].unsqueeze(0).contiguous()
+        many.combine([part], row, [total.view(shape)], add=True)
+    return total.view(shape)
+
+
+def _in_pieces(records: Sequence[Record]):
+    """Yield per-sample gradients of a few samples at a time, the same bits every time."""
+    if len(records) == 1 and isinstance(records[0], Dense):
+        value = records[0].value.contiguous()
+        yield slice(0, len(value)), value
+        return
+    first = tensors_of(records[0])[0]
+    rows, columns = matrix_shape(records)
+    dtype = kept_dtype(records)
+    for samples in spans(len(first), num_per_tile(dtype.itemsize * rows * columns, first.device)):
+        yield samples, _sum_of([take(record, samples) for record in records], dtype)
+
+
+def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
+    """Return norms of measured tensors with their bound, by [Note: the measured tensor].
+
+    Args:
+        squared: Sums of squares [..., batch], float64.
+        batch: Samples that are added up.
+        numel: Elements of one sample's tensors, at most.
+    """
+    slack = (1 + gamma(SQUARE_ROUNDINGS, _UNIT)) * (1 + gamma(batch + 4, _UNIT)) ** 2
+    return SampleNorms(squared, squared * slack + numel * _UNDERFLOW)
+
+
+def _by_gram(left: Tensor, right: Tensor, batch: int) -> SampleNorms:
+    from unison.kernels.gram import triton as gram
+
+    tokens, features = left.shape[1], left.shape[2] + right.shape[2]
+    squares, masses = gram.squared_norms(left, right, _precision())
+    squared, mass = squares.sum(1), masses.sum(1) * (1 + 2.0**-16)
+    is_half = left.element_size() == 2
+    run = gram.run_of(left.dtype)
+    steps = -(-run // _TERMS_PER_STEP) * _UNITS_PER_STEP if is_half else run
+    slack = gamma(2 * steps + 2 * (features // run + 2) + 4, _UNIT) + 4 * 2.0**-26
+    terms = -(-tokens // _TERMS_PER_STEP) * _UNITS_PER_STEP if is_half else tokens
+    rho = gamma(terms + batch + 4, _UNIT)
+    norm = (squared.clamp(min=0) + slack * mass.square()).sqrt()
+    return SampleNorms(squared, (norm + rho * mass).square())
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _products():
+    from unison.kernels.products import triton as products
+
+    return products
+
+
+def _lookups():
+    from unison.kernels.lookup import triton as lookups
+
+    return lookups

@@ -1,0 +1,41 @@
+"""Per-sample sums over tokens: for the gain and the offset of a norm, and for biases."""
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from unison.kernels.available import takes
+
+MAX_FEATURES = 1 << 14  # a row is held in registers
+
+
+def is_taken(x: Tensor, g: Tensor) -> bool:
+    """Whether there is a kernel for input and gradient [samples, tokens, features]."""
+    return (
+        takes(x, g)
+        and x.stride(2) == g.stride(2) == 1
+        and 0 < x.shape[2] <= MAX_FEATURES
+        and x.shape[1] > 0
+    )
+
+
+def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool) -> Tensor:
+    """Return Σ_t g_t x̂_t, and Σ_t g_t if asked: [samples, 1 or 2, features], float32.
+
+    Args:
+        x: What was normalised [samples, tokens, features].
+        g: The gradient of what came out, likewise.
+        eps: Added to the variance.
+        is_centred: Whether the mean is taken out (layer norm), or not (RMS norm).
+        has_offset: Whether something is added after the gain.
+    """
+    kernel = import_module("unison.kernels.affine.triton")
+    return kernel.sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+
+
+def column_sums(g: Tensor) -> Tensor:
+    """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
+    if takes(g) and g.stride(2) == 1:
+        return import_module("unison.kernels.affine.triton").column_sums(g)
+    return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))

@@ -1,0 +1,1 @@
+"""Squared norms from inner products of tokens."""

@@ -1,0 +1,1 @@
+"""Rows of tables that samples look up: added, squared and weighted."""

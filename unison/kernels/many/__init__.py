@@ -1,0 +1,94 @@
+"""Per-sample gradients of many parameters at once: squared, combined, and released with noise.
+
+On CUDA each is a launch or two, however many parameters there are; elsewhere plain torch goes from
+one to the next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from torch import Tensor
+
+from unison.kernels.available import has_triton
+from unison.kernels.many import reference
+from unison.kernels.many.table import KINDS
+
+__all__ = ["NoiseDraw", "combine", "is_fast", "release", "squares"]
+
+
+def is_fast(values: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these tensors: on CUDA, bfloat16 or float32, samples contiguous."""
+    return bool(values) and has_triton() and all(map(_is_taken, values))
+
+
+def _is_taken(x: Tensor) -> bool:
+    is_dense = x.is_contiguous() or x[:1].is_contiguous()  # the former is the quicker question
+    return is_dense and x.is_cuda and x.dtype in KINDS
+
+
+def squares(values: Sequence[Tensor]) -> Tensor:
+    """Return Σ x² of every tensor [samples, ...] and sample: [tensors, samples], float64.
+
+    On CUDA a tile is added in float32 (its roundings: `SQUARE_ROUNDINGS`), tiles in float64.
+    """
+    if is_fast(values):
+        return _fast().squares(values)
+    return reference.squares(values)
+
+
+def combine(
+    values: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor], *, add: bool = False
+) -> None:
+    """Write Σ_b w_b X_b of every tensor to its output, or add it.
+
+    Args:
+        values: X [samples, ...] of each.
+        weights: [tensors, samples], float32. A sample of weight 0 is left out: it may hold NaN.
+        outs: Float32, contiguous, as many elements as one sample's X.
+        add: Whether to add to what is there.
+    """
+    if is_fast(values):
+        _fast().release(values, weights, None, 1.0, outs, add=add)
+    else:
+        reference.combine(values, weights, outs, add=add)
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseDraw:
+    """The noise of one step for many tensors.
+
+    Attributes:
+        recipes: Of each tensor, packed: int64 [tensors, RECIPE_LENGTH], on the tensors' device.
+        starts: Each tensor's first element in its parameter.
+    """
+
+    recipes: Tensor
+    starts: Sequence[int]
+
+
+def release(
+    values: Sequence[Tensor],
+    weights: Tensor,
+    noise: NoiseDraw | None,
+    divisor: float,
+    outs: Sequence[Tensor],
+) -> None:
+    """Combine, round to the noise's grid, add the noise exactly, divide, and cast.
+
+    Args:
+        values: X [samples, ...] of each tensor; clipped sums are one sample of weight 1.
+        weights: [tensors, samples], float32.
+        noise: What to add; nothing, if it is not given.
+        divisor: A public constant.
+        outs: Contiguous; their dtype is that of the result.
+    """
+    if is_fast(values):
+        _fast().release(values, weights, noise, divisor, outs)
+        return
+    recipes, starts = (None, [0] * len(outs)) if noise is None else (noise.recipes, noise.starts)
+    reference.release(values, weights, recipes, starts, divisor, outs)
+
+
+def _fast():
+    return import_module("unison.kernels.many.launch")

@@ -1,0 +1,119 @@
+"""Many tensors as one: which program of a launch works on which tile of which tensor.
+
+A model has hundreds of parameters, most of them vectors. A launch for each would cost more than the
+arithmetic, so the kernels here take all of them at once: a table on the device holds an address and
+a few numbers per tensor, and a map says for every program which row of the table it serves.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unison.errors import UnsupportedOperation
+
+# Columns of the table, all int64.
+VALUES, STRIDE, NUMEL, OUT, FIRST, KIND = range(6)
+WIDTH = 8
+HALF, SINGLE = 0, 1  # kinds: bfloat16 and float32 values
+
+KINDS = {torch.bfloat16: HALF, torch.float32: SINGLE}
+
+
+def tile_map(numels: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tensor of every tile (int32 [tiles]) and every tensor's first tile (int64 [n]).
+
+    Args:
+        numels: Elements of each tensor, those skipped before its first one included.
+        size: Elements of a tile.
+        device: Where the result lives.
+    """
+    found = cached_tile_map(numels, size, device)
+    if _recording:  # the cache may forget it, and the graph has its address
+        _recording[-1].hold(found)
+    return found
+
+
+@lru_cache(maxsize=64)
+def cached_tile_map(
+    numels: tuple[int, ...], size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return what `tile_map` does, made once."""
+    counts = torch.tensor([-(-numel // size) for numel in numels], dtype=torch.int64)
+    first = counts.cumsum(0) - counts
+    tensors = torch.repeat_interleave(torch.arange(len(numels), dtype=torch.int32), counts)
+    return tensors.to(device), first.to(device)
+
+
+class Tables:
+    """Tables of a CUDA graph: made while it is recorded, filled once when it is complete.
+
+    A copy from the host would be recorded with the host's address, which is soon another's. Nor may
+    they lie in the graph's own memory, to which other parts of the graph write before and after.
+
+    Args:
+        device: Where the graph runs.
+        capacity: Integers of all tables together.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 1 << 19) -> None:
+        self._memory = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._made: list[tuple[Tensor, Tensor]] = []
+        self._held: list[tuple[Tensor, ...]] = []
+        self._end = 0
+
+    def make(self, table: Tensor) -> Tensor:
+        """Return the place of a table that is filled later."""
+        begin, self._end = self._end, self._end + -(-table.numel() // 16) * 16
+        if self._end > len(self._memory):
+            raise UnsupportedOperation(
+                f"the tables of a CUDA graph take more than {len(self._memory):,} numbers: too "
+                "many parameters for one graph"
+            )
+        place = self._memory[begin : begin + table.numel()].view(table.shape)
+        self._made.append((place, table))
+        return place
+
+    def hold(self, tensors: tuple[Tensor, ...]) -> None:
+        """Keep tensors that the graph reads alive as long as its tables."""
+        self._held.append(tensors)
+
+    def fill(self) -> None:
+        """Fill all tables."""
+        for place, table in self._made:
+            place.copy_(table)
+
+
+_recording: list[Tables] = []
+
+
+@contextmanager
+def tables_kept(tables: Tables) -> Iterator[None]:
+    """Let tables be made for a CUDA graph that is recorded in this block."""
+    _recording.append(tables)
+    try:
+        yield
+    finally:
+        _recording.pop()
+
+
+def on_device(rows: Sequence[Any], device: torch.device) -> Tensor:
+    """Return a table of integers on a device, without waiting for it."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    if _recording:
+        return _recording[-1].make(table)
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def places_of(numels: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each of several tensors begins in one, at multiples of 64, and its length."""
+    places, end = [], 0
+    for numel in numels:
+        places.append(end)
+        end += -(-numel // 64) * 64
+    return places, end

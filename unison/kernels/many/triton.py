@@ -1,0 +1,142 @@
+"""Per-sample gradients of many parameters: squared, combined and released, in one launch each.
+
+[Note: the measured tensor] X_b, the gradient of sample b with respect to a parameter, lies in
+memory as it was computed, in bfloat16 or float32. `squares` reads these very numbers, and `combine`
+adds c_b times these very numbers. How X_b was rounded when it was made is of no concern to the
+bound on the sample's share; only the roundings of the two sums are (bounds.py).
+
+Every sum has a fixed order: a tile's by the layout of its registers, a tensor's over its tiles in
+float64, samples one after the other.
+"""
+
+# Triton's own annotations do not describe what its compiler accepts.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from unison.kernels.many import table as t
+from unison.kernels.random.recipe import FLOATS_AT as FLOATS
+from unison.kernels.random.recipe import RECIPE_LENGTH
+from unison.kernels.random.reference import ROUND_MAGIC
+from unison.kernels.random.triton import SECURE_NORMAL, _chacha, _draw2, _weave8
+
+VALUES, STRIDE, NUMEL, OUT = (tl.constexpr(each) for each in (t.VALUES, t.STRIDE, t.NUMEL, t.OUT))
+FIRST, KIND = tl.constexpr(t.FIRST), tl.constexpr(t.KIND)
+WIDTH, SINGLE = tl.constexpr(t.WIDTH), tl.constexpr(t.SINGLE)
+RECIPE, FLOATS_AT = tl.constexpr(RECIPE_LENGTH), tl.constexpr(FLOATS)
+MAGIC = tl.constexpr(ROUND_MAGIC)
+
+
+@triton.jit
+def _number(row, column, ALIGNED: tl.constexpr):
+    """Return a count of elements from the table; if aligned, a multiple of 8.
+
+    The compiler believes arithmetic, not hints on what was loaded: else it would load one by one.
+    """
+    number = tl.load(row + column)
+    if ALIGNED:
+        number = (number // 8) * 8
+    return number
+
+
+@triton.jit
+def _pointer(row, column, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return an address from the table; if aligned, a multiple of 16 bytes."""
+    pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _values(row, sample, at, mask, ALIGNED: tl.constexpr):
+    """Return elements of one sample's gradient, float32."""
+    first = sample * _number(row, STRIDE, ALIGNED)
+    if tl.load(row + KIND) == SINGLE:
+        singles = _pointer(row, VALUES, tl.float32, ALIGNED) + first
+        value = tl.load(singles + at, mask=mask, other=0.0)
+    else:
+        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED) + first
+        value = tl.load(halves + at, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def squares_kernel(
+    table, tensors, first_tiles, out, num_tiles, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """Σ x² of one tile of one sample: out [samples, tiles]."""
+    program, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tensor = tl.load(tensors + program)
+    row = table + tensor * WIDTH
+    at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
+    x = _values(row, sample, at, at < _number(row, NUMEL, ALIGNED), ALIGNED)
+    tl.store(out + sample * num_tiles + program, tl.sum(x * x))
+
+
+@triton.jit
+def total_kernel(parts, first_tiles, out, num_tensors, num_tiles, BLOCK: tl.constexpr):
+    """Add a tensor's tiles up in float64: out [tensors, samples]."""
+    tensor, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = tl.load(first_tiles + tensor)
+    end = tl.load(first_tiles + tensor + 1, mask=tensor + 1 < num_tensors, other=num_tiles)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(parts + sample * num_tiles + at, mask=at < end, other=0.0)
+        total += part.to(tl.float64)
+    tl.store(out + tensor * tl.num_programs(1) + sample, tl.sum(total))
+
+
+@triton.jit
+def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
+    """Return the noise of a tile, float64; the tile begins at a block of the cipher."""
+    block = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, recipe)
+    upper = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
+    lower = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
+    return _draw2(upper, lower, recipe, coefficients, SECURE_NORMAL, SEGMENTS, DEGREE)
+
+
+@triton.jit
+def release_kernel(
+    table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
+    SEGMENTS: tl.constexpr, DEGREE: tl.constexpr, NOISY: tl.constexpr, DTYPE: tl.constexpr,
+    ADD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
+
+    Without noise it is the sum, times `factor`: one over the divisor. With noise it is rounded to
+    the noise's grid, the noise is added exactly, in float64, and the result is rounded to float32
+    and divided ([Note: finalise] in unison/privacy/noise.py).
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(tensors + program)
+    row = table + tensor * WIDTH
+    tile = program - tl.load(first_tiles + tensor)
+    begin = tl.load(row + FIRST)
+    at = tile * TILE + tl.arange(0, TILE)
+    if NOISY and not ALIGNED:
+        at -= begin % TILE
+    mask = at < _number(row, NUMEL, ALIGNED)
+    if NOISY and not ALIGNED:
+        mask = mask & (at >= 0)
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    nothing = tl.zeros((TILE,), dtype=tl.float32)
+    for sample in range(batch):
+        weight = tl.load(weights + tensor * batch + sample)
+        # A sample of weight 0 is not read: it may hold NaN, or not be there.
+        x = _values(row, sample, at, mask & (nothing + weight != 0.0), ALIGNED)
+        total += weight * x
+    out = _pointer(row, OUT, DTYPE, ALIGNED)
+    if ADD:
+        total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    if NOISY:
+        recipe = recipes + tensor * RECIPE
+        spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+        scaled = total.to(tl.float64) * (1.0 / spacing)  # a power of two: exact
+        on_grid = ((scaled + MAGIC) - MAGIC) * spacing
+        noise = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
+        total = (on_grid + noise).to(tl.float32)
+    tl.store(out + at, (total * factor).to(DTYPE), mask=mask)

@@ -1,0 +1,1 @@
+"""Per-sample matrix products: stored, squared, or added up with weights."""

@@ -1,0 +1,187 @@
+"""A pass as a CUDA graph: forward, backward, norms and coefficients, launched as one.
+
+[Note: what a graph holds] Hundreds of small kernels cost Python and the driver more time than the
+GPU needs to run them. A CUDA graph records them once, with their addresses, and repeats them. What
+changes from step to step must therefore lie at a fixed place: the batch, and how many of its rows
+are real. What is not recorded: the ledger, the noise, and the optimizer, a few launches more.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unison.clip import NormTable, SampleNorms
+from unison.clip.clipping import stacked
+from unison.errors import BadInput
+from unison.kernels.many import combine
+from unison.kernels.many.table import Tables, tables_kept
+from unison.privacy.attachment import Attachment
+from unison.privacy.dealing import FixedRows, Part
+from unison.privacy.passes import PhysicalBatch
+from unison.privacy.running import PassSums
+
+LossOf = Callable[..., Tensor]
+"""(*batch) -> one loss per row [rows]."""
+Rule = Callable[[NormTable, SampleNorms], Mapping[str, Tensor]]
+"""(norms of the used parameters, norms over all) -> coefficients by name."""
+
+NUM_WARM_UPS = 2  # passes before the one that is recorded: kernels are compiled, memory is found
+
+
+class GraphedPass:
+    """One physical batch of a fixed number of rows: `replay` it, then use `shares`.
+
+    Args:
+        attachment: The engine's hold on the module.
+        loss_of: One loss per row.
+        example: A batch: its shapes but for the number of rows, dtypes and device.
+        num_rows: Rows of every batch; fewer are padded.
+        rule: Decides the coefficients.
+
+    Attributes:
+        loss: Mean over the real rows of the last replay, a tensor without dimensions.
+        norms: Of all rows [rows], float64.
+        shares: What the clipped sums of each used parameter are made of, see `Clipping.shares`.
+            Like the other tensors here, they hold the last replay's values.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        loss_of: LossOf,
+        example: Sequence[Tensor],
+        *,
+        num_rows: int,
+        rule: Rule,
+    ) -> None:
+        _check_example(example)
+        self.num_rows = num_rows
+        self._loss_of, self._rule, self._attachment = loss_of, rule, attachment
+        device = example[0].device
+        self._inputs = [x.new_zeros(num_rows, *x.shape[1:]) for x in example]
+        for place, x in zip(self._inputs, example, strict=True):
+            place[: len(x)].copy_(x[:num_rows])
+        self._rows = torch.arange(num_rows, device=device)
+        self._num_real = torch.full((), num_rows, device=device)
+        self.loss = torch.zeros((), device=device)
+        self.norms = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        self.shares: dict[str, tuple[Tensor, Tensor]] = {}
+        self._graph, self._tables = torch.cuda.CUDAGraph(), Tables(device)
+        self._record(device)
+
+    def replay(self, batch: Sequence[Tensor], num_real: int) -> None:
+        """Run the pass on a batch, of which the first `num_real` rows count."""
+        if len(batch) != len(self._inputs):
+            raise BadInput(
+                f"expected {len(self._inputs)} tensors, as when the graph was recorded, found "
+                f"{len(batch)}"
+            )
+        for i, (place, x) in enumerate(zip(self._inputs, batch, strict=True)):
+            if x.shape[1:] != place.shape[1:] or len(x) > len(place):
+                raise BadInput(
+                    f"argument {i}: the graph was recorded for at most {len(place)} rows of shape "
+                    f"{list(place.shape[1:])}, found {list(x.shape)}; record another, or give "
+                    "make_private a max_physical_batch_size"
+                )
+            place[: len(x)].copy_(x, non_blocking=True)
+            if len(x) < len(place):
+                place[len(x) :].zero_()
+        self._num_real.fill_(num_real)
+        self._graph.replay()
+
+    def _record(self, device: torch.device) -> None:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        redirected = self._attachment.redirected(
+            rows=FixedRows(self.num_rows),
+            current=lambda: self._batch,
+            coefficients=self._coefficients,
+            add_sums=self._add_sums,
+        )
+        with torch.cuda.stream(stream), redirected:
+            for _ in range(NUM_WARM_UPS):
+                self._run()
+                self.shares = {}
+            with tables_kept(self._tables), torch.cuda.graph(self._graph, stream=stream):
+                self._run()
+        self._tables.fill()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _run(self) -> None:
+        self._batch = PhysicalBatch(  # of nobody's records
+            step=0,
+            record_ids=torch.arange(self.num_rows),
+            first_position=0,
+            index=0,
+            num_passes=1,
+            logical_size=self.num_rows,
+        )
+        losses = self._loss_of(*self._inputs)
+        if losses.shape != (self.num_rows,):
+            raise BadInput(
+                f"expected one loss per row, [{self.num_rows}], found {list(losses.shape)}; "
+                "unison.per_sample_loss gives them"
+            )
+        losses.sum().backward()
+        is_real = self._is_real()
+        total = losses.detach().masked_fill(~is_real, 0.0).sum()
+        self.loss.copy_(total / self._num_real.clamp(min=1))
+
+    def _is_real(self) -> Tensor:
+        return self._rows < self._num_real
+
+    def _coefficients(
+        self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
+    ) -> Mapping[str, Tensor]:
+        table = NormTable.of(norms, part.num_rows)
+        total = table.total()
+        self.norms.copy_(total.squared.clamp(min=0).sqrt())
+        is_real, own = self._is_real(), {}
+        by_name = self._rule(table, total)
+        for each in by_name.values():
+            if id(each) not in own:
+                own[id(each)] = each.where(is_real, 0.0)
+        return {name: own[id(each)] for name, each in by_name.items()}
+
+    def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
+        shares = sums.shares()
+        assert shares is not None
+        self.shares = shares
+
+
+def add_shares(
+    shares: Mapping[str, tuple[Tensor, Tensor]], sums: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Add what a pass's sums are made of to the sums of the passes before it.
+
+    Args:
+        shares: X and weights by name, see `GraphedPass.shares`.
+        sums: By name, float32; empty before the first pass.
+
+    Returns:
+        The sums, as shares of weight 1.
+    """
+    if not sums:
+        for name, (values, _) in shares.items():
+            sums[name] = torch.zeros(values.shape[1:], device=values.device)
+    by_length: dict[int, list[str]] = {}
+    for name, (values, _) in shares.items():
+        by_length.setdefault(len(values), []).append(name)
+    for names in by_length.values():
+        combine(
+            [shares[name][0] for name in names],
+            stacked([shares[name][1] for name in names]),
+            [sums[name] for name in names],
+            add=True,
+        )
+    one = torch.ones(1, dtype=torch.float64, device=next(iter(sums.values())).device)
+    return {name: (total.unsqueeze(0), one) for name, total in sums.items()}
+
+
+def _check_example(example: Sequence[Any]) -> None:
+    if not example or not all(isinstance(x, Tensor) and x.is_cuda for x in example):
+        raise BadInput(
+            "capture_graph needs an example batch of CUDA tensors, as the loss takes them"
+        )
