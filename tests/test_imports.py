@@ -54,8 +54,11 @@ PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 # may import it: one per owner, and those that the owners share.
 OWNERS = ("base", "sums", "buckets", "replicated", "units", "fsdp2", "fsdp2_group")
 OWNERS += ("tensor_parallel", "__init__")
+KFAC_OWNERS = ("base", "batches", "exchange", "gather", "messages", "routes", "sums")
+KFAC_OWNERS += ("replicated", "units", "fsdp2", "__init__")
 ADAPTERS: dict[str, set[str]] = {
     **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
+    **{f"unison/kfac/owners/{name}.py": {"shard"} for name in KFAC_OWNERS},
     "unison/privacy/dealing.py": {"shard"},
     "unison/privacy/ranks.py": {"shard"},
 }

@@ -5,6 +5,8 @@ This module holds the public names and nothing else. Importing it needs torch an
 
 from unison import clip
 from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
+from unison.kernels.cross_entropy import linear_cross_entropy
+from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss
 from unison.privacy import AdaptiveClipping, Budget, BudgetSpent, PrivacyEngine
 from unison.shard import (
@@ -44,6 +46,7 @@ from unison.shard import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "KFAC",
     "AdaptiveClipping",
     "BadInput",
     "BatchPlan",
@@ -54,6 +57,7 @@ __all__ = [
     "CollectiveMismatch",
     "Diverged",
     "GradScaler",
+    "KFACConfig",
     "MixedPrecision",
     "PrivacyEngine",
     "RankLost",
@@ -73,6 +77,7 @@ __all__ = [
     "fully_shard",
     "grad_norm",
     "guard",
+    "linear_cross_entropy",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

@@ -23,13 +23,18 @@ LONG_DOCUMENTS = ("error", "truncate")
 DEVICES = ("auto", "cpu", "cuda")
 SHARDINGS = ("full", "zero2", "hybrid", "fsdp2", "ddp", "none")
 REDUCERS = ("fast", "ordered")
-ORDERED_SHARDINGS = ("full", "zero2", "hybrid", "fsdp2")  # those that the ordered reducer serves
+# Those that the ordered reducer serves. The sums of a private run are the engine's, not DDP's, so
+# that all are.
+ORDERED_SHARDINGS = ("full", "zero2", "hybrid", "fsdp2")
+WHOLE_SHARDINGS = ("ddp", "none")  # each rank holds all of the model
 CLIPPINGS = ("auto", "grad_materialize", "ghost", "ghost_bk", "flash_fuse", "flash_fuse_bk")
 CLIPPINGS += ("recompute_bk",)
 CLIP_RULES = ("flat", "automatic", "per_layer")
 SAMPLINGS = ("poisson", "truncated", "shuffled")
 ACCOUNTANTS = ("pld", "rdp")
-PRIVATE_SHARDING = "none"  # how the model of a private run lies on its ranks: there is one
+FISHERS = ("mc", "empirical", "exact", "forward")
+GRAFTS = ("adam", "sgd", "none")
+DAMPING_FORMS = ("pi", "factored", "joint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,53 @@ class Privacy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kfac:
+    """What a run with K-FAC applies; see `unison.KFACConfig`, whose names these are.
+
+    Attributes:
+        damping: λ, added to the curvature before it is inverted.
+        damping_form: How λ enters a product of two factors.
+        max_condition_number: Damp a factor more where its condition number would pass this.
+        update_every: Steps between two updates of the factors.
+        invert_every: The same of the inverses; None inverts whenever factors were updated.
+        decay: β of the factors' moving average.
+        fisher: Whose labels the curvature is of: drawn from the model (`"mc"`), the data's
+            (`"empirical"`), all there are (`"exact"`), or none (`"forward"`).
+        graft: Whose step length is taken: `"adam"`, `"sgd"`, or `"none"` for K-FAC's own.
+        kl_clip: Bound on a step's predicted change; None for no bound.
+        max_factor_size: Matrices with a longer side get a diagonal.
+    """
+
+    damping: float = 1e-3
+    damping_form: str = "pi"
+    max_condition_number: float | None = None
+    update_every: int = 10
+    invert_every: int | None = None
+    decay: float = 0.95
+    fisher: str = "mc"
+    graft: str = "adam"
+    kl_clip: float | None = None
+    max_factor_size: int = 8192
+
+    def __post_init__(self) -> None:
+        check.not_negative(damping=self.damping)
+        check.one_of(DAMPING_FORMS, damping_form=self.damping_form)
+        if self.max_condition_number is not None and not self.max_condition_number > 1:
+            raise BadInput(
+                f"max_condition_number must be above 1, found {self.max_condition_number!r}"
+            )
+        check.positive(update_every=self.update_every, max_factor_size=self.max_factor_size)
+        if self.invert_every is not None:
+            check.positive(invert_every=self.invert_every)
+        if not 0 <= self.decay < 1:
+            raise BadInput(f"decay must be at least 0 and below 1, found {self.decay!r}")
+        check.one_of(FISHERS, fisher=self.fisher)
+        check.one_of(GRAFTS, graft=self.graft)
+        if self.kl_clip is not None:
+            check.positive(kl_clip=self.kl_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """What is computed: model, data, optimisation.
 
@@ -107,7 +159,7 @@ class Mechanism:
         seed: Seed of initial values, order of rows and split.
         steps: Number of optimizer steps.
         batch_size: Rows per step, over all ranks.
-        optimizer: `"adamw"` or `"sgd"`.
+        optimizer: `"adamw"` or `"sgd"`; K-FAC needs the latter.
         lr: Peak learning rate.
         weight_decay: Decay of parameters with two or more dimensions.
         schedule: How the learning rate falls after the warm-up.
@@ -120,6 +172,7 @@ class Mechanism:
             ordered reducer, since its result must not depend on how many ranks share the cores, and
             leaves it to the launcher otherwise.
         privacy: What a private run applies; None for an ordinary one.
+        kfac: How gradients are preconditioned; None leaves them to the optimizer.
     """
 
     preset: str = "tiny"
@@ -145,6 +198,7 @@ class Mechanism:
     granule: int = 1
     threads: int | None = None
     privacy: Privacy | None = None
+    kfac: Kfac | None = None
 
     def __post_init__(self) -> None:
         check.one_of(REDUCERS, reducer=self.reducer)
@@ -165,6 +219,23 @@ class Mechanism:
             check.positive(row_length=self.row_length)
         if self.clip_norm is not None:
             check.positive(clip_norm=self.clip_norm)
+        if self.kfac is not None:
+            self._check_kfac(self.kfac)
+
+    def _check_kfac(self, kfac: Kfac) -> None:
+        if self.privacy is not None:
+            raise BadInput(
+                "--kfac and --private do not go together: curvature of the private rows is not "
+                "made of their noisy gradients, so that no ε covers a step that it preconditions. "
+                "Leave --kfac out; --optimizer adamw scales the noisy gradient itself, which costs "
+                "no ε"
+            )
+        if self.optimizer != "sgd":
+            raise BadInput(
+                f"with --kfac the optimizer is 'sgd', found {self.optimizer!r}, which would scale "
+                f"every element of K-FAC's step again; leave --optimizer out: --graft {kfac.graft} "
+                "decides the length of a step"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +253,8 @@ class Execution:
         replicas: Copies of the sharded model; for `"hybrid"` only, where None means 2.
         guard: Whether ranks compare their collectives and raise instead of hanging.
         clipping: How the per-row clipping of a private run is computed.
+        owner_fraction: Share of the ranks that invert and apply each layer's curvature, with K-FAC:
+            0 for one rank each, 1 for all of them.
     """
 
     device: str = "auto"
@@ -190,9 +263,11 @@ class Execution:
     replicas: int | None = None
     guard: bool = False
     clipping: str = "auto"
+    owner_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         check.one_of(DEVICES, device=self.device)
+        check.probability(owner_fraction=self.owner_fraction)
         check.one_of(CLIPPINGS, clipping=self.clipping)
         check.one_of(SHARDINGS, shard=self.shard)
         if self.replicas is not None:
@@ -257,16 +332,22 @@ class TrainConfig:
     output: Output
 
     def __post_init__(self) -> None:
-        shard = self.execution.shard
-        if self.mechanism.reducer == "ordered" and self.mechanism.privacy is not None:
-            raise BadInput("a private run has the fast reducer for now; leave --reducer out")
-        if self.mechanism.reducer == "ordered" and shard not in ORDERED_SHARDINGS:
+        mechanism, shard = self.mechanism, self.execution.shard
+        if mechanism.reducer != "ordered":
+            return
+        if mechanism.privacy is None and shard not in ORDERED_SHARDINGS:
             *others, last = (repr(name) for name in ORDERED_SHARDINGS)
             raise BadInput(
                 f"the ordered reducer needs shard {', '.join(others)} or {last}, found {shard!r}"
             )
+        rows = self.execution.micro_batch_size
+        if rows is not None and rows % mechanism.granule:
+            raise BadInput(
+                "--micro-batch-size must be a multiple of --granule, found "
+                f"{rows} and {mechanism.granule}: the ordered reducer never cuts a granule"
+            )
 
-    def check_privacy(self, num_ranks: int) -> None:
+    def check_privacy(self) -> None:
         """Refuse what a private run cannot have, and what only a private run has.
 
         Raises:
@@ -280,8 +361,21 @@ class TrainConfig:
                     f"unsafe_diagnostics={self.output.unsafe_diagnostics} and {clipping=}; leave "
                     "them out"
                 )
-        elif num_ranks > 1 or shard != PRIVATE_SHARDING:
+        elif clipping == "recompute_bk" and shard not in WHOLE_SHARDINGS:
             raise BadInput(
-                f"a private run takes one process for now, found {num_ranks} with shard {shard!r}; "
-                f"leave --nproc out, and --shard too or make it {PRIVATE_SHARDING}"
+                "--clipping recompute_bk runs the forward pass again, which needs the whole model "
+                f"on each rank: --shard {' or '.join(WHOLE_SHARDINGS)}, found {shard!r}; or use "
+                "--clipping ghost or flash_fuse, which keep nothing either"
+            )
+
+    def check_kfac(self) -> None:
+        """Refuse what only runs with K-FAC have.
+
+        Raises:
+            BadInput: Naming the setting.
+        """
+        if self.mechanism.kfac is None and self.execution.owner_fraction:
+            raise BadInput(
+                "only runs with --kfac have --owner-fraction, found "
+                f"{self.execution.owner_fraction}; add --kfac, or leave it out"
             )

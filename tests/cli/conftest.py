@@ -5,7 +5,10 @@ import sys
 import pytest
 import torch
 
+from tests.train.ranks import forked_ranks
 from unison.cli import main
+
+__all__ = ["forked_ranks"]
 
 
 @pytest.fixture(autouse=True)

@@ -120,8 +120,8 @@ def test_misspelt_option_is_refused(unison):
     assert "--steps" in err
 
 
-UNISON = ["-m", "unison"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *UNISON]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["-m", "unison"]
 
 
 @pytest.fixture
@@ -147,11 +147,12 @@ def trained(unison, text, tmp_path):
     return run
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_train_as_one_does(trained):
     ordered = ["--reducer", "ordered"]
     runs = {
         "one": trained("one", *ordered),
-        "two": trained("two", *ordered, "--nproc", "2", python=UNISON),
+        "two": trained("two", *ordered, "--nproc", "2"),
         "joined": trained("joined", *ordered, python=TORCHRUN),
         "ddp": trained("ddp", "--nproc", "2", "--shard", "ddp"),
     }

@@ -15,6 +15,7 @@ from unison.train.run_folder import checkpoints_of
 FAST = ["--steps", "4", "--batch-size", "16", "--row-length", "32", "--eval-rows", "8"]
 FAST += ["--num-layers", "1", "--no-tensorboard"]
 PRIVATE = ["--private", "--delta", "1e-4", "--accountant", "rdp"]
+EPSILON = ["--epsilon", "8"]
 
 
 def test_the_epsilon_that_a_run_prints_is_that_of_its_ledger(unison, text, tmp_path):
@@ -23,7 +24,7 @@ def test_the_epsilon_that_a_run_prints_is_that_of_its_ledger(unison, text, tmp_p
     code, out, err = unison("train", "--data", text, "--out", run, *FAST, *options, "--json")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
-    assert (result["shard"], result["train_loss_after"]) == ("none", None)
+    assert (result["shard"], result["train_loss_after"]) == ("full", None)
     epsilon = result["privacy"]["epsilon"]
     assert epsilon <= 8
     assert f"{epsilon:.3f}, of 8 allowed, by RDP" in err
@@ -47,9 +48,14 @@ REFUSED = {
     "no delta": (["--private", "--epsilon", "8"], "--private needs --delta"),
     "no noise": ([*PRIVATE], "found neither"),
     "both": ([*PRIVATE, "--epsilon", "8", "--noise-multiplier", "1"], "found both"),
-    "nproc": ([*PRIVATE, "--epsilon", "8", "--nproc", "2"], "takes one process for now, found 2"),
-    "shard": ([*PRIVATE, "--epsilon", "8", "--shard", "full"], "found 1 with shard 'full'"),
-    "reducer": ([*PRIVATE, "--epsilon", "8", "--reducer", "ordered"], "leave --reducer out"),
+    "recompute": (
+        [*PRIVATE, "--epsilon", "8", "--clipping", "recompute_bk"],
+        "--shard ddp or none, found 'full'",
+    ),
+    "granule": (
+        [*PRIVATE, *EPSILON, "--reducer", "ordered", "--granule", "4", "--physical-batch", "6"],
+        "--micro-batch-size must be a multiple of --granule, found 6 and 4",
+    ),
     "large delta": (
         ["--private", "--epsilon", "8", "--delta", "0.1"],
         "--delta must lie below 1 / number of rows",
@@ -77,6 +83,20 @@ def test_seeded_noise_is_called_what_it_is(unison, text, tmp_path):
     assert "noise and sampling come from seed 5" in out
     assert "seeded noise: nothing here is private" in out
     assert "not covered by ε: loss" in out
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_and_one_leave_runs_that_agree(unison, text, tmp_path):
+    options = [*FAST, *PRIVATE, "--noise-multiplier", "1", "--no-secure-noise"]
+    train = ["train", "--data", text, *options, "--reducer", "ordered", "--granule", "4"]
+    runs = [tmp_path / "two", tmp_path / "one"]
+    for run, ranks in zip(runs, (["--shard", "full", "--nproc", "2"], []), strict=True):
+        code, _, err = unison(*train, "--out", run, *ranks)
+        assert code == 0, err
+    code, out, err = unison("verify", "runs", *runs, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["num_ranks"], found["has_same_bits"]) == ([2, 1], True)
 
 
 def test_the_help_says_what_is_protected(unison, monkeypatch):

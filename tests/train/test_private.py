@@ -2,21 +2,18 @@
 
 import io
 import json
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
+from tests.train.private_runs import DELTA, GIVEN, SEEDED, SMALL, TARGET, config_of
 from unison.clip import AUTO, MODES
 from unison.config import (
     ACCOUNTANTS,
     CLIP_RULES,
     CLIPPINGS,
     SAMPLINGS,
-    Execution,
-    Mechanism,
-    Output,
     Privacy,
     TrainConfig,
 )
@@ -24,7 +21,7 @@ from unison.errors import BadInput, Diverged, UnsupportedOperation
 from unison.models import load
 from unison.privacy import epsilon_of, read_ledger
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
-from unison.privacy.training import CLIP_RULES as KNOWN_CLIP_RULES
+from unison.privacy.clip_rules import CLIP_RULES as KNOWN_CLIP_RULES
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
 from unison.train.metrics import read_metrics
@@ -32,38 +29,6 @@ from unison.train.private import sampling_of
 from unison.train.progress import ProgressView
 from unison.train.regime import PrivacyFacts
 from unison.train.step import StepResult
-
-DELTA = 1e-4
-TARGET = Privacy(epsilon=8.0, delta=DELTA, accountant="rdp")
-GIVEN = Privacy(noise_multiplier=0.7, delta=DELTA, accountant="rdp")
-SEEDED = replace(GIVEN, secure_noise=False)
-SMALL = {"num_layers": 1, "num_heads": 2, "d_model": 32, "d_ff": 48}
-
-
-def config_of(folder: Path, data: Path, privacy: Privacy | None = GIVEN, **settings) -> TrainConfig:
-    """A small private run; `settings` may be of any of the three groups."""
-    names = {kind: {each.name for each in fields(kind)} for kind in (Mechanism, Execution, Output)}
-
-    def of(kind, **defaults):
-        return kind(**defaults | {n: v for n, v in settings.items() if n in names[kind]})
-
-    return TrainConfig(
-        mechanism=of(
-            Mechanism,
-            data=str(data),
-            steps=6,
-            batch_size=32,
-            row_length=32,
-            lr=0.01,
-            overrides=SMALL,
-            warmup_steps=2,
-            privacy=privacy,
-        ),
-        execution=of(Execution, device="cpu", shard="none"),
-        output=of(
-            Output, folder=str(folder), eval_rows=8, eval_every=0, log_every=1, tensorboard=False
-        ),
-    )
 
 
 def test_a_private_run_learns_within_its_budget(text, tmp_path):
@@ -195,8 +160,8 @@ def test_a_resumed_run_goes_on_in_its_ledger(text, tmp_path, stop_at, monkeypatc
     monkeypatch.undo()
     assert read_ledger(run / "ledger.jsonl").num_intents == 5
     with pytest.raises(BadInput, match=r"delta from 0.0001 to 0.01, private from True to False"):
-        resumed_config(run, asked, given=set(), privacy={"private": False, "delta": 0.01})
-    config = resumed_config(run, asked, given=set(), privacy={"private": True})
+        resumed_config(run, asked, given=set(), parts={"private": False, "delta": 0.01})
+    config = resumed_config(run, asked, given=set(), parts={"private": True})
     assert config.mechanism == asked.mechanism
     result = train(config)
     ledger = read_ledger(run / "ledger.jsonl")
@@ -292,18 +257,21 @@ def test_settings_that_the_rows_contradict_are_refused():
         sampling_of(Privacy(epsilon=1.0, delta=1e-5), 101, 100)
 
 
-def test_one_process_for_now(text, tmp_path):
-    config = config_of(tmp_path / "run", text)
-    config.check_privacy(1)
-    with pytest.raises(BadInput, match="takes one process for now, found 2 with shard 'none'"):
-        config.check_privacy(2)
-    with pytest.raises(BadInput, match="found 1 with shard 'ddp'"):
-        train(replace(config, execution=Execution(device="cpu", shard="ddp")))
-    with pytest.raises(BadInput, match="fast reducer for now; leave --reducer out"):
-        replace(config, mechanism=replace(config.mechanism, reducer="ordered"))
+def test_settings_that_need_others_are_refused(text, tmp_path):
+    def config(**settings) -> TrainConfig:
+        return config_of(tmp_path / "run", text, **settings)
+
     for settings in ({"unsafe_diagnostics": True}, {"clipping": "ghost"}):
         with pytest.raises(BadInput, match="only private runs have"):
-            config_of(tmp_path / "run", text, None, **settings).check_privacy(1)
+            config_of(tmp_path / "run", text, None, **settings).check_privacy()
+    for shard in ("none", "ddp"):
+        config(clipping="recompute_bk", shard=shard).check_privacy()
+    with pytest.raises(BadInput, match="--shard ddp or none, found 'zero2'; or use --clipping"):
+        config(clipping="recompute_bk", shard="zero2").check_privacy()
+    with pytest.raises(BadInput, match="must be a multiple of --granule, found 6 and 4"):
+        config(reducer="ordered", granule=4, micro_batch_size=6)
+    with pytest.raises(BadInput, match="needs shard 'full', 'zero2', 'hybrid' or 'fsdp2', found"):
+        config_of(tmp_path / "run", text, None, reducer="ordered")
 
 
 def test_the_names_of_choices_are_those_of_the_library():

@@ -161,7 +161,7 @@ def evaluate(world: World, num_rows: int, shard: str) -> float:
     rows = torch.arange(num_rows).tensor_split(world.size)[world.rank]
     most = -(-num_rows // world.size)
     mine = [
-        {name: batch[name][rows[i : i + 1]] for name in ("input_ids", "labels")}
+        {name: batch[name][rows[i : i + 1]] for name in ("input_ids", "labels", "sample_ids")}
         for i in range(most)
     ]
     model = build(CONFIG).double()
@@ -169,7 +169,7 @@ def evaluate(world: World, num_rows: int, shard: str) -> float:
     train_world = TrainWorld(
         rank=world.rank, size=world.size, local_rank=world.rank, node=0, device=CPU
     )
-    return mean_loss(model, mine, world=train_world)
+    return mean_loss(model, mine, num_rows=num_rows, world=train_world)
 
 
 @pytest.mark.parametrize("shard", ["ddp", "full"])

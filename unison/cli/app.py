@@ -10,6 +10,7 @@ from unison.cli.account import account
 from unison.cli.bench import bench
 from unison.cli.presets import presets
 from unison.cli.train import train
+from unison.cli.verify import verify
 from unison.errors import UnisonError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(account)
 app.command(rich_help_panel="Verbs")(presets)
+app.add_typer(verify, rich_help_panel="Verbs")
 app.add_typer(bench, rich_help_panel="Verbs")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unison import config as settings
+from unison.cli.clipping_bench import clipping
 from unison.cli.private_parity import private_parity
 from unison.cli.train import complete_preset
 
@@ -26,11 +27,7 @@ bench = typer.Typer(
 
 Reducer = StrEnum("Reducer", list(settings.REDUCERS))
 MIB = 2**20
-
-
-@bench.callback()
-def _group() -> None:
-    """Keep `bench` a group of commands while it holds only one."""
+bench.command()(clipping)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,7 @@ def parity(
     unison bench parity                               both tables, a few minutes
     unison bench parity --preset small --nproc 3      any number of ranks
     unison bench parity --preset gpt2 --reducer fast --out fast.json
-    unison bench parity --private                     a table per reducer, a minute or two
+    unison bench parity --private                     a table per reducer, a few minutes
     """
     from rich.console import Console
 

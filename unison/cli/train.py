@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from unison import config as settings
+from unison.cli import kfac_options
 from unison.cli import private_options as options
 from unison.errors import BadInput
 
@@ -105,7 +106,7 @@ def train(
         int, _optim("--batch-size", help="Rows per step, over all ranks.")
     ] = _DEFAULT.batch_size,
     optimizer: Annotated[
-        Optimizer, _optim("--optimizer", help="Which of torch's optimizers.")
+        Optimizer, _optim("--optimizer", help="Which of torch's optimizers; sgd with --kfac.")
     ] = Optimizer(_DEFAULT.optimizer),
     lr: Annotated[float, _optim("--lr", help="Peak learning rate.")] = _DEFAULT.lr,
     weight_decay: Annotated[
@@ -153,6 +154,20 @@ def train(
     accountant: options.AccountantName = options.Accountant(options.DEFAULT.accountant),
     secure_noise: options.SecureNoise = options.DEFAULT.secure_noise,
     unsafe_diagnostics: options.UnsafeDiagnostics = False,
+    kfac: kfac_options.KfacFlag = False,
+    damping: kfac_options.Damping = kfac_options.DEFAULT.damping,
+    damping_form: kfac_options.DampingFormName = kfac_options.DampingForm(
+        kfac_options.DEFAULT.damping_form
+    ),
+    max_condition_number: kfac_options.MaxConditionNumber = None,
+    update_every: kfac_options.UpdateEvery = kfac_options.DEFAULT.update_every,
+    invert_every: kfac_options.InvertEvery = None,
+    decay: kfac_options.Decay = kfac_options.DEFAULT.decay,
+    fisher: kfac_options.FisherKind = kfac_options.Fisher(kfac_options.DEFAULT.fisher),
+    graft: kfac_options.GraftKind = kfac_options.Graft(kfac_options.DEFAULT.graft),
+    kl_clip: kfac_options.KLClip = None,
+    max_factor_size: kfac_options.MaxFactorSize = kfac_options.DEFAULT.max_factor_size,
+    owner_fraction: kfac_options.OwnerFraction = 0.0,
     nproc: Annotated[
         int,
         _exec(
@@ -169,7 +184,7 @@ def train(
             help="full: parameters, gradients and optimizer state split over ranks (ZeRO-3). "
             "zero2: parameters kept between forward and backward. hybrid: several copies, each "
             "split. fsdp2: split by torch's own fully_shard. ddp: a copy on each rank. none: one "
-            "rank, as private runs have it for now.",
+            "rank.",
         ),
     ] = Shard("full"),
     replicas: Annotated[
@@ -242,6 +257,8 @@ def train(
     unison train                      about a minute, nothing to download
     unison train --nproc 2            the same on two ranks
     unison train --private --epsilon 8 --delta 1e-5 --data records --layout documents
+    unison train --private --epsilon 8 --delta 1e-5 --nproc 2 --shard full
+    unison train --kfac --damping 1e-3 --nproc 2
     unison train --data notes.jsonl --layout documents --out runs/notes
     torchrun --nproc-per-node 8 -m unison train --data corpus --out runs/c
     unison train --checkpoint-every 100 --out runs/long    and after a crash:
@@ -278,6 +295,22 @@ def train(
         },
         given,
     )
+    said_of_kfac = kfac_options.said_of_kfac(
+        {
+            "kfac": kfac,
+            "damping": damping,
+            "damping_form": damping_form,
+            "max_condition_number": max_condition_number,
+            "update_every": update_every,
+            "invert_every": invert_every,
+            "decay": decay,
+            "fisher": fisher,
+            "graft": graft,
+            "kl_clip": kl_clip,
+            "max_factor_size": max_factor_size,
+        },
+        given,
+    )
     mechanism = settings.Mechanism(
         preset=preset,
         overrides={name: value for name, value in overrides.items() if value is not None},
@@ -291,7 +324,7 @@ def train(
         seed=seed,
         steps=steps,
         batch_size=batch_size,
-        optimizer=optimizer.value,
+        optimizer="sgd" if kfac and "optimizer" not in given else optimizer.value,
         lr=lr,
         weight_decay=weight_decay,
         schedule=schedule.value,
@@ -302,6 +335,7 @@ def train(
         granule=granule,
         threads=threads,
         privacy=None if resume is not None else options.make_privacy(said, given),
+        kfac=None if resume is not None else kfac_options.make_kfac(said_of_kfac, given),
     )
     if resume is not None and given & {"out", "overwrite"}:
         raise BadInput("--resume names the folder itself; leave --out and --overwrite out")
@@ -324,18 +358,19 @@ def train(
         execution=settings.Execution(
             device=device.value,
             micro_batch_size=micro_batch_size,
-            shard=settings.PRIVATE_SHARDING if private and "shard" not in given else shard.value,
+            shard=shard.value,
             replicas=replicas,
             guard=guard,
             clipping=clipping.value,
+            owner_fraction=owner_fraction,
         ),
         output=output,
     )
     if resume is not None:
-        config = resumed_config(Path(resume), config, given, said)
+        config = resumed_config(Path(resume), config, given, said | said_of_kfac)
         if "nproc" not in given and not was_launched():
             nproc = saved_world_size(Path(resume))
-    check_before_launch(config, num_ranks=nproc)
+    check_before_launch(config)
     work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if as_json:

@@ -4,12 +4,16 @@ A run with `checkpoint_every` writes RUN/checkpoints/step-000100 and so on, and 
 `unison train --resume RUN` goes on from the newest with the settings of RUN/config.json. Which rows
 a step takes, the dropout masks and the learning rate are functions of the step, so that only the
 parameters, the optimizer's state and the step itself need to be kept.
+
+What a preconditioner has learned lies in RUN/checkpoints/curvature-000100.safetensors. It is
+written before the checkpoint, which holds its hash: a checkpoint that is there is complete.
 """
 
 import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unison.config import Execution, Mechanism, Output, Privacy, TrainConfig
+from unison.config import Execution, Kfac, Mechanism, Output, Privacy, TrainConfig
 from unison.errors import BadInput
 from unison.shard import MANIFEST_FILE, load_checkpoint, save_checkpoint
 from unison.train.run_folder import (
@@ -28,7 +32,10 @@ from unison.train.run_folder import (
     checkpoints_of,
     num_counted_steps,
 )
+from unison.train.state_file import check_hash, read_state, write_state
 from unison.train.world import World
+
+CURVATURE = "curvature"  # what the files of a preconditioner's state begin with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,7 @@ class Checkpoints:
         scheduler: LRScheduler,
         progress: Progress,
         regime: dict[str, Any],
+        curvature: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a checkpoint and remove the oldest ones; every rank must call it.
 
@@ -82,32 +90,53 @@ class Checkpoints:
             scheduler: The same.
             progress: How far the run has come.
             regime: The state of what draws the rows, as values that JSON can hold.
+            curvature: The state of what preconditions gradients, whole and on every rank; None for
+                nothing.
         """
         folder = self._run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
-        extra = {
+        extra: dict[str, Any] = {
             "progress": asdict(progress),
             "scheduler": scheduler.state_dict(),
             "regime": regime,
         }
+        if curvature is not None:
+            write = partial(write_state, _curvature_of(folder), curvature)
+            extra[CURVATURE], *_ = self._world.agree(write, when=self._world.is_main)
         save_checkpoint(folder, model, optimizer, extra=extra)
         if self._world.is_main:
             for old in checkpoints_of(self._run)[: -self._keep]:
                 # The manifest first: what is left if this is cut short is no checkpoint.
                 (old / MANIFEST_FILE).unlink()
                 shutil.rmtree(old)
+            kept = {_curvature_of(each) for each in checkpoints_of(self._run)}
+            for file in folder.parent.glob(f"{CURVATURE}-*"):
+                if file not in kept:
+                    file.unlink()
 
 
 def load_newest(
-    run: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
-) -> tuple[Progress, dict[str, Any]]:
+    run: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, world: World
+) -> tuple[Progress, dict[str, Any], dict[str, Any] | None]:
     """Fill everything from a run's newest checkpoint; every rank must call it.
 
     Returns:
-        How far the run had come, and the state of what draws its rows.
+        How far the run had come, the state of what draws its rows, and that of what preconditions
+        its gradients, if it has one.
     """
-    extra = load_checkpoint(checkpoints_of(run)[-1], model, optimizer, verify=True)
+    folder = checkpoints_of(run)[-1]
+    extra = load_checkpoint(folder, model, optimizer, verify=True)
     scheduler.load_state_dict(extra["scheduler"])
-    return Progress(**extra["progress"]), extra.get("regime", {})
+    curvature = None
+    if CURVATURE in extra:
+        check = partial(check_hash, _curvature_of(folder), extra[CURVATURE])
+        world.agree(check, when=world.is_main)
+        curvature = read_state(_curvature_of(folder))
+    return Progress(**extra["progress"]), extra.get("regime", {}), curvature
+
+
+def _curvature_of(checkpoint: Path) -> Path:
+    """The file beside a checkpoint that holds the state of a preconditioner."""
+    return checkpoint.with_name(f"{CURVATURE}-{checkpoint.name[5:]}.safetensors")
 
 
 def check_resumable(run: Path) -> None:
@@ -134,7 +163,7 @@ def resumed_config(
     run: Path,
     asked: TrainConfig,
     given: Collection[str],
-    privacy: Mapping[str, Any] | None = None,
+    parts: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """The settings to go on with: the saved ones, and what may differ as asked.
 
@@ -142,7 +171,7 @@ def resumed_config(
         run: The folder of the run.
         asked: Settings from the command line, defaults where nothing was said.
         given: Names of the fields, and of the model's overrides, that were said.
-        privacy: What was said of privacy: `private`, and fields of `Privacy`.
+        parts: What was said of the mechanism's parts: `private`, `kfac`, and fields of both.
 
     Raises:
         BadInput: If the mechanism would change, naming every setting that differs.
@@ -151,8 +180,8 @@ def resumed_config(
     saved = _read_config(run)
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
     before = _flat(saved.mechanism)
-    after = _flat(asked.mechanism) | dict(privacy or {})
-    given |= set(privacy or {})
+    after = _flat(asked.mechanism) | dict(parts or {})
+    given |= set(parts or {})
     changes = [
         f"{name} from {before.get(name)!r} to {after[name]!r}"
         for name in sorted(given)
@@ -177,10 +206,11 @@ def resumed_config(
 
 
 def _flat(mechanism: Mechanism) -> dict[str, Any]:
-    """A mechanism's settings by name, those of its model and of its privacy included."""
+    """A mechanism's settings by name, those of its model and of its parts included."""
     settings = asdict(mechanism)
-    privacy = settings.pop("privacy")
-    return settings | mechanism.overrides | {"private": privacy is not None} | (privacy or {})
+    privacy, kfac = settings.pop("privacy"), settings.pop("kfac")
+    parts = {"private": privacy is not None, "kfac": kfac is not None}
+    return settings | mechanism.overrides | parts | (privacy or {}) | (kfac or {})
 
 
 def _said(settings: Execution | Output, given: Collection[str]) -> dict[str, Any]:
@@ -197,6 +227,8 @@ def _read_config(run: Path) -> TrainConfig:
         mechanism = dict(content["mechanism"])
         if mechanism.get("privacy") is not None:
             mechanism["privacy"] = Privacy(**mechanism["privacy"])
+        if mechanism.get("kfac") is not None:
+            mechanism["kfac"] = Kfac(**mechanism["kfac"])
         return TrainConfig(
             mechanism=Mechanism(**mechanism),
             execution=Execution(**content["execution"]),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,9 @@ from unison.shard import CollectiveMismatch, RankLost
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
+
+
+MONITOR_INTERVAL = 0.1  # seconds between two looks at the ranks
 
 
 class RankFailed(RuntimeError):
@@ -56,7 +60,7 @@ def run_on_local_ranks(
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        monitor_interval=0.1,
+        monitor_interval=MONITOR_INTERVAL,
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -86,6 +90,11 @@ def _run_one(
         raise  # after these a process cannot end in peace, so no value would come back
     except UnisonError as error:
         return None, error
+    except Exception:
+        # When this process ends, the others lose their connections to it and break too. The
+        # launcher tells of the rank that it finds ended, so it must find this one alone.
+        time.sleep(5 * MONITOR_INTERVAL)
+        raise
 
 
 def _traceback_of(failure) -> str:

@@ -31,6 +31,7 @@ from unison.train.metrics import COVERED, Metrics, has_tensorboard, open_metrics
 from unison.train.optimization import make_optimizer, make_schedule
 from unison.train.parallel import Parallel
 from unison.train.plot import CURVE_FILE, plot_losses
+from unison.train.preconditioning import preconditioner_of
 from unison.train.private import Private
 from unison.train.progress import ProgressView
 from unison.train.regime import Ordinary, Regime
@@ -61,10 +62,17 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
         UnisonError: On every rank alike, with nothing left on disk but checkpoints, and the ledger
             of a private run.
     """
+    with join_world(config.execution.device) as world:
+        # In a frame of its own: models and units hold process groups, and must go before the ranks
+        # part.
+        return _train_in(world, config, on_stderr=on_stderr)
+
+
+def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainResult:
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
-        world = stack.enter_context(join_world(config.execution.device))
-        config.check_privacy(world.size)
+        config.check_privacy()
+        config.check_kfac()
         stack.enter_context(num_threads(mechanism))
         if config.execution.guard:
             stack.enter_context(unison.guard())
@@ -86,6 +94,7 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
             opened = open_run_folder(folder, overwrite=output.overwrite)
             stack.enter_context(opened if progress is None else open_stopped_run(folder))
         stack.enter_context(run.regime.attached())
+        stack.enter_context(run.preconditioner.attached())
         if world.is_main:
             console = Console(stderr=on_stderr)
             metrics = stack.enter_context(run.opened_metrics(progress))
@@ -129,9 +138,11 @@ class Run:
             replicas=execution.replicas,
             device=world.device,
             fill=partial(unison.materialize, model, seed=mechanism.seed, device=world.device),
+            sums_gradients=mechanism.privacy is None,
         )
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
+        self.preconditioner = preconditioner_of(config, self.parallel, self.optimizer)
         self.key = Key.from_seed(mechanism.seed)
         self.cast = nullcontext
         if mechanism.precision == "bf16":
@@ -144,9 +155,10 @@ class Run:
         else:
             self.regime = Private(
                 config,
-                model,
+                self.parallel,
                 self.optimizer,
                 rows.train,
+                world=world,
                 num_elements=self.num_parameters,
                 cast=self.cast,
             )
@@ -155,12 +167,16 @@ class Run:
         """Settle what the steps apply; a run that goes on goes back to its newest checkpoint."""
         if not self.config.output.resume:
             self.regime.prepare(None)
+            self.preconditioner.prepare(None)
             return None
         folder = Path(self.config.output.folder)
         summary = report.summarize(self.rows, self.config)
         self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-        progress, state = load_newest(folder, self.model, self.optimizer, self.scheduler)
+        progress, state, curvature = load_newest(
+            folder, self.model, self.optimizer, self.scheduler, self.world
+        )
         self.regime.prepare(state)
+        self.preconditioner.prepare(curvature)
         return progress
 
     def opened_metrics(self, progress: Progress | None) -> AbstractContextManager[Metrics]:
@@ -183,6 +199,7 @@ class Run:
         report.say_start(console, self.config, self.num_parameters, self.rows, self.world)
         if self.config.mechanism.privacy is not None:
             report.say_privacy(console, self.config, self.regime.describe())
+        report.say(console, *self.preconditioner.describe())
         if progress is not None:
             report.say_resumption(console, self.config, progress.step, self.world)
 
@@ -258,8 +275,14 @@ class Run:
                 now = replace(progress, seconds=time.perf_counter() - started)
                 if self.is_guarded:
                     now = replace(now, train_before=None)
-                state = self.regime.state_dict()
-                checkpoints.save(self.model, self.optimizer, self.scheduler, now, state)
+                checkpoints.save(
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    now,
+                    self.regime.state_dict(),
+                    self.preconditioner.state_dict(),
+                )
         return progress, None
 
     def take_step(
@@ -280,6 +303,7 @@ class Run:
             step=step,
             key=self.key,
             objective=self.regime.objective,
+            preconditioner=self.preconditioner,
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
         )
@@ -337,17 +361,36 @@ class Run:
         """Mean loss on a fixed choice of rows, spread evenly over the data set."""
         count = min(self.config.output.eval_rows, data.num_rows)
         chosen = np.linspace(0, data.num_rows - 1, num=count).astype(np.int64)
-        mine = part_of_rank(chosen, rank=self.world.rank, world_size=self.world.size)
-        most = -(-count // self.world.size)  # rows of the rank that has most: all run its passes
-        per_pass = self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
+        places = eval_passes(count, self._rows_per_evaluation(count), self.world)
         batches = (
             to_device(
-                {**data.rows(mine[start : start + per_pass]), "sample_ids": torch.empty(0)},
-                self.world.device,
+                {**data.rows(chosen[each]), "sample_ids": torch.from_numpy(each)}, self.world.device
             )
-            for start in range(0, most, per_pass)
+            for each in places
         )
         self.model.eval()
-        loss = mean_loss(self.model, batches, world=self.world, cast=self.cast)
+        loss = mean_loss(self.model, batches, num_rows=count, world=self.world, cast=self.cast)
         self.model.train()
         return loss
+
+    def _rows_per_evaluation(self, count: int) -> int:
+        """Rows of one pass; how many share a pass changes the bits of each."""
+        mechanism = self.config.mechanism
+        if mechanism.reducer == "ordered":
+            return mechanism.granule
+        most = -(-count // self.world.size)
+        return self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
+
+
+def eval_passes(num_rows: int, per_pass: int, world: World) -> list[np.ndarray]:
+    """Which of some rows this rank evaluates, pass by pass; as many passes on every rank.
+
+    Rows are cut into passes first and dealt to ranks then, so that the shape of the pass that a row
+    is in does not depend on the ranks.
+    """
+    passes = np.split(np.arange(num_rows), range(per_pass, num_rows, per_pass))
+    numbers = np.arange(len(passes))
+    mine = part_of_rank(numbers, rank=world.rank, world_size=world.size)
+    most = -(-len(passes) // world.size)
+    none = np.arange(0)
+    return [passes[mine[index]] if index < len(mine) else none for index in range(most)]

@@ -9,15 +9,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import unison
 from unison.config import Mechanism
 
+ADAM_BETAS = (0.9, 0.95)
+
 
 def make_optimizer(model: nn.Module, mechanism: Mechanism) -> Optimizer:
     """Make the optimizer; norm gains and biases (one dimension) are not decayed."""
     groups = unison.param_groups(model, mechanism.weight_decay)
     match mechanism.optimizer:
         case "adamw":
-            return AdamW(groups, lr=mechanism.lr, betas=(0.9, 0.95))
+            return AdamW(groups, lr=mechanism.lr, betas=ADAM_BETAS)
         case "sgd":
-            return SGD(groups, lr=mechanism.lr, momentum=0.9)
+            # Where K-FAC has Adam's length, its step is made of averaged gradients already.
+            is_averaged = mechanism.kfac is not None and mechanism.kfac.graft == "adam"
+            return SGD(groups, lr=mechanism.lr, momentum=0.0 if is_averaged else 0.9)
         case other:
             raise AssertionError(f"no rule for the optimizer {other!r}")
 

@@ -28,9 +28,11 @@ class Parallel:
         device: Where it computes; by default where it is.
         fill: Gives a model that was built without memory its values; called once it is known what
             of it this rank holds.
+        sums_gradients: Whether what holds the model sums the ranks' gradients. In a private run
+            `PrivacyEngine` does.
 
     Attributes:
-        model: The module itself, whose parameters the optimizer takes.
+        model: The model itself, whose parameters the optimizer takes.
         gradient_scale: What a loss of `unison.batch_mean` is multiplied with before its backward
             pass: DDP divides the summed gradient by the number of ranks, and this undoes it.
     """
@@ -45,9 +47,11 @@ class Parallel:
         replicas: int | None = None,
         device: torch.device | None = None,
         fill: Callable[[], object] = lambda: None,
+        sums_gradients: bool = True,
     ) -> None:
         self.model = model
         self.gradient_scale = 1
+        self._sums_gradients, self._is_ordered = sums_gradients, reducer == "ordered"
         self._is_sharded = shard in ("full", "zero2", "hybrid", "fsdp2")
         self._module: nn.Module = model
         device_type = (device or next(model.parameters()).device).type
@@ -69,7 +73,8 @@ class Parallel:
             case "ddp":
                 fill()
                 self._module = DistributedDataParallel(model)
-                self.gradient_scale = world_size
+                if sums_gradients:
+                    self.gradient_scale = world_size
             case "none":
                 if world_size > 1:
                     raise BadInput(
@@ -80,14 +85,20 @@ class Parallel:
             case other:
                 raise AssertionError(f"no rule for shard {other!r}")
 
+    @property
+    def module(self) -> nn.Module:
+        """What is called: the model, or what torch wrapped around it. Keep no reference to it."""
+        return self._module
+
     def __call__(self, *args: Any) -> Tensor:
         """Run the model's forward."""
         return self._module(*args)
 
     def passes_on(self, is_last: bool) -> AbstractContextManager:
         """Around a backward pass: whether ranks sum their gradients in it."""
-        if isinstance(self._module, DistributedDataParallel) and not is_last:
-            return self._module.no_sync()
+        module, waits = self._module, self._sums_gradients and not is_last
+        if waits and isinstance(module, DistributedDataParallel):
+            return module.no_sync()
         return nullcontext()
 
     def release(self) -> None:
@@ -102,7 +113,20 @@ class Parallel:
         """Bound the gradient's norm and return what it was; every rank must call this."""
         if self._is_sharded:
             return unison.clip_grad_norm_(self.model, max_norm).item()
+        if self._is_ordered:
+            return _clip_as_on_shards(self.model, max_norm)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
+
+
+@torch.no_grad()
+def _clip_as_on_shards(model: nn.Module, max_norm: float) -> float:
+    """Bound the gradient's norm to the bit as `unison.clip_grad_norm_` does on shards."""
+    norm = unison.grad_norm(model)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    return norm.item()
 
 
 def hybrid_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:

@@ -6,14 +6,16 @@ here is which of its settings a run has, and what may be told of it.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import unison
 from unison.config import Privacy, TrainConfig
@@ -30,21 +32,24 @@ from unison.privacy import (
     epsilon_of,
     noise_multiplier_for,
 )
+from unison.train.parallel import Parallel
 from unison.train.regime import PrivacyFacts, PrivacyResult
 from unison.train.run_folder import LEDGER_FILE
-from unison.train.step import Batch, Share
+from unison.train.step import Batch, Share, share_of
+from unison.train.world import World
 
 MAX_EPSILONS = 10  # of a run, while it goes on: one by PLD takes a second
 
 
 class Private:
-    """Trains with `PrivacyEngine`, one row being one record.
+    """Trains with `PrivacyEngine`, one row being one record; every rank has one.
 
     Args:
         config: The settings, with a `privacy`.
-        model: Its parameters, all of which are trained, get noisy gradients.
+        parallel: The model as the ranks hold it. All its parameters get noisy gradients.
         optimizer: Over them.
         rows: The training rows.
+        world: The ranks.
         num_elements: Elements of the model's parameters, over all ranks.
         cast: The precision that the model computes in.
     """
@@ -52,16 +57,18 @@ class Private:
     def __init__(
         self,
         config: TrainConfig,
-        model: nn.Module,
+        parallel: Parallel,
         optimizer: Optimizer,
         rows: RowDataset,
         *,
+        world: World,
         num_elements: int,
         cast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         assert config.mechanism.privacy is not None
         self._config, self._privacy = config, config.mechanism.privacy
-        self._model, self._optimizer, self._rows = model, optimizer, rows
+        self._parallel, self._optimizer, self._rows = parallel, optimizer, rows
+        self._world = world
         self._num_elements, self._cast = num_elements, cast
         self._sampling = sampling_of(self._privacy, config.mechanism.batch_size, rows.num_rows)
         self._engine = PrivacyEngine(
@@ -82,13 +89,18 @@ class Private:
         if state is not None:
             self._noise_multiplier = state["mechanism"]["noise_multiplier"]
         elif self._privacy.epsilon is not None:
-            self._noise_multiplier = noise_multiplier_for(
-                target_epsilon=self._privacy.epsilon,
-                target_delta=self._privacy.delta,
-                sampling=self._sampling,
-                steps=self._config.mechanism.steps,
-                accountant=self._privacy.accountant,
-                rounded_elements=self._num_elements,
+            # One rank computes for all: it takes seconds of a core.
+            self._noise_multiplier, *_ = self._world.agree(
+                partial(
+                    noise_multiplier_for,
+                    target_epsilon=self._privacy.epsilon,
+                    target_delta=self._privacy.delta,
+                    sampling=self._sampling,
+                    steps=self._config.mechanism.steps,
+                    accountant=self._privacy.accountant,
+                    rounded_elements=self._num_elements,
+                ),
+                when=self._world.is_main,
             )
 
     def describe(self) -> list[str]:
@@ -116,6 +128,7 @@ class Private:
     def attached(self) -> Iterator[None]:
         """Make the model private, with the run's ledger, and give it back at the end."""
         mechanism, privacy = self._config.mechanism, self._privacy
+        is_ordered = mechanism.reducer == "ordered"
         assert self._noise_multiplier is not None  # of `prepare`
         is_shuffled = isinstance(self._sampling, Shuffled)
         budget = None
@@ -125,10 +138,13 @@ class Private:
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
             _, _, self._loader = self._engine.make_private(
-                module=self._model,
+                module=self._parallel.module,
                 optimizer=self._optimizer,
                 data_loader=DataLoader(
-                    self._rows, mechanism.batch_size, shuffle=True, drop_last=is_shuffled
+                    NumberedRows(self._rows),
+                    mechanism.batch_size,
+                    shuffle=True,
+                    drop_last=is_shuffled,
                 ),
                 noise_multiplier=self._noise_multiplier,
                 max_grad_norm=privacy.max_grad_norm,
@@ -138,11 +154,13 @@ class Private:
                 expected_batch_size=mechanism.batch_size,
                 max_physical_batch_size=self._config.execution.micro_batch_size,
                 budget=budget,
+                granule=mechanism.granule if is_ordered else None,
                 seed=None if privacy.secure_noise else mechanism.seed,
             )
         try:
             if self._state is not None:
-                self._engine.load_state_dict(self._state)
+                # The rank that has the ledger may refuse; then all do.
+                self._world.agree(partial(self._engine.load_state_dict, self._state))
             self._check()
             yield
         finally:
@@ -152,11 +170,12 @@ class Private:
     def _check(self) -> None:
         """Make sure that the model can be clipped, before any budget is spent.
 
-        Here rather than in the first step, where dropout expects the rows of that step.
+        Here rather than in the first step, where dropout expects the rows of that step. Each rank
+        takes a row of its own, as in training: ranks that are fed the same one are warned of.
         """
-        device = next(self._model.parameters()).device
+        row = self._rows.rows([self._world.rank % self._rows.num_rows])["input_ids"]
         with self._cast():
-            self._engine.check(self._rows.rows([0])["input_ids"].to(device))
+            self._engine.check(row.to(self._world.device))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Regime.state_dict`; never a key."""
@@ -173,9 +192,7 @@ class Private:
         num_targets = self._config.mechanism.batch_size * self._rows.row_length
         while True:
             for batch in loader:
-                assert loader.current is not None
-                sample_ids = loader.current.record_ids
-                yield {**batch, "sample_ids": sample_ids, "num_targets": num_targets}
+                yield {**batch, "num_targets": num_targets}
 
     def is_step_complete(self) -> bool:
         """See `Regime.is_step_complete`."""
@@ -183,26 +200,21 @@ class Private:
         return self._loader.current is None or self._loader.current.is_last
 
     def objective(self, logits: Tensor, batch: Batch) -> Share:
-        """Make the mean of the samples' losses over a physical batch; the engine undoes the mean.
+        """Make the mean of the samples' losses over the logical batch; the engine undoes the mean.
 
         A row's loss is the mean over its own targets. One over all targets of the batch would
         couple rows through its denominator.
         """
         losses = unison.per_sample_loss(logits, batch["labels"], IGNORE_INDEX)  # [rows]
-        return Share(
-            loss=losses.mean(),
-            total=losses.detach().sum(),
-            weight=len(losses),
-            is_last=self.is_step_complete(),
-        )
+        return share_of(losses, is_last=self.is_step_complete())
 
     # --- what is told ----------------------------------------------------------------------------
 
     def facts(self, step: int) -> PrivacyFacts:
         """See `Regime.facts`."""
-        if step > self._epsilon_step:
+        found = self._engine.diagnostics()  # a collective
+        if self._world.is_main and step > self._epsilon_step:  # the others show nothing
             self._look_ahead(step)
-        found = self._engine.diagnostics()
         return PrivacyFacts(
             epsilon=self._epsilon,
             is_exact=step == self._epsilon_step,
@@ -226,8 +238,12 @@ class Private:
         """See `Regime.result`."""
         privacy, ledger = self._privacy, self._engine.ledger
         assert self._noise_multiplier is not None
+        epsilon, *_ = self._world.agree(
+            partial(ledger.epsilon, privacy.delta), when=self._world.is_main
+        )
+        assert epsilon is not None
         return PrivacyResult(
-            epsilon=ledger.epsilon(privacy.delta),
+            epsilon=epsilon,
             delta=privacy.delta,
             accountant=privacy.accountant,
             target_epsilon=privacy.epsilon,
@@ -242,6 +258,28 @@ class Private:
             budget_sentence=budget_sentence,
             ledger=str(ledger.path),
         )
+
+
+class NumberedRows(Dataset[dict[str, Tensor]]):
+    """Rows with their numbers in the data set, `sample_ids`, which dropout's masks hang on.
+
+    As a part of the batch they are dealt and padded as the rows are.
+    """
+
+    def __init__(self, rows: RowDataset) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**self._rows[index], "sample_ids": torch.tensor(index)}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Read several items at once; `DataLoader` calls this."""
+        rows = self._rows.__getitems__(indices)
+        numbers = torch.tensor(indices)  # [rows]
+        return [{**row, "sample_ids": number} for row, number in zip(rows, numbers, strict=True)]
 
 
 def sampling_of(privacy: Privacy, batch_size: int, num_rows: int) -> Sampling:

@@ -111,7 +111,7 @@ class Regime(Protocol):
         ...
 
     def result(self, budget_sentence: str | None) -> PrivacyResult | None:
-        """What was applied and spent."""
+        """What was applied and spent; every rank must call it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from rich.table import Table
 
 import unison
 from unison.config import TrainConfig
+from unison.errors import BadInput
 from unison.models import ModelConfig
 from unison.train.environment import describe_environment
 from unison.train.regime import PrivacyResult
-from unison.train.run_folder import CONFIG_FILE, LEDGER_FILE, write_json
+from unison.train.run_folder import CONFIG_FILE, LEDGER_FILE, RESULT_FILE, write_json
 from unison.train.setup import Rows
 from unison.train.world import World
 
@@ -125,13 +126,13 @@ def say_start(
     """Say in a few lines what is about to happen."""
     mechanism = config.mechanism
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    _say(
+    say(
         console,
         f"[bold]unison train[/]  {mechanism.preset}: {num_parameters:,} parameters, "
         f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
         f"{mechanism.reducer} reducer",
     )
-    _say(
+    say(
         console,
         f"data {mechanism.data}: {rows.train.num_rows:,} rows of {rows.train.row_length} tokens to "
         f"train on, {rows.eval.num_rows:,} held out; unigram entropy {rows.unigram_entropy:.3f}",
@@ -140,10 +141,9 @@ def say_start(
 
 def say_privacy(console: Console, config: TrainConfig, lines: Iterable[str]) -> None:
     """Say what is protected and how, and where to find what is not."""
-    for line in lines:
-        _say(console, line)
+    say(console, *lines)
     if not (console.is_terminal or config.output.unsafe_diagnostics):
-        _say(
+        say(
             console,
             "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
             "them, files have them with --unsafe-diagnostics",
@@ -153,22 +153,44 @@ def say_privacy(console: Console, config: TrainConfig, lines: Iterable[str]) -> 
 def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
     files = ["config.json", "environment.json", "metrics.jsonl", "model.safetensors", "loss.png"]
-    if result.privacy is None:
-        console.print(_loss_table(result))
-    else:
-        # What no ε covers is for eyes: output that is no terminal may be kept.
-        shown = result if console.is_terminal else result.published(config)
-        console.print(_privacy_table(shown, result.privacy, config.mechanism.steps))
+    # What no ε covers is for eyes: output that is no terminal may be kept.
+    shown = result if console.is_terminal else result.published(config)
+    console.print(result_table(shown, config.mechanism.steps))
+    if result.privacy is not None:
         files.append(LEDGER_FILE)
         if result.privacy.budget_sentence:
-            _say(console, f"the budget ended the run: {result.privacy.budget_sentence}")
-    _say(
+            say(console, f"the budget ended the run: {result.privacy.budget_sentence}")
+    say(
         console,
         f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s",
     )
     if result.reducer == "ordered":
-        _say(console, f"digest {result.digest[:16]}, the same on any number of ranks")
-    _say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
+        say(console, f"digest {result.digest[:16]}, the same on any number of ranks")
+    say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
+
+
+def result_table(result: TrainResult, num_planned: int) -> Table:
+    """What a run came to; of a private one with what it spent."""
+    if result.privacy is None:
+        return _loss_table(result)
+    return _privacy_table(result, result.privacy, num_planned)
+
+
+def read_result(folder: Path) -> tuple[TrainResult, int]:
+    """Read what a run in a folder came to, and how many steps it had planned.
+
+    Raises:
+        BadInput: If another version of unison wrote it.
+    """
+    saved = json.loads((folder / RESULT_FILE).read_text())
+    privacy = saved.pop("privacy", None)
+    try:
+        result = TrainResult(**saved, privacy=privacy and PrivacyResult(**privacy))
+    except TypeError as error:
+        raise BadInput(
+            f"{folder / RESULT_FILE} cannot be read by this unison ({error}); train again"
+        ) from None
+    return result, json.loads((folder / CONFIG_FILE).read_text())["mechanism"]["steps"]
 
 
 def _loss_table(result: TrainResult) -> Table:
@@ -219,5 +241,7 @@ def _privacy_table(result: TrainResult, privacy: PrivacyResult, num_planned: int
     return table
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True)
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are, with rich's marks for bold and such."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -20,6 +20,8 @@ from unison.models import ModelConfig, preset
 from unison.train.run_folder import check_free
 from unison.train.world import World
 
+MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -38,7 +40,7 @@ def plan_model(mechanism: Mechanism) -> tuple[ModelConfig, int]:
     """Decide the model's config and the length of a row.
 
     Raises:
-        BadInput: If the row does not fit the context, or the tokenizer the vocabulary.
+        BadInput: If the row does not fit the context, or the vocabulary the settings of K-FAC.
     """
     config = preset(mechanism.preset, **mechanism.overrides)
     row_length = mechanism.row_length or config.context_length
@@ -47,7 +49,22 @@ def plan_model(mechanism: Mechanism) -> tuple[ModelConfig, int]:
             f"a row of {row_length} tokens is longer than the context of {mechanism.preset!r}, "
             f"{config.context_length}; lower --row-length or raise --context-length"
         )
+    _check_fisher(mechanism, config)
     return config, row_length
+
+
+def _check_fisher(mechanism: Mechanism, config: ModelConfig) -> None:
+    """Refuse to go through all labels of a large vocabulary.
+
+    Raises:
+        BadInput: With what to use instead.
+    """
+    is_exact = mechanism.kfac is not None and mechanism.kfac.fisher == "exact"
+    if is_exact and config.vocab_size > MOST_EXACT:
+        raise BadInput(
+            f"--fisher exact sends a gradient back for each of {config.vocab_size:,} tokens of the "
+            f"vocabulary, at most {MOST_EXACT:,}; use --fisher mc, which draws one"
+        )
 
 
 def fitting_tokenizer(mechanism: Mechanism, config: ModelConfig) -> Tokenizer:
@@ -95,14 +112,14 @@ def open_rows(
         world.agree(lambda: None)  # nobody removes the folder under another rank's feet
 
 
-def check_before_launch(config: TrainConfig, num_ranks: int = 1) -> None:
+def check_before_launch(config: TrainConfig) -> None:
     """Find what is wrong with the input cheaply, before any process is started.
 
     Raises:
-        BadInput: If the ranks, the folder, the data, the tokenizer or the model cannot be what was
-            asked for.
+        BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
     """
-    config.check_privacy(num_ranks)
+    config.check_privacy()
+    config.check_kfac()
     mechanism = config.mechanism
     if not config.output.resume:
         check_free(Path(config.output.folder), overwrite=config.output.overwrite)

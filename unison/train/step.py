@@ -17,6 +17,7 @@ from unison.errors import Diverged
 from unison.models import token_loss_sums
 from unison.rng import Key, dropout_context
 from unison.train.parallel import Parallel
+from unison.train.preconditioning import Identity, Preconditioner
 from unison.train.world import World
 
 Batch = dict[str, Any]
@@ -32,15 +33,13 @@ class Share:
     """What one pass brings to its step.
 
     Attributes:
-        loss: What is sent back [].
-        total: What the pass adds to the step's loss [].
-        weight: What the sum of totals is divided by, summed over passes too.
+        loss: What is sent back, and what the pass adds to the step's loss [], float64.
+        dtype: What the step's loss is rounded to, once all passes are added up.
         is_last: Whether the pass closes its logical batch.
     """
 
     loss: Tensor
-    total: Tensor
-    weight: float
+    dtype: torch.dtype
     is_last: bool
 
 
@@ -68,9 +67,21 @@ def mean_over_targets(logits: Tensor, batch: Batch) -> Share:
     assert plan is not None
     sums = token_loss_sums(logits, batch["labels"], IGNORE_INDEX)  # [rows]
     # One divisor: the mean over samples times samples per target is the mean over targets.
-    share = unison.batch_mean(sums * (plan.num_samples / max(batch["num_targets"], 1)))
-    is_last = plan.closes_logical_batch
-    return Share(loss=share, total=share.detach(), weight=float(is_last), is_last=is_last)
+    losses = sums * (plan.num_samples / max(batch["num_targets"], 1))
+    return share_of(losses, is_last=plan.closes_logical_batch)
+
+
+def share_of(losses: Tensor, *, is_last: bool) -> Share:
+    """Make a pass's share of the mean over the logical batch.
+
+    In float64, so that the step's loss, rounded to the losses' own precision at the end, does not
+    tell in how many passes it came.
+
+    Args:
+        losses: One per row of the pass [rows].
+        is_last: Whether the pass closes its logical batch.
+    """
+    return Share(loss=unison.batch_mean(losses.double()), dtype=losses.dtype, is_last=is_last)
 
 
 def train_step(
@@ -82,6 +93,7 @@ def train_step(
     step: int,
     key: Key,
     objective: Objective = mean_over_targets,
+    preconditioner: Preconditioner | None = None,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
 ) -> StepResult:
@@ -92,25 +104,29 @@ def train_step(
     Raises:
         Diverged: On every rank, before the parameters change, if loss or gradient is not finite.
     """
+    preconditioner = preconditioner or Identity()
     optimizer.zero_grad(set_to_none=True)
-    total, weight, num_targets = 0.0, 0.0, 0
+    loss, num_targets = 0.0, 0
     for batch in passes:
         num_targets = batch["num_targets"]
         # 1. Forward. Dropout's masks hang on the key, the step and the samples, not on who computes
         #    them.
         with dropout_context(key, step, batch["sample_ids"]), cast():
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
-        # 2. The loss, of which each sample's part depends on that sample alone.
+        # 2. The loss, of which each sample's part depends on that sample alone. Curvature, if there
+        #    is any, is of the same pass.
+        preconditioner.observe(logits, batch["labels"], num_targets)
         share = objective(logits, batch)
         # 3. Backward. The last pass completes the gradient: ranks sum theirs, and in a private run
         #    what was clipped gets its noise.
         with parallel.passes_on(share.is_last):
             (share.loss * parallel.gradient_scale).backward()
-        total, weight = total + share.total.item(), weight + share.weight
+        loss += share.loss.item()
+        if share.is_last:
+            loss = torch.tensor(loss, dtype=share.dtype).item()
 
     # 4. The gradient's norm, the same on every rank.
     grad_norm = parallel.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
-    loss = total / (weight or 1.0)  # a private draw may hold no samples
     for name, value in {"loss": loss, "gradient norm": grad_norm}.items():
         if not math.isfinite(value):
             raise Diverged(
@@ -118,7 +134,10 @@ def train_step(
                 f"tighten --clip-norm"
             )
 
-    # 5. The update.
+    # 5. The direction: the gradient itself, or what K-FAC makes of it.
+    preconditioner.apply()
+
+    # 6. The update.
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
@@ -130,18 +149,30 @@ def mean_loss(
     model: Callable[[Tensor], Tensor],
     batches: Iterable[Batch],
     *,
+    num_rows: int,
     world: World,
     cast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> float:
     """Mean loss per target over all ranks' batches; every rank must bring the same number.
 
     A rank without rows brings empty batches: a sharded model gathers its parameters in each pass.
+    The mean is the same bits on any number of ranks if the rows' losses are.
+
+    Args:
+        model: Runs the forward pass.
+        batches: This rank's, with `sample_ids`, the positions of their rows among all.
+        num_rows: Rows of all ranks.
+        world: The ranks.
+        cast: The precision to compute in.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, targets
+    # Each row has a place, which its rank fills and the others leave 0, so that ranks are added up
+    # without rounding and rows in one order.
+    sums = torch.zeros(2, num_rows, dtype=torch.float64, device=world.device)  # loss, targets
     for batch in batches:
         with cast():
             logits = model(batch["input_ids"])
-        sums[0] += token_loss_sums(logits, batch["labels"], IGNORE_INDEX).sum()
-        sums[1] += (batch["labels"] != IGNORE_INDEX).sum()
-    loss, targets = world.sum(sums).tolist()
+        places = batch["sample_ids"].to(world.device)
+        sums[0, places] = token_loss_sums(logits, batch["labels"], IGNORE_INDEX).double()
+        sums[1, places] = (batch["labels"] != IGNORE_INDEX).sum(dim=1).double()
+    loss, targets = world.sum(sums).sum(dim=1).tolist()
     return loss / max(targets, 1)

@@ -4,6 +4,7 @@ One process is a world of size 1 and runs the same code: its process group has o
 every collective is an identity. There is no `if distributed` anywhere above this file.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,6 +123,9 @@ def join_world(device_name: str) -> Iterator[World]:
         # A rank that breaks keeps its connections until its process ends. Were they closed now, the
         # others would fail first, with "connection reset", and hide the cause from the launcher.
         if size == 1 or not is_bug:
+            # Modules and their hooks refer to each other, and to process groups. A group that is
+            # freed when the interpreter ends can abort the process: its threads want the lock.
+            gc.collect()
             dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Claims and their checks: two runs that must agree, where they part, and what memory they took."""
 
+from unison.verify import clipping_speed
 from unison.verify.memory import MODEL_STATE, Bytes, Category, MemoryTracker
 from unison.verify.parity import Experiment, Parity, Trained, compare
 from unison.verify.private_parity import (
@@ -17,6 +18,7 @@ from unison.verify.provenance import (
     versions,
     write_result,
 )
+from unison.verify.runs import RunComparison, RunFolder, compare_runs
 
 __all__ = [
     "MODEL_STATE",
@@ -28,11 +30,15 @@ __all__ = [
     "Parity",
     "PrivateExperiment",
     "PrivatelyTrained",
+    "RunComparison",
+    "RunFolder",
     "Trained",
     "check_writable",
+    "clipping_speed",
     "commit",
     "compare",
     "compare_privately",
+    "compare_runs",
     "cpu_model",
     "hardware",
     "version_of",

@@ -1,27 +1,40 @@
 """Private training on one process and on many ranks, side by side: the reference note 000, again.
 
 One process trains a plain module. Ranks train it sharded. Both draw the same records and the same
-noise, since neither knows the rank; losses, gradient norms after noise and parameter norms are
-compared at every step, and every per-sample norm and parameter at the end.
+noise, since neither knows the rank; losses, gradient norms after noise, parameter norms and
+per-sample norms are compared at every step, and every parameter at the end. The clipped gradient of
+the first step, from equal parameters and before noise, is compared element by element.
 """
 
 import math
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from unison import check
 from unison.config import REDUCERS
 from unison.errors import BadInput
 from unison.models import ModelConfig, build, per_sample_loss, preset
-from unison.privacy import PrivacyEngine
-from unison.shard import auto_shard, batch_mean, digest, fingerprint, grad_norm, param_norm
+from unison.privacy import PrivacyEngine, PrivateLoader
+from unison.shard import (
+    auto_shard,
+    batch_mean,
+    digest,
+    fingerprint,
+    full_parameters,
+    grad_norm,
+    param_norm,
+)
 from unison.verify.parity import Launch, joined_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
@@ -90,10 +103,18 @@ class PrivateExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateSide:
-    """One side of the comparison, as its ranks get it."""
+    """One side of the comparison, as its ranks get it.
+
+    Attributes:
+        experiment: What to train.
+        is_sharded: Whether the ranks share the parameters.
+        folder: Where the gradient of the first side lies. That side writes it; the others measure
+            how far their own is from it.
+    """
 
     experiment: PrivateExperiment
     is_sharded: bool
+    folder: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +124,9 @@ class PrivatelyTrained:
     Attributes:
         num_ranks: How many ranks trained.
         is_sharded: Whether they shared the parameters.
+        gradient_difference: How far the first step's clipped gradient, before noise, is from that
+            of the first side: the norm of the difference as a part of the norm, of the parameter
+            where that is largest. 0 on the first side.
         losses: Mean loss over the logical batch, one per step.
         grad_norms: Norm of the gradient after noise, one per step.
         param_norms: Norm of all parameters after each step.
@@ -113,6 +137,7 @@ class PrivatelyTrained:
 
     num_ranks: int
     is_sharded: bool
+    gradient_difference: float
     losses: list[float]
     grad_norms: list[float]
     param_norms: list[float]
@@ -125,7 +150,7 @@ class PrivatelyTrained:
         return {
             "loss": _largest(self.losses, other.losses),
             "gradient norm": _largest(self.grad_norms, other.grad_norms),
-            "gradient norm, first step": _largest(self.grad_norms[:1], other.grad_norms[:1]),
+            "gradient of step 1": self.gradient_difference,
             "parameter norm": _largest(self.param_norms, other.param_norms),
             "per-sample norm": max(
                 (
@@ -139,7 +164,8 @@ class PrivatelyTrained:
     def has_same_bits(self, other: "PrivatelyTrained") -> bool:
         """Whether everything agrees, to the bit."""
         names = ("losses", "grad_norms", "param_norms", "sample_norms", "digest_after")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        is_same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return is_same and self.gradient_difference == 0
 
 
 def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -160,45 +186,32 @@ def compare_privately(
         sizes: Numbers of ranks.
     """
     sides = [(False, 1), *((True, size) for size in sizes)]
-    return [
-        launch(
-            train_privately,
-            PrivateSide(experiment=experiment, is_sharded=is_sharded),
-            num_ranks=size,
-        )
-        for is_sharded, size in sides
-    ]
+    with tempfile.TemporaryDirectory(prefix="unison-parity-") as folder:
+        return [
+            launch(
+                train_privately,
+                PrivateSide(experiment=experiment, is_sharded=is_sharded, folder=Path(folder)),
+                num_ranks=size,
+            )
+            for is_sharded, size in sides
+        ]
 
 
 def train_privately(side: PrivateSide) -> PrivatelyTrained:
     """Train one side on this rank; every rank that the launcher started calls it."""
     torch.set_num_threads(1)  # threads change bits, and ranks would divide them
     experiment = side.experiment
-    is_ordered = experiment.reducer == "ordered"
     with joined_ranks():
         model: nn.Module = build(experiment.model, seed=experiment.seed)
         if side.is_sharded:
             auto_shard(model, reducer=experiment.reducer, gradient_divisor=1)
-        engine = PrivacyEngine(accountant="rdp", secure_noise=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
-            model, optimizer, loader = engine.make_private(
-                module=model,
-                optimizer=torch.optim.AdamW(model.parameters(), lr=experiment.lr),
-                data_loader=DataLoader(
-                    TensorDataset(experiment.rows()), batch_size=experiment.batch_size
-                ),
-                noise_multiplier=experiment.noise_multiplier,
-                max_grad_norm=experiment.max_grad_norm,
-                clipping=experiment.clipping,
-                granule=experiment.granule if is_ordered else None,
-                seed=experiment.seed,
-            )
+        gradient_difference = _compare_gradients(_clipped_gradient(model, experiment), side)
+        engine, optimizer, loader = _attached(model, experiment, experiment.noise_multiplier)
         losses, grad_norms, param_norms, sample_norms = [], [], [], []
         while len(losses) < experiment.steps:
             for (rows,) in loader:
                 optimizer.zero_grad()
-                loss = batch_mean(per_sample_loss(model(rows[:, :-1]), rows[:, 1:]))
+                loss = _mean_loss(model, rows)
                 loss.backward()
                 grad_norms.append(float(grad_norm(model)))
                 optimizer.step()
@@ -210,6 +223,7 @@ def train_privately(side: PrivateSide) -> PrivatelyTrained:
         return PrivatelyTrained(
             num_ranks=dist.get_world_size(),
             is_sharded=side.is_sharded,
+            gradient_difference=gradient_difference,
             losses=losses,
             grad_norms=grad_norms,
             param_norms=param_norms,
@@ -217,3 +231,63 @@ def train_privately(side: PrivateSide) -> PrivatelyTrained:
             digest_after=digest(model),
             fingerprint=fingerprint(granule=experiment.granule),
         )
+
+
+def _attached(
+    model: nn.Module, experiment: PrivateExperiment, noise_multiplier: float
+) -> tuple[PrivacyEngine, Optimizer, PrivateLoader]:
+    """Make the model private, with a seed, so that every side draws the same."""
+    engine = PrivacyEngine(accountant="rdp", secure_noise=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+        _, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=experiment.lr),
+            data_loader=DataLoader(
+                TensorDataset(experiment.rows()), batch_size=experiment.batch_size
+            ),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=experiment.max_grad_norm,
+            clipping=experiment.clipping,
+            granule=experiment.granule if experiment.reducer == "ordered" else None,
+            seed=experiment.seed,
+        )
+    return engine, optimizer, loader
+
+
+def _mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    return batch_mean(per_sample_loss(model(rows[:, :-1]), rows[:, 1:]))
+
+
+def _clipped_gradient(model: nn.Module, experiment: PrivateExperiment) -> dict[str, Tensor]:
+    """The whole gradient of the first step without its noise, on every rank; the model stays."""
+    engine, optimizer, loader = _attached(model, experiment, noise_multiplier=0.0)
+    (rows,) = next(batches := iter(loader))
+    _mean_loss(model, rows).backward()
+    # What gathers parameters gathers gradients, where these stand in for them.
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad.as_subclass(Tensor))
+        found = {name: value.clone() for name, value in full_parameters(model)}
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+    optimizer.zero_grad()
+    del batches
+    engine.detach()
+    return found
+
+
+def _compare_gradients(gradient: dict[str, Tensor], side: PrivateSide) -> float:
+    """Write a gradient down, or measure how far it is from the one that was written."""
+    largest = 0.0
+    for name, value in gradient.items():
+        file = side.folder / f"{name}.npy"
+        if side.is_sharded:
+            written = torch.from_numpy(np.load(file)).double()
+            difference = float((value.double() - written).norm())
+            largest = max(largest, difference / float(written.norm()) if difference else 0.0)
+        elif dist.get_rank() == 0:
+            np.save(file, value.numpy())
+    return largest
