@@ -101,6 +101,8 @@ def test_the_help_says_what_it_does(unison, monkeypatch):
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
     assert "K-FAC: natural gradient" in words
-    assert "taken by SGD, with the --lr that AdamW would have. Not with --private" in words
+    assert (
+        "taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with --private" in words
+    )
     for option in ("--damping", "--kfac-update-every", "--fisher", "--graft", "--owner-fraction"):
         assert option in words

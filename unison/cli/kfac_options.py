@@ -34,7 +34,7 @@ KfacFlag = Annotated[
     _option(
         "--kfac",
         help="Divide gradients by the curvature of what the model says (docs/kfac.md). The step is "
-        "taken by SGD, with the --lr that AdamW would have. Not with --private.",
+        "taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with --private.",
     ),
 ]
 Damping = Annotated[
