@@ -70,7 +70,10 @@ class Head:
     def empty_logits(self, *shape: int) -> Tensor:
         """Memory for logits [*shape, vocab], rows apart as [Note: rows of logits] says."""
         padded = -(-self.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
-        return self.hidden.new_empty(*shape, padded)[..., : self.vocab]
+        memory = self.hidden.new_empty(*shape, padded)
+        # Products of halves on a CPU read what lies between rows, times zero: it must be finite.
+        memory[..., self.vocab :] = 0
+        return memory[..., : self.vocab]
 
     def inputs(self, chunk: Chunk) -> Tensor:
         """The hidden states of a chunk [rows, d]."""
