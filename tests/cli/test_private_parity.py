@@ -11,6 +11,7 @@ FAST = ["parity", "--private", "--preset", "tiny", "--steps", "2", "--batch-size
 FAST += ["--tokens", "8"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
 def test_real_ranks_have_the_bits_of_one_process(unison, tmp_path):
     out = tmp_path / "parity.json"
