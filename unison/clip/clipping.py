@@ -14,6 +14,7 @@ from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.layers import describe
 from unison.clip.matrix import tensors_of, wide_dtype
 from unison.clip.measured import (
+    METHODS,
     Formed,
     bound,
     clipped_sum,
@@ -269,7 +270,7 @@ class Clipping:
             decided = choice, is_taken(parameter.records)
             self.plan.remember(parameter.name, signature, decided)
         choice, parameter.is_fast = decided
-        if parameter.is_fast and choice.norm in ("tile", "gram", "materialize"):
+        if parameter.is_fast and choice.norm in METHODS:
             records = self._measure_fast(parameter, choice)
         else:
             records = self._measure_in_torch(parameter, choice)

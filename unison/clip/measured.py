@@ -33,6 +33,8 @@ from unison.kernels import many
 from unison.kernels.available import takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
+METHODS = ("tile", "gram", "materialize")  # norm methods that have kernels
+
 _UNIT = 2.0**-24
 SQUARE_ROUNDINGS = 256  # of a term of a sum of squares, in float32, in any of the kernels
 _UNDERFLOW = 2.0**-125  # what a square that is too small for float32 may have lost
@@ -47,9 +49,9 @@ class Formed(Dense):
 
 def form(record: Streamed) -> Tensor:
     """Multiply a record out that comes in pieces [batch, *shape]; no two of them exist at once."""
-    dtype = kept_dtype([Product(record.a, record.a, record.is_transposed, record.shape)])
-    if record.a.dtype == torch.float64:
-        dtype = torch.float64
+    dtype = torch.promote_types(record.a.dtype, torch.float32)
+    if takes(record.a):
+        dtype = kept_dtype([Product(record.a, record.a, record.is_transposed, record.shape)])
     out = record.a.new_empty(record.batch, *record.shape, dtype=dtype)
     for samples, piece in record.first_chunks():
         left, right = factors(piece)

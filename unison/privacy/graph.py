@@ -24,8 +24,8 @@ from unison.privacy.running import PassSums
 
 LossOf = Callable[..., Tensor]
 """(*batch) -> one loss per row [rows]."""
-Rule = Callable[[NormTable, SampleNorms], Mapping[str, Tensor]]
-"""(norms of the used parameters, norms over all) -> coefficients by name."""
+Rule = Callable[[NormTable, SampleNorms, float], Mapping[str, Tensor]]
+"""(norms of the used parameters, norms over all, C) -> coefficients by name."""
 
 NUM_WARM_UPS = 2  # passes before the one that is recorded: kernels are compiled, memory is found
 
@@ -38,9 +38,11 @@ class GraphedPass:
         loss_of: One loss per row.
         example: A batch: its shapes but for the number of rows, dtypes and device.
         num_rows: Rows of every batch; fewer are padded.
+        clip_norm: C, of every batch.
         rule: Decides the coefficients.
 
     Attributes:
+        clip_norm: C, for which the pass was recorded.
         loss: Mean over the real rows of the last replay, a tensor without dimensions.
         norms: Of all rows [rows], float64.
         shares: What the clipped sums of each used parameter are made of, see `Clipping.shares`.
@@ -54,10 +56,11 @@ class GraphedPass:
         example: Sequence[Tensor],
         *,
         num_rows: int,
+        clip_norm: float,
         rule: Rule,
     ) -> None:
         _check_example(example)
-        self.num_rows = num_rows
+        self.num_rows, self.clip_norm = num_rows, clip_norm
         self._loss_of, self._rule, self._attachment = loss_of, rule, attachment
         device = example[0].device
         self._inputs = [x.new_zeros(num_rows, *x.shape[1:]) for x in example]
@@ -139,7 +142,7 @@ class GraphedPass:
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
         is_real, own = self._is_real(), {}
-        by_name = self._rule(table, total)
+        by_name = self._rule(table, total, self.clip_norm)
         for each in by_name.values():
             if id(each) not in own:
                 own[id(each)] = each.where(is_real, 0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kernels import many
-from unison.kernels.many.table import places_of
+from unison.kernels.many.table import places_of, sent
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT
 from unison.privacy.mechanism import Release
@@ -123,7 +123,7 @@ def release_all(
     if release.noise_std > 0:
         _check_on_grid(release, num_samples)
         names = [share.name for share in shares]
-        recipes = recipes_of(names, key, release).pin_memory().to(device, non_blocking=True)
+        recipes = sent(recipes_of(names, key, release), device)
         noise = many.NoiseDraw(recipes, [share.start for share in shares])
     outs = _empty_gradients(shares, device)
     most = max(len(share.values) for share in shares)
@@ -178,7 +178,7 @@ def _weights(shares: Sequence[Share], most: int) -> Tensor:
     if len(each) == 1:
         return table.expand(len(shares), -1).contiguous()
     index = torch.tensor([rows[id(share.weights)] for share in shares])
-    return table[index.pin_memory().to(table.device, non_blocking=True)]
+    return table[sent(index, table.device)]
 
 
 def noisy_count(statistic: float, *, key: Key, release: Release) -> float:

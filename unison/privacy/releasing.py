@@ -39,7 +39,8 @@ class Releasing:
         shares = self._shares(own)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
         is_flat = all(type(owned) is Owned for owned, _ in shares)
-        if is_flat and can_release([share for _, share in shares]):
+        # What this rank has of its own is per-sample gradients, which are yet to be clipped.
+        if own is not None or (is_flat and can_release([share for _, share in shares])):
             made = release_all(
                 [share for _, share in shares],
                 key=key,

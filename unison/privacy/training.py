@@ -7,7 +7,6 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +91,6 @@ class PrivateTraining:
         loader.present = dealing.present
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
         self._releasing = Releasing(owner)
-        self._clip_norms: dict[GraphedPass, float] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -216,22 +214,21 @@ class PrivateTraining:
                 "and ordered training run without a graph"
             )
         if self.mechanism.adaptive is not None:
-            raise UnsupportedOperation("capture_graph with adaptive clipping: its C is not fixed")
-        clip_norm = self.mechanism.release(self.loader.next_step).max_grad_norm
-        graph = GraphedPass(
+            raise UnsupportedOperation(
+                "capture_graph with adaptive clipping, whose C changes: train without a graph"
+            )
+        if self._attachment.settings.batch_dim != 0:
+            raise UnsupportedOperation("capture_graph needs samples first: batch_first=True")
+        return GraphedPass(
             self._attachment,
             loss_of,
             example,
             num_rows=self._dealing.max_physical_batch_size or len(example[0]),
-            rule=partial(self._fixed_rule, clip_norm),
+            clip_norm=self.mechanism.release(self.loader.next_step).max_grad_norm,
+            rule=lambda each, total, clip_norm: CLIP_RULES[self._clip_rule](
+                each, total, clip_norm, list(self._parameters)
+            ),
         )
-        self._clip_norms[graph] = clip_norm
-        return graph
-
-    def _fixed_rule(
-        self, clip_norm: float, norms: NormTable, total: SampleNorms
-    ) -> Mapping[str, Tensor]:
-        return CLIP_RULES[self._clip_rule](norms, total, clip_norm, list(self._parameters))
 
     def replay(self, graph: GraphedPass, batch: Sequence[Tensor]) -> Tensor:
         """Run a recorded pass on the batch in the user's hands, and return its loss."""
@@ -239,10 +236,10 @@ class PrivateTraining:
         if current is None:
             raise BadInput("expected a batch of the loader that make_private returned")
         running = self._running(current)
-        if running.release.max_grad_norm != self._clip_norms[graph]:
+        if running.release.max_grad_norm != graph.clip_norm:
             raise BadInput(
-                f"the graph was recorded for max_grad_norm={self._clip_norms[graph]}, and this "
-                f"step has {running.release.max_grad_norm}: record another"
+                f"the graph was recorded for max_grad_norm={graph.clip_norm}, and this step has "
+                f"{running.release.max_grad_norm}: record another"
             )
         if current.is_last:
             self._open_release(running)

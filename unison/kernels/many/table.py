@@ -105,9 +105,14 @@ def on_device(rows: Sequence[Any], device: torch.device) -> Tensor:
     table = torch.tensor(rows, dtype=torch.int64)
     if _recording:
         return _recording[-1].make(table)
+    return sent(table, device)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host's tensor on a device, without waiting for it."""
     if device.type != "cuda":
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def places_of(numels: Sequence[int]) -> tuple[list[int], int]:
