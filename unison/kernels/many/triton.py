@@ -19,7 +19,7 @@ from unison.kernels.many import table as t
 from unison.kernels.random.recipe import FLOATS_AT as FLOATS
 from unison.kernels.random.recipe import RECIPE_LENGTH
 from unison.kernels.random.reference import ROUND_MAGIC
-from unison.kernels.random.triton import SECURE_NORMAL, _chacha, _draw2, _weave8
+from unison.kernels.random.triton import _chacha, _inverse_tail, _weave8
 
 VALUES, STRIDE, NUMEL, OUT = (tl.constexpr(each) for each in (t.VALUES, t.STRIDE, t.NUMEL, t.OUT))
 FIRST, KIND = tl.constexpr(t.FIRST), tl.constexpr(t.KIND)
@@ -91,12 +91,15 @@ def total_kernel(parts, first_tiles, out, num_tensors, num_tiles, BLOCK: tl.cons
 
 @triton.jit
 def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
-    """Return the noise of a tile, float64; the tile begins at a block of the cipher."""
+    """Return a tile of normal values, float64; the tile begins at a block of the cipher."""
     block = tile * (TILE // 8) + tl.arange(0, TILE // 8)
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, recipe)
     upper = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
     lower = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
-    return _draw2(upper, lower, recipe, coefficients, SECURE_NORMAL, SEGMENTS, DEGREE)
+    v = ((upper & 0x7FFFFFFF).to(tl.int64) << 32) | lower.to(tl.int64) | 1
+    z = _inverse_tail(v, coefficients, SEGMENTS, DEGREE)
+    sign = (upper & 0x80000000).to(tl.int64) << 32
+    return (z.to(tl.int64, bitcast=True) | sign).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -135,8 +138,10 @@ def release_kernel(
     if NOISY:
         recipe = recipes + tensor * RECIPE
         spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
-        scaled = total.to(tl.float64) * (1.0 / spacing)  # a power of two: exact
-        on_grid = ((scaled + MAGIC) - MAGIC) * spacing
-        noise = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
-        total = (on_grid + noise).to(tl.float32)
+        std = tl.load(recipe + FLOATS_AT).to(tl.float64, bitcast=True) * spacing
+        z = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
+        # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number rounds
+        # the sum to the grid, and subtracting it rounds the noise. Added up it is gone, exactly.
+        magic = MAGIC * spacing
+        total = ((total.to(tl.float64) + magic) + (z * std - magic)).to(tl.float32)
     tl.store(out + at, (total * factor).to(DTYPE), mask=mask)
