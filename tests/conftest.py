@@ -1,5 +1,6 @@
 """Settings that hold for every test: fixed keys, no traces left behind, ranks that end."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ pytest.register_assert_rewrite("tests.harness")
 from tests.harness import context  # noqa: E402
 from tests.harness.isolation import isolated  # noqa: E402
 from tests.harness.pool import close_pools  # noqa: E402
+
+# Plans must not depend on what a GPU took in some earlier run, nor tests write to its cache.
+os.environ["UNISON_CALIBRATE"] = "0"
 
 # The same examples in every run, no stop-watch (machines are shared), no files left behind.
 hypothesis.settings.register_profile("unison", derandomize=True, deadline=None, database=None)

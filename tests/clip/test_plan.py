@@ -27,6 +27,7 @@ from unison.clip import (
 from unison.clip.alternatives import COSTS
 from unison.clip.costs import GRADIENT_COSTS, NORM_COSTS
 from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Product
 
 
 def linear(name: str, tokens: int, rows: int, columns: int, batch: int = 4) -> Layer:
@@ -192,6 +193,45 @@ def test_auto_is_no_slower_than_a_mode_that_fits(layers, machine):
         budget = int(0.9 * budget)
 
 
+def test_what_training_has_freed_is_room_for_clipping():
+    """As the last layers' activations go, what is kept of these layers may take their place."""
+    shapes = [linear(f"{i}.weight", 512, 4096, 1024, 16) for i in range(8)]
+    kept = plan_clipping(shapes, mode="grad_materialize", machine="cuda").layers[0].chosen.cost
+    step = kept.kept_bytes // 16  # a sample's share
+    freed = [replace(each, freed_per_sample=step * i) for i, each in enumerate(shapes)]
+    budget = kept.kept_bytes + kept.transient_bytes
+    for layers in (freed, freed[::-1]):  # their order does not matter, but what is free does
+        plan = plan_clipping(layers, memory_budget=budget, machine="cuda")
+        assert {str(each.chosen.choice) for each in plan.layers} == {"materialize+kept"}
+        assert plan.bytes_needed == budget
+        assert Plan.from_json(plan.to_json()).bytes_needed == budget
+    by_shapes = plan_clipping(shapes, memory_budget=budget, machine="cuda")
+    assert by_shapes.seconds > plan.seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_that_is_kept_fits_at_every_moment(seed):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: int(torch.randint(n, (), generator=generator))  # noqa: E731
+    layers = [
+        replace(linear(f"{i}", 64 << draw(3), 256 << draw(4), 256, 8), freed_per_sample=draw(10**6))
+        for i in range(12)
+    ]
+    free = plan_clipping(layers, machine="cuda")
+    for share in (0.8, 0.5, 0.2):
+        budget = int(share * free.bytes_needed)
+        try:
+            plan = plan_clipping(layers, memory_budget=budget, machine="cuda")
+        except BadInput:
+            continue
+        largest = max(each.chosen.cost.transient_bytes for each in plan.layers)
+        kept = 0
+        for each in sorted(plan.layers, key=lambda each: each.layer.freed_bytes):
+            kept += each.chosen.cost.kept_bytes
+            assert kept + largest <= budget + each.layer.freed_bytes
+        assert plan.seconds >= free.seconds
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_second_forward_pass_lies_between_records_and_a_second_backward_pass(machine):
     layers = [replace(each, is_checkpointed=True) for each in UNIFORM]
@@ -223,15 +263,50 @@ def test_a_plan_is_frozen_and_survives_json():
 
 
 def test_a_plan_prints_as_a_table():
+    blocks = [linear(f"blocks.{i}.up.weight", 512, 5120, 1280) for i in range(3)]
+    plan = plan_clipping([*MODEL, *blocks])
+    header, *lines, empty, last = str(plan).splitlines()
+    assert header.split()[:4] == ["layer", "layers", "records", "method"]
+    assert header.endswith("predicted ms")  # nothing was measured
+    assert {len(line) for line in lines} == {len(header)}
+    for layer, line in zip(MODEL, lines, strict=False):
+        assert line.startswith(f"{layer.name} ")
+        assert f" {plan.choice(layer.name)} " in line
+    assert len(lines) == len(MODEL) + 1  # layers that do the same are one line
+    assert lines[-1].split()[:2] == ["blocks.*.up.weight", "3"]
+    assert lines[-1].split()[-1] == f"{3e3 * plan.layers[-1].chosen.seconds:,.3f}"
+    assert empty == ""
+    assert "1 backward" in last
+
+
+def test_layers_that_do_different_things_are_different_lines():
+    blocks = [linear(f"{i}.weight", 512, 5120, 1280) for i in range(4)]
+    kept = plan_clipping(blocks, mode="grad_materialize", machine="cuda").bytes_needed
+    plan = plan_clipping(blocks, memory_budget=kept * 3 // 4, machine="cuda")
+    _, *lines, _, _ = str(plan).splitlines()
+    assert len(lines) == len({plan.choice(each.name) for each in blocks}) > 1
+    assert sum(int(line.split()[1]) for line in lines) == 4
+
+
+def test_the_details_of_a_plan_are_all_alternatives():
     plan = plan_clipping(MODEL)
-    header, *lines, last = str(plan).splitlines()
+    header, *lines, _, last = plan.details().splitlines()
     assert [line.count(" * ") for line in lines].count(1) == len(MODEL)
     assert len(lines) == sum(len(layer.alternatives) for layer in plan.layers)
-    ends = {len(line) for line in lines}
-    assert ends == {len(header)}
+    assert {len(line) for line in lines} == {len(header)}
     for layer in MODEL:
         assert sum(line.startswith(layer.name) for line in lines) == 1
     assert "1 backward" in last
+
+
+def test_float16_is_kept_as_float32():
+    layer = replace(linear("weight", 512, 640, 1280), itemsize=2)
+    costs = [kernel_costs.kept_cost(replace(layer, is_float16=is_16)) for is_16 in (False, True)]
+    assert costs[1].kept_bytes == 2 * costs[0].kept_bytes
+    record = product(torch.Generator())
+    assert not describe("weight", [record]).is_float16
+    halves = Product(record.a.half(), record.g.half(), False, record.shape)
+    assert describe("weight", [halves]).is_float16
 
 
 def test_no_layers_make_an_empty_plan():

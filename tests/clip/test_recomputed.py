@@ -208,7 +208,8 @@ def test_auto_recomputes_what_does_not_fit():
     """Under checkpointing, a second forward pass is cheaper than a second backward pass."""
     torch.manual_seed(0)
     model, batch = Deep(width=256, depth=2), ids(batch=4, tokens=32)
-    layers = [replace(each, batch=4) for each in learn(model, losses, batch).layers]
+    learned = learn(model, losses, batch).layers
+    layers = [replace(each, batch=4, freed_per_sample=0) for each in learned]  # by shapes alone
     by_name = {each.name: each for each in layers}
     assert by_name["blocks.0.up.weight"].is_checkpointed
     assert not by_name["head.weight"].is_checkpointed

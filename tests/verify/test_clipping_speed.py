@@ -200,6 +200,7 @@ def test_budgets_reach_the_plan_and_one_too_small_is_a_row():
     assert "memory_budget" in (by_name["auto, within 1.001×"].trouble or "")
     assert by_name["auto, within 3×"].passes == (1, 1)
     baseline, kept = by_name["no_dp"], by_name["grad_materialize"]
+    assert (baseline.methods, list(kept.methods or {})) == (None, ["materialize+kept"])
     assert (baseline.eager_ms or 0) > 0
     assert (kept.peak_bytes or 0) > (baseline.peak_bytes or 0) > 0
 

@@ -3,11 +3,10 @@
 The only code that intercepts a pass. It leaves records, as data, by parameter name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,20 @@ from unison.capture.fallback import is_in_place, per_sample_fallback
 from unison.capture.names import Places
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.questions import FACTS, UNFOLLOWED
+from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.refuse import refuse_compiled
+from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
 from unison.capture.tap import can_hook, hook, tap, untapped
-from unison.capture.tracked import Source, Tracked, all_plain, plain, refuse_gradient
+from unison.capture.tracked import (
+    Source,
+    Tracked,
+    all_plain,
+    find_tracked,
+    memory_of,
+    plain,
+    refuse_gradient,
+    refuse_gradients,
+)
 from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Streamed
@@ -57,6 +67,7 @@ class Capture:
         streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
             gets products of them.
         is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
+        alike: Which passes this one is like, if it is light: see [Note: known uses].
 
     Attributes:
         used: Names of the parameters that were used.
@@ -76,6 +87,7 @@ class Capture:
         known: Places | None = None,
         streams: bool = False,
         is_light: bool = False,
+        alike: Alike | None = None,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
         self._places = Places(module) if known is None else known
@@ -91,6 +103,9 @@ class Capture:
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
         self._layouts: dict[int, Layout] = {}
+        self._alike = alike if is_light else None
+        self._sites: Sites | None = None
+        self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
 
     @contextmanager
     def installed(self, *, is_guarded: bool = False) -> Iterator["Capture"]:
@@ -134,9 +149,11 @@ class Capture:
                         guards.append(parameter.register_hook(hook))
                 hidden.append((attributes, attribute, before))
                 attributes[attribute] = tracked[id(parameter)]
-            with _flat_weights_renewed(self._places.modules):
+            if self._alike is not None:
+                self._sites = sites_of(self._alike.kind, self._places.sites)
+            with flat_weights_renewed(self._places.modules):
                 yield self
-            _refuse_gradients(tracked.values())
+            refuse_gradients(tracked.values())
         finally:
             for attributes, attribute, before in hidden:
                 if before is None:
@@ -149,12 +166,14 @@ class Capture:
     def _tracked(self, value: Tensor, name: str) -> Tracked:
         """Mark a parameter, or take the mark that an earlier capture left."""
         kept = self._places.tracked.get(id(value))
-        if kept is not None and _is_same_memory(kept.value, value):
+        if kept is not None and kept.memory == memory_of(value):
             kept.listener = self
             return kept
         made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
         if isinstance(value, nn.Parameter) and not is_in_parts(value):
+            made.memory = memory_of(value)
             self._places.tracked[id(value)] = made
+            self._places.sites = {}  # they may hold the mark that was there before
         return made
 
     @contextmanager
@@ -202,6 +221,11 @@ class Capture:
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that touches a tracked tensor."""
+        if self._sites is not None:
+            site = self._sites.find(func, find_tracked(args, kwargs))
+            x = None if site is None else site.input_of(args, kwargs)
+            if site is not None and x is not None and is_usual(self._outer):
+                return self._run_known(site, x)
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -223,6 +247,7 @@ class Capture:
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
+        self._hooked = None
         try:
             output = rule(self, *args, **kwargs)
         except _Expression:
@@ -237,6 +262,21 @@ class Capture:
             self._current = before
         if output is NotImplemented:
             return self._without_rule(call, axes, args, kwargs)
+        self._remember(func, args, kwargs)
+        return output
+
+    def _remember(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Let the passes after this one know a use."""
+        hooked, self._hooked = self._hooked, None  # it holds an input
+        if self._sites is not None and hooked is not None and is_usual(self._outer):
+            self._sites.learn(func, args, kwargs, *hooked)
+
+    def _run_known(self, site: Site, x: Tensor) -> Tensor:
+        """Run an operation that is as it was in a pass before; see [Note: known uses]."""
+        assert self._alike is not None
+        output = site.run(x)
+        self.used.update(site.names)
+        site.hook(output, x, self, self._alike.keeper)
         return output
 
     def _call_of(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -332,12 +372,9 @@ class Capture:
         number = self.repeats.number(call) if is_numbered else None
         use = Use(self, layout, tracked, number, is_late)
         if self.is_light and can_hook(output):
+            self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
-
-
-def _is_same_memory(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
 
 
 def _has_float_tensor(value: Any) -> bool:
@@ -359,29 +396,3 @@ def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor 
     found = next(item for item in items if isinstance(item, Tensor)).detach()
     first = local(found).double()
     return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
-
-
-def _refuse_gradients(tracked: Iterable[Tracked]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in tracked:
-            if each.grad is not None:
-                refuse_gradient(each.of_parameters[0])
-
-
-@contextmanager
-def _flat_weights_renewed(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Let recurrent modules, which keep a second list of their parameters, see the same ones.
-
-    They notice that their parameters are others, and would flatten them for cuDNN.
-    """
-    found = [child for _, child in modules if isinstance(child, nn.RNNBase)]
-    kept = [(child._flat_weights, child._flat_weight_refs) for child in found]
-    for child in found:
-        weights = [getattr(child, name, None) for name in child._flat_weights_names]
-        child._flat_weights = weights
-        child._flat_weight_refs = [each if each is None else ref(each) for each in weights]
-    try:
-        yield
-    finally:
-        for child, (weights, refs) in zip(found, kept, strict=True):
-            child._flat_weights, child._flat_weight_refs = weights, refs

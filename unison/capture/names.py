@@ -1,6 +1,6 @@
 """Names of parameters as the model itself gives them."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,31 +45,31 @@ class Places:
         self._found: list[Place] = []
         self.modules: list[tuple[str, nn.Module]] = []  # by name, as of the last look
         self.tracked: dict[int, Any] = {}  # what a capture keeps of them for the next one
-        self._parts: list[tuple[list[nn.Module | None], list[nn.Parameter | None]]] = []
+        self.sites: dict[Hashable, Any] = {}  # likewise of their uses, by kind of pass
+        self._held: list[int] = []
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self.now())
 
     def now(self) -> list[Place]:
         """Return all places as they are now."""
-        if not self._is_same():
+        if not self._found or _held_by(self.modules) != self._held:
             self._found = list(places(self._module))
             self.modules = list(self._module.named_modules())
-            self._parts = [_parts_of(module) for _, module in self.modules]
-            self.tracked = {}
+            self._held = _held_by(self.modules)
+            self.tracked, self.sites = {}, {}
         return self._found
 
-    def _is_same(self) -> bool:
-        if not self._found:
-            return False
-        for (_, module), (children, parameters) in zip(self.modules, self._parts, strict=True):
-            now = _parts_of(module)
-            if len(now[1]) != len(parameters) or now[0] != children:
-                return False
-            if any(a is not b for a, b in zip(now[1], parameters, strict=True)):
-                return False
-        return True
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of all places whose parameters take gradients."""
+        return tuple([place.name for place in self.now() if place.parameter.requires_grad])
 
 
-def _parts_of(module: nn.Module) -> tuple[list[nn.Module | None], list[nn.Parameter | None]]:
-    return list(module._modules.values()), list(module._parameters.values())
+def _held_by(modules: Sequence[tuple[str, nn.Module]]) -> list[int]:
+    """Return who the children and parameters of modules are, in order.
+
+    Whoever remembers it has to hold modules and parameters, so that no other takes over an address.
+    """
+    held: list[dict[str, Any]] = [module._modules for _, module in modules]
+    held += [module._parameters for _, module in modules]
+    return [len(each) for each in held] + [id(part) for each in held for part in each.values()]

@@ -1,6 +1,6 @@
 """The tap: where a gradient passes by, and a record is made of it."""
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -86,21 +86,31 @@ def hook(use: Use, output: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
     def record(g: Tensor) -> None:
         nonlocal is_done
         if is_done:
-            raise BadInput(
-                "a second backward pass over one forward pass: its inputs are gone. Call backward "
-                "once per batch"
-            )
+            refuse_second()
         if any(each._version != version for each, version in kept):
-            raise UnsupportedOperation(
-                "an input of a layer was changed in place after the layer had used it, and its "
-                "gradient is made of it; use an operation with a result of its own"
-            )
+            refuse_changed()
         inputs, is_done = tuple(each.detach() for each, _ in kept), True
         kept.clear()
         use.record(g, inputs)
 
     output.register_hook(record)
     return output
+
+
+def refuse_second() -> NoReturn:
+    """Raise for a gradient that comes again."""
+    raise BadInput(
+        "a second backward pass over one forward pass: its inputs are gone. Call backward once per "
+        "batch"
+    )
+
+
+def refuse_changed() -> NoReturn:
+    """Raise for an input that is not what went in."""
+    raise UnsupportedOperation(
+        "an input of a layer was changed in place after the layer had used it, and its gradient is "
+        "made of it; use an operation with a result of its own"
+    )
 
 
 def can_hook(output: Tensor) -> bool:

@@ -12,7 +12,7 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -69,6 +69,7 @@ class Tracked(Tensor):
     sources: tuple[Source, ...]  # several where it was made of several parameters
     of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
     listener: Listener
+    memory: tuple | None = None  # of a parameter's value, where the mark is used again
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
@@ -129,9 +130,12 @@ class Tracked(Tensor):
     ) -> Any:
         """Hand the call to the capture."""
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        listener = (first if type(first) is Tracked else find_tracked(args, kwargs)).listener
-        return listener.call(func, args, kwargs)
+        return find_tracked(args, kwargs).listener.call(func, args, kwargs)
+
+
+def memory_of(value: Tensor) -> tuple:
+    """Where a tensor's values lie, and how: a mark of another tensor with the same ones will do."""
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def refuse_gradient(name: str, _: Tensor | None = None) -> NoReturn:
@@ -143,8 +147,19 @@ def refuse_gradient(name: str, _: Tensor | None = None) -> NoReturn:
     )
 
 
+def refuse_gradients(tracked: Iterable[Tracked]) -> None:
+    """Raise if a gradient came past the capture, where all passes are over."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in tracked:
+            if each.grad is not None:
+                refuse_gradient(each.of_parameters[0])
+
+
 def find_tracked(args: tuple, kwargs: dict[str, Any]) -> Tracked:
     """The first tracked tensor among arguments, in lists and tuples too."""
+    for value in args:
+        if type(value) is Tracked:  # the usual case
+            return value
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tracked):
             return value

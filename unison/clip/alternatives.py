@@ -12,10 +12,14 @@ knapsack; this takes a good one, and the same one every time:
   byte saved moves to a smaller one. In the end each layer takes the fastest that the bytes left
   over allow.
 * The fastest of all these is taken.
+
+[Note: freed memory] Layers come one after the other, and while they do, ordinary training frees
+what it had saved for them. Where it is known how much (`Layer.freed_bytes`), clipping may use it:
+what has been kept when a layer comes must fit into the budget and what has been freed by then.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unison.clip import costs, kernel_costs
@@ -32,11 +36,24 @@ _PASSES = ((1, 1), (1, 2), (2, 1))  # backward, forward
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What one choice of methods costs on one layer, and how long that takes."""
+    """What one choice of methods costs on one layer, and how long that takes.
+
+    Attributes:
+        choice: The methods.
+        cost: FLOPs and bytes.
+        seconds: How long they take at the machine's rates.
+        measured: How long they took on the device, where they were timed.
+    """
 
     choice: Choice
     cost: Cost
     seconds: float
+    measured: float | None = None
+
+    @property
+    def time(self) -> float:
+        """Seconds as timed, or as predicted where nothing was timed."""
+        return self.seconds if self.measured is None else self.measured
 
     @property
     def passes(self) -> tuple[int, int]:
@@ -44,8 +61,17 @@ class Alternative:
         return self.choice.num_backwards, self.choice.num_forwards
 
 
-def alternatives_of(layer: Layer, machine: str) -> list[Alternative]:
-    """Return every choice of methods that takes this layer's records, fastest first."""
+def alternatives_of(
+    layer: Layer, machine: str, timed: Mapping[str, float] | None = None
+) -> list[Alternative]:
+    """Return every choice of methods that takes this layer's records, fastest first.
+
+    Args:
+        layer: Its shapes.
+        machine: One of `MACHINES`.
+        timed: Seconds of the parts that choices are made of (`kernel_costs.parts_of`), if they were
+            timed. A choice with a part that was not is left at what is predicted, after all others.
+    """
     records, table = layer.placeholder_records(), COSTS[machine]
     found = []
     for choice in CHOICES:
@@ -54,8 +80,13 @@ def alternatives_of(layer: Layer, machine: str) -> list[Alternative]:
                 layer
             )
             seconds = cost.seconds(MACHINES[machine])
-            found.append(Alternative(choice=choice, cost=cost, seconds=seconds))
-    return sorted(found, key=lambda a: (a.seconds, a.cost.kept_bytes, str(a.choice)))
+            measured = None if timed is None else kernel_costs.timed_seconds(layer, choice, timed)
+            found.append(Alternative(choice=choice, cost=cost, seconds=seconds, measured=measured))
+    is_left = timed is not None
+    return sorted(
+        found,
+        key=lambda a: (is_left and a.measured is None, a.time, a.cost.kept_bytes, str(a.choice)),
+    )
 
 
 def named(layer: Layer, options: Sequence[Alternative], mode: str) -> Alternative:
@@ -74,40 +105,72 @@ def named(layer: Layer, options: Sequence[Alternative], mode: str) -> Alternativ
 
 
 def fastest(
-    layers: Sequence[Layer],
     options: Sequence[Sequence[Alternative]],
     memory_budget: int | None,
-    machine: str,
+    forwards: Sequence[float],
+    freed: Sequence[int],
 ) -> list[Alternative]:
     """Return one alternative per layer, all of one backward pass or all of two: see the note above.
+
+    What was too slow to be timed is taken only where nothing else fits.
+
+    Args:
+        options: Each layer's alternatives.
+        memory_budget: Bytes that clipping may hold, or None for no bound.
+        forwards: Each layer's share of a forward pass, in seconds.
+        freed: Bytes that are free when each layer comes, see [Note: freed memory].
 
     Raises:
         BadInput: If nothing fits.
     """
-    forwards = [forward_seconds(layer, machine) for layer in layers]
-    fitting, smallest = [], []
+    preferred = [[a for a in each if a.measured is not None] or each for each in options]
+    found = _fastest(preferred, memory_budget, forwards, freed)
+    if found is None:
+        found = _fastest(options, memory_budget, forwards, freed)
+    if found is None:
+        smallest = [
+            [min(each, key=_num_held) for each in allowed] for _, allowed in _by_passes(options)
+        ]
+        check_fits(min(smallest, key=lambda each: bytes_needed(each, freed)), memory_budget, freed)
+        raise AssertionError("the smallest fit, and were not found")
+    return found
+
+
+def _by_passes(
+    options: Sequence[Sequence[Alternative]],
+) -> Iterator[tuple[tuple[int, int], list[list[Alternative]]]]:
+    """Yield numbers of passes, and each layer's alternatives that take no more."""
     for passes in _PASSES:
         allowed = [[a for a in each if _is_within(a, passes)] for each in options]
-        if not all(allowed):
-            continue
+        if all(allowed):
+            yield passes, allowed
+
+
+def _fastest(
+    options: Sequence[Sequence[Alternative]],
+    memory_budget: int | None,
+    forwards: Sequence[float],
+    freed: Sequence[int],
+) -> list[Alternative] | None:
+    """Return the fastest that fits, or None."""
+    fitting = []
+    for passes, allowed in _by_passes(options):
         if memory_budget is None:
-            fitting.append([each[0] for each in allowed])
+            fitting.append([min(each, key=lambda a: a.time) for each in allowed])
             continue
         # Who does not use the second forward pass has to wait for it all the same.
         waits = [share if passes == (1, 2) else 0.0 for share in forwards]
-        smallest.append([min(each, key=_num_held) for each in allowed])
         for bound in sorted({0} | {a.cost.transient_bytes for each in allowed for a in each}):
             held = [[a for a in each if a.cost.transient_bytes <= bound] for each in allowed]
             if all(held):
-                fitting += _within(held, waits, memory_budget - bound)
-    if not fitting:
-        check_fits(min(smallest, key=bytes_needed), memory_budget)
-        raise AssertionError("the smallest fit, and were not found")
-    return min(fitting, key=lambda chosen: total_seconds(chosen, forwards))
+                fitting += _within(held, waits, [memory_budget - bound + each for each in freed])
+    return min(fitting, key=lambda chosen: total_seconds(chosen, forwards), default=None)
 
 
-def forward_seconds(layer: Layer, machine: str) -> float:
-    """Return a layer's share of a forward pass."""
+def forward_seconds(layer: Layer, machine: str, timed: Mapping[str, float] | None = None) -> float:
+    """Return a layer's share of a forward pass; `timed` as in `alternatives_of`."""
+    if timed is not None and kernel_costs.FORWARD in timed:
+        return kernel_costs.FORWARD_OVERHEAD * timed[kernel_costs.FORWARD]
     return COSTS[machine].forward_cost(layer).seconds(MACHINES[machine])
 
 
@@ -118,7 +181,7 @@ def total_seconds(chosen: Sequence[Alternative], forwards: Sequence[float]) -> f
         chosen: What each layer does.
         forwards: Each layer's share of a forward pass.
     """
-    total = sum(each.seconds for each in chosen)
+    total = sum(each.time for each in chosen)
     if all(each.choice.num_forwards == 1 for each in chosen):
         return total
     return total + sum(
@@ -126,21 +189,31 @@ def total_seconds(chosen: Sequence[Alternative], forwards: Sequence[float]) -> f
     )
 
 
-def bytes_needed(chosen: Sequence[Alternative]) -> int:
-    """Return what all layers keep, and the most that one holds on top."""
-    transient = max((each.cost.transient_bytes for each in chosen), default=0)
-    return sum(each.cost.kept_bytes for each in chosen) + transient
+def bytes_needed(chosen: Sequence[Alternative], freed: Sequence[int]) -> int:
+    """Return what all layers keep beside what is free by then, and the most one holds on top."""
+    kept, most = 0, 0
+    for i in in_turn(freed):
+        kept += chosen[i].cost.kept_bytes
+        most = max(most, kept - freed[i])
+    return most + max((each.cost.transient_bytes for each in chosen), default=0)
 
 
-def check_fits(chosen: Sequence[Alternative], memory_budget: int | None) -> None:
+def in_turn(freed: Sequence[int]) -> list[int]:
+    """Return layers as they come: what is free grows."""
+    return sorted(range(len(freed)), key=lambda i: freed[i])
+
+
+def check_fits(
+    chosen: Sequence[Alternative], memory_budget: int | None, freed: Sequence[int]
+) -> None:
     """Require layers to fit.
 
     Raises:
         BadInput: If they do not.
     """
-    if memory_budget is not None and bytes_needed(chosen) > memory_budget:
+    if memory_budget is not None and bytes_needed(chosen, freed) > memory_budget:
         raise BadInput(
-            f"clipping needs {bytes_needed(chosen):,} bytes, and memory_budget is "
+            f"clipping needs {bytes_needed(chosen, freed):,} bytes, and memory_budget is "
             f"{memory_budget:,}: use a smaller physical batch"
         )
 
@@ -154,18 +227,18 @@ def _num_held(alternative: Alternative) -> int:
 
 
 def _within(
-    allowed: Sequence[Sequence[Alternative]], waits: Sequence[float], num_bytes: int
+    allowed: Sequence[Sequence[Alternative]], waits: Sequence[float], room: Sequence[int]
 ) -> list[list[Alternative]]:
     """Return a choice that keeps at most so many bytes, or none.
 
     Args:
         allowed: Each layer's alternatives.
         waits: What those of one forward pass take beside their own time.
-        num_bytes: What may be kept.
+        room: What may be kept when each layer has come, by all that have come until then.
     """
 
     def seconds(i: int, a: Alternative) -> float:
-        return a.seconds + (waits[i] if a.choice.num_forwards == 1 else 0.0)
+        return a.time + (waits[i] if a.choice.num_forwards == 1 else 0.0)
 
     def best_swap(i: int) -> tuple[float, int, str, Alternative] | None:
         """Return the layer's smaller alternative that loses least time per byte."""
@@ -178,20 +251,40 @@ def _within(
         return min(swaps, key=lambda swap: swap[:3], default=None)
 
     chosen = [min(each, key=lambda a, i=i: seconds(i, a)) for i, each in enumerate(allowed)]
-    num_left = num_bytes - sum(each.cost.kept_bytes for each in chosen)
+    turns = in_turn(room)
+    place = {i: turn for turn, i in enumerate(turns)}
     swaps = [swap for swap in map(best_swap, range(len(chosen))) if swap]
     heapq.heapify(swaps)
-    while num_left < 0 and swaps:
-        _, i, _, smaller = heapq.heappop(swaps)
-        num_left += chosen[i].cost.kept_bytes - smaller.cost.kept_bytes
-        chosen[i] = smaller
-        swap = best_swap(i)
-        if swap:
-            heapq.heappush(swaps, swap)
-    if num_left < 0:
-        return []
-    for i, now in enumerate(chosen):
-        affordable = [a for a in allowed[i] if a.cost.kept_bytes <= now.cost.kept_bytes + num_left]
+    kept = sum(each.cost.kept_bytes for each in chosen)
+    for turn in reversed(range(len(turns))):  # the last first: all layers have come by then
+        while kept > room[turns[turn]] and swaps:
+            _, i, _, smaller = heapq.heappop(swaps)
+            if place[i] > turn:
+                continue  # it comes later, where all fits already
+            kept -= chosen[i].cost.kept_bytes - smaller.cost.kept_bytes
+            chosen[i] = smaller
+            swap = best_swap(i)
+            if swap:
+                heapq.heappush(swaps, swap)
+        if kept > room[turns[turn]]:
+            return []
+        kept -= chosen[turns[turn]].cost.kept_bytes
+    left = _left_over(chosen, turns, room)
+    for turn, i in enumerate(turns):
+        now, spare = chosen[i].cost.kept_bytes, min(left[turn:])
+        affordable = [a for a in allowed[i] if a.cost.kept_bytes <= now + spare]
         chosen[i] = min(affordable, key=lambda a, i=i: (seconds(i, a), a.cost.kept_bytes))
-        num_left += now.cost.kept_bytes - chosen[i].cost.kept_bytes
+        more = chosen[i].cost.kept_bytes - now
+        left[turn:] = [each - more for each in left[turn:]]
     return [chosen]
+
+
+def _left_over(
+    chosen: Sequence[Alternative], turns: Sequence[int], room: Sequence[int]
+) -> list[int]:
+    """Return the bytes that are left when each layer has come."""
+    left, kept = [], 0
+    for i in turns:
+        kept += chosen[i].cost.kept_bytes
+        left.append(room[i] - kept)
+    return left

@@ -1,14 +1,14 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NoReturn
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from unison.capture.sites import Maker, PlainUse
 from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.layers import describe
@@ -17,6 +17,7 @@ from unison.clip.measured import (
     METHODS,
     Formed,
     bound,
+    can_make_again,
     clipped_sum,
     form,
     is_taken,
@@ -26,54 +27,11 @@ from unison.clip.measured import (
 from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
+from unison.clip.quick import maker_of
 from unison.clip.storage import Storage
-from unison.errors import UnsupportedOperation
+from unison.clip.used import UsedParameter
 from unison.kernels.many import combine, squares
-from unison.ops import Dense, Product, Record, Streamed
-
-
-@dataclass(eq=False)
-class _Parameter:
-    """The uses of one parameter by one batch.
-
-    Attributes:
-        name: Its name.
-        records: What is waiting to be measured, or to be added up.
-        comes_again: Which records of the first pass a second one makes again.
-        choice: Its methods, once it was measured.
-        norms: Its samples' norms; None while records wait.
-        num_missing: Records that were dropped, and that a second pass has not made again yet.
-        lent: Storage of its per-sample gradients.
-        total: The float64 sum of records that have come again, while others are missing.
-        dtype: Of the result.
-        clipped: Its clipped sum, where a second pass made it.
-        is_fast: Whether compiled kernels take its records.
-        is_waiting: Whether its per-sample gradients lie there, not measured yet.
-    """
-
-    name: str
-    records: list[Record] = field(default_factory=list)
-    comes_again: list[bool] = field(default_factory=list)
-    choice: Choice | None = None
-    norms: SampleNorms | None = None
-    num_missing: int = 0
-    lent: Tensor | None = None
-    total: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-    clipped: Tensor | None = None
-    is_fast: bool = False
-    is_waiting: bool = False
-
-    @property
-    def kept(self) -> Tensor | None:
-        """Per-sample gradients that compiled kernels take, with those of other parameters."""
-        only = self.records[0] if self.is_fast and len(self.records) == 1 else None
-        return only.value if isinstance(only, Dense) else None
-
-    def refuse(self, what: str) -> NoReturn:
-        raise UnsupportedOperation(
-            f"{self.name} {what}. Use a clipping mode that keeps records, such as 'flash_fuse_bk'"
-        )
+from unison.ops import Dense, Layout, Product, Record, Streamed
 
 
 class Clipping:
@@ -97,12 +55,14 @@ class Clipping:
     def __init__(self, plan: Plan, num_samples: int, storage: Storage | None = None) -> None:
         self.plan, self.num_samples = plan, num_samples
         self._storage = storage or Storage()
-        self._parameters: dict[str, _Parameter] = {}
+        self._parameters: dict[str, UsedParameter] = {}
+        # Per-sample gradients of parameters that are known to be used once, as makers made them.
+        self._kept: dict[str, Tensor] = {}
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
 
     def take(self, name: str, record: Record | Streamed) -> None:
         """Take a record of a parameter; given to `Capture` as its `on_record`."""
-        parameter = self._parameters.setdefault(name, _Parameter(name))
+        parameter = self._parameter(name)
         if isinstance(record, Streamed):
             record = self._read(parameter, record)
         if self._coefficients is None:
@@ -116,11 +76,35 @@ class Clipping:
         Given to `Capture` as its `on_product`.
         """
         comes_again = self.plan.num_forwards_of(name) == 2
-        parameter = self._parameters.setdefault(name, _Parameter(name))
-        self._take(parameter, record, comes_again=comes_again)
+        self._take(self._parameter(name), record, comes_again=comes_again)
         return comes_again
 
-    def _take(self, parameter: _Parameter, record: Record, *, comes_again: bool) -> None:
+    def maker_of(
+        self, uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor
+    ) -> Maker | None:
+        """Return what takes uses like this one from now on; see [Note: known uses] of the capture.
+
+        Called by it after `take` has got the use's records.
+        """
+        found = [self._parameters.get(use.name) for use in uses]
+        is_kept = all(each is not None and each.is_waiting for each in found)
+        is_only = all(self.plan.num_uses(use.name) == 1 for use in uses)
+        return maker_of(uses, layout, g, x) if is_kept and is_only else None
+
+    def room_for(self, names: Collection[str]) -> dict[str, Tensor] | None:
+        """Return where to keep per-sample gradients by name; None if there are some already."""
+        if self._coefficients is not None:
+            return None
+        is_free = self._kept.keys().isdisjoint(names) and self._parameters.keys().isdisjoint(names)
+        return self._kept if is_free else None
+
+    def _parameter(self, name: str) -> UsedParameter:
+        """The uses of a parameter until now."""
+        if name in self._kept:
+            self._parameters[name] = UsedParameter.of_kept(name, self._kept.pop(name))
+        return self._parameters.get(name) or self._parameters.setdefault(name, UsedParameter(name))
+
+    def _take(self, parameter: UsedParameter, record: Record, *, comes_again: bool) -> None:
         if parameter.choice is not None:  # used more often than planned
             if parameter.num_missing:
                 parameter.refuse(
@@ -133,11 +117,19 @@ class Clipping:
         if len(parameter.comes_again) == self.plan.num_uses(parameter.name):
             self._measure(parameter)
 
-    def _read(self, parameter: _Parameter, record: Streamed) -> Record:
-        """Read a record that comes in pieces: multiplied out, if it is to be, piece by piece."""
+    def _read(self, parameter: UsedParameter, record: Streamed) -> Record:
+        """Read a record that comes in pieces.
+
+        It is multiplied out piece by piece, or kept as it is, to be made again: then nothing but
+        one piece ever exists.
+        """
         is_known = self._coefficients is None and self.plan.num_uses(parameter.name) is not None
-        if is_known and NORM_METHODS[self.plan.choice(parameter.name).norm].is_kept:
+        choice = self.plan.choice(parameter.name) if is_known else None
+        if choice is not None and NORM_METHODS[choice.norm].is_kept:
             return Formed(form(record))
+        if choice is not None and choice.gradient == "records" and can_make_again(record):
+            record.finish()
+            return cast(Record, record)  # kernels take it for one
         return record.as_product()
 
     def norms(self) -> NormTable:
@@ -148,8 +140,7 @@ class Clipping:
         for parameter in self._parameters.values():
             if parameter.norms is None and not parameter.is_waiting:
                 self._measure(parameter)
-        waiting = [self._parameters[name] for name in sorted(self._parameters)]
-        waiting = [each for each in waiting if each.is_waiting]
+        waiting = [each for each in self._parameters.values() if each.is_waiting]
         table = self._measure_kept(waiting)
         for parameter in waiting:
             parameter.is_waiting = False
@@ -157,16 +148,20 @@ class Clipping:
             return table
         for parameter in waiting:
             parameter.norms = table[parameter.name]
-        return NormTable.of(dict(sorted(self._norms(), key=itemgetter(0))), self.num_samples)
+        found = dict(self._norms()) | {name: table[name] for name in self._kept}
+        return NormTable.of(dict(sorted(found.items(), key=itemgetter(0))), self.num_samples)
 
-    def _measure_kept(self, waiting: Sequence[_Parameter]) -> NormTable:
+    def _measure_kept(self, waiting: Sequence[UsedParameter]) -> NormTable:
         """Measure the per-sample gradients that lie there, all of them at once."""
-        values = [each.kept for each in waiting if each.kept is not None]
-        if not values:
+        found = dict(self._kept)
+        found.update((each.name, each.kept) for each in waiting if each.kept is not None)
+        if not found:
             return NormTable.of({}, self.num_samples)
-        numel = max(value[0].numel() for value in values)
+        names = sorted(found)
+        values = [found[name] for name in names]
+        numel = max([value.numel() for value in values]) // max(1, self.num_samples)
         norms = bound(squares(values), self.num_samples, numel)
-        return NormTable([each.name for each in waiting], norms.squared, norms.upper)
+        return NormTable(names, norms.squared, norms.upper)
 
     def _norms(self) -> Iterator[tuple[str, SampleNorms]]:
         for name, parameter in self._parameters.items():
@@ -184,7 +179,7 @@ class Clipping:
         """Forward passes that they need: one, if nothing was dropped that it would make again."""
         return 2 if self.num_backwards == 1 and any(self._missing()) else 1
 
-    def _missing(self) -> Iterator[_Parameter]:
+    def _missing(self) -> Iterator[UsedParameter]:
         return (each for each in self._parameters.values() if each.num_missing)
 
     def begin_second_pass(self, coefficients: Mapping[str, Tensor]) -> None:
@@ -213,7 +208,9 @@ class Clipping:
                 f"was used by the first pass, and {parameter.num_missing} of those uses did not "
                 "come again in the second: the model is not the same in both"
             )
-        wanted = list(self._parameters) if names is None else names
+        wanted = [*self._kept, *self._parameters] if names is None else names
+        for name in [each for each in wanted if each in self._kept]:
+            self._parameter(name).is_waiting = False
         self._combine(
             [self._parameters[each] for each in wanted if each in self._parameters], coefficients
         )
@@ -233,6 +230,9 @@ class Clipping:
         X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1.
         """
         one = None
+        kept, self._kept = self._kept, {}
+        for name, value in kept.items():
+            yield name, value, coefficients[name]
         for name in list(self._parameters):
             kept = self._parameters[name].kept
             if kept is not None:
@@ -244,7 +244,7 @@ class Clipping:
             yield name, total.unsqueeze(0), one
 
     def _combine(
-        self, parameters: Sequence[_Parameter], coefficients: Mapping[str, Tensor]
+        self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
     ) -> None:
         """Make the clipped sums of kept per-sample gradients, all at once."""
         found = [each for each in parameters if each.kept is not None and each.clipped is None]
@@ -260,10 +260,10 @@ class Clipping:
             [each.clipped for each in found if each.clipped is not None],
         )
 
-    def _measure(self, parameter: _Parameter) -> None:
+    def _measure(self, parameter: UsedParameter) -> None:
         signature = tuple(map(_signature, parameter.records))
         decided = self.plan.known_choice(parameter.name, signature)
-        if decided is None and any(type(each) is Formed for each in parameter.records):
+        if decided is None and any(type(each) in _AS_READ for each in parameter.records):
             decided = self.plan.choice(parameter.name), is_taken(parameter.records)
         if decided is None:
             choice = self.plan.choice_for(describe(parameter.name, parameter.records))
@@ -276,14 +276,14 @@ class Clipping:
             records = self._measure_in_torch(parameter, choice)
         self._keep(parameter, choice, records)
 
-    def _measure_fast(self, parameter: _Parameter, choice: Choice) -> Sequence[Record]:
+    def _measure_fast(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
         if not NORM_METHODS[choice.norm].is_kept:
             parameter.norms = squared_norms(parameter.records, choice.norm)
             return parameter.records
         parameter.is_waiting = True
         return [Dense(materialize(parameter.records))]
 
-    def _measure_in_torch(self, parameter: _Parameter, choice: Choice) -> Sequence[Record]:
+    def _measure_in_torch(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
         parameter.is_fast = False
         if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
             needed = needed_to_keep(parameter.records)
@@ -295,7 +295,7 @@ class Clipping:
         parameter.norms, records = measure(parameter.records, choice.norm, out)
         return records
 
-    def _keep(self, parameter: _Parameter, choice: Choice, records: Sequence[Record]) -> None:
+    def _keep(self, parameter: UsedParameter, choice: Choice, records: Sequence[Record]) -> None:
         """Keep of the records what the gradient method needs."""
         parameter.choice, parameter.dtype = choice, wide_dtype(parameter.records)
         if choice.num_backwards == 2:
@@ -307,7 +307,7 @@ class Clipping:
             records = [each for each, is_out in zip(records, dropped, strict=True) if not is_out]
         parameter.records = list(records)
 
-    def _take_again(self, parameter: _Parameter, record: Record, coefficients: Tensor) -> None:
+    def _take_again(self, parameter: UsedParameter, record: Record, coefficients: Tensor) -> None:
         """Add a record up as soon as all others are there, or earlier where that saves memory."""
         if parameter.choice is None or parameter.clipped is not None:
             parameter.refuse("was used more often by the second pass than by the first")
@@ -320,7 +320,7 @@ class Clipping:
         elif not parameter.is_fast and _is_worth_adding(parameter.records):
             self._add(parameter, coefficients)
 
-    def _add(self, parameter: _Parameter, coefficients: Tensor) -> None:
+    def _add(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Put the float64 sum of the records in their place."""
         if parameter.total is None:
             first = parameter.records[0]
@@ -329,7 +329,7 @@ class Clipping:
         while parameter.records:
             add_clipped(parameter.total, parameter.records.pop(0), coefficients)
 
-    def _finish(self, parameter: _Parameter, coefficients: Tensor) -> None:
+    def _finish(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Make the clipped sum: no record is missing."""
         assert parameter.choice is not None
         if parameter.total is None:
@@ -342,6 +342,9 @@ class Clipping:
             parameter.clipped, parameter.total = parameter.total.to(parameter.dtype), None
         if parameter.lent is not None:
             self._storage.give_back(parameter.name, parameter.lent)
+
+
+_AS_READ = (Formed, Streamed)  # not records that could be described: the plan has said what to do
 
 
 def stacked(coefficients: Sequence[Tensor]) -> Tensor:

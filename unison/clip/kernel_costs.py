@@ -3,24 +3,35 @@
 The same methods as in costs.py, without float64: products are multiplied by tensor cores, and
 nothing is written but results. The factors say how far a kernel is from a plain GEMM of the same
 FLOPs (one H200; bench/NOTES.md has the measurements).
+
+[Note: timed parts] Where methods are timed on the device (calibration.py), every choice is made of
+a few parts, which choices share: a norm, a clipped sum, and for a second pass the layer's own GEMM,
+with the same overheads as here for what lies between layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import torch
 
 from unison.clip.costs import (
     BACKWARD_OVERHEAD,
+    BYTES_PER_FINGERPRINT,
     FORWARD_OVERHEAD,
+    MACHINES,
     Cost,
     input_features,
     product_flops,
     record_bytes,
 )
-from unison.clip.layers import Layer
+from unison.clip.layers import Layer, Use
+from unison.clip.modes import Choice
+from unison.kernels.cross_entropy.chunks import rows_per_chunk
 
 GRAM_FACTOR = 1.6
 TILE_FACTOR = 1.25
 WEIGHTED_FACTOR = 1.5
 SUM_ITEMSIZE = 4  # clipped sums are float32
+STREAMED_ELEMENTS = rows_per_chunk(1, torch.device("cuda"))  # of logits that exist at once
 
 
 def _work(layer: Layer, flops: float, factor: float = 1.0) -> Cost:
@@ -31,7 +42,7 @@ def _work(layer: Layer, flops: float, factor: float = 1.0) -> Cost:
 
 def _kept_itemsize(layer: Layer) -> int:
     is_vector = all(use.kind == "dense" for use in layer.uses)
-    return 2 if layer.itemsize == 2 and not is_vector else 4
+    return 2 if layer.itemsize == 2 and not (is_vector or layer.is_float16) else 4
 
 
 def gram_cost(layer: Layer) -> Cost:
@@ -78,11 +89,20 @@ def kept_cost(layer: Layer) -> Cost:
 def records_cost(layer: Layer) -> Cost:
     """Return the cost of a product over all samples and tokens; the records are kept."""
     cost = _work(layer, product_flops(layer), WEIGHTED_FACTOR)
+    remade = sum(_streamed_elements(use) for use in layer.uses)
+    if remade:  # once to be measured, once to be added up
+        cost += _work(layer, 2 * product_flops(layer))
+    chunk = min(layer.batch * remade, STREAMED_ELEMENTS)
     return cost + Cost(
         moved_bytes=record_bytes(layer) + 2 * SUM_ITEMSIZE * layer.numel,
-        kept_bytes=record_bytes(layer),
-        transient_bytes=SUM_ITEMSIZE * layer.numel,
+        kept_bytes=record_bytes(layer) - layer.batch * remade * layer.itemsize,
+        transient_bytes=SUM_ITEMSIZE * layer.numel + 2 * chunk * layer.itemsize,
     )
+
+
+def _streamed_elements(use: Use) -> int:
+    """Return how many numbers of a sample's records are made again when they are wanted."""
+    return use.tokens * use.rows if use.is_streamed else 0
 
 
 def recomputed_cost(layer: Layer) -> Cost:
@@ -94,10 +114,16 @@ def recomputed_cost(layer: Layer) -> Cost:
     return Cost(
         native_flops=again.native_flops + forward.native_flops,
         half_flops=again.half_flops + forward.half_flops,
-        moved_bytes=again.moved_bytes + forward.moved_bytes + 64 * num_inputs,
+        moved_bytes=again.moved_bytes + forward.moved_bytes + _fingerprint_bytes(layer),
         kept_bytes=again.kept_bytes - saved_bytes,
         transient_bytes=again.transient_bytes + saved_bytes // max(1, len(inputs)),
     )
+
+
+def _fingerprint_bytes(layer: Layer) -> int:
+    """Return what could be moved while fingerprints of a layer's inputs are taken, twice."""
+    inputs = [use.tokens * input_features(use) for use in layer.uses if use.kind == "product"]
+    return 2 * BYTES_PER_FINGERPRINT * layer.batch * sum(inputs)
 
 
 def forward_cost(layer: Layer) -> Cost:
@@ -132,3 +158,36 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
     "recomputed": recomputed_cost,
     "second_backward": second_backward_cost,
 }
+
+# Parts of choices, beside the norm methods: see [Note: timed parts].
+KEPT, RECORDS, PLAIN_RECORDS, FORWARD = "kept", "records", "plain_records", "forward"
+
+
+def parts_of(layer: Layer, choice: Choice) -> dict[str, float]:
+    """Return the parts that a choice of methods is made of, and how often it takes each."""
+    is_product = all(use.kind == "product" for use in layer.uses)
+    norm = "tile" if choice.norm == "gram" and not is_product else choice.norm
+    if choice.gradient == "kept":
+        return {norm: 1.0, KEPT: 1.0}
+    # Whose norm has no kernel is added up in plain torch too, in float64.
+    parts = {norm: 1.0, PLAIN_RECORDS if choice.norm == "rank_one" else RECORDS: 1.0}
+    again = 0.0
+    if choice.gradient == "recomputed" or layer.is_checkpointed:
+        again += FORWARD_OVERHEAD
+    if choice.gradient == "second_backward":
+        again += BACKWARD_OVERHEAD
+    has_product = any(use.kind == "product" for use in layer.uses)
+    if choice.gradient != "records" and has_product:
+        parts[FORWARD] = again
+    return parts
+
+
+def timed_seconds(layer: Layer, choice: Choice, timed: Mapping[str, float]) -> float | None:
+    """Return how long a choice takes, of parts that were timed; None if one of them was not."""
+    parts = parts_of(layer, choice)
+    if not parts.keys() <= timed.keys():
+        return None
+    total = sum(count * timed[name] for name, count in parts.items())
+    if choice.gradient == "recomputed":  # fingerprints are not timed
+        total += _fingerprint_bytes(layer) / MACHINES["cuda"].bandwidth
+    return total

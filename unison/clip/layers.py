@@ -1,14 +1,19 @@
 """Layers as the planner sees them: the shapes of a parameter's records, without their data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from unison.clip.matrix import check_records, matrix_shape, num_terms, tensors_of
-from unison.ops import Dense, Lookup, Product, Record
+from unison.ops import Dense, Lookup, Product, Record, Streamed
 
-KINDS: dict[type, str] = {Product: "product", Lookup: "lookup", Dense: "dense"}
+KINDS: dict[type, str] = {
+    Product: "product",
+    Streamed: "product",
+    Lookup: "lookup",
+    Dense: "dense",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,8 @@ class Use:
         rows: Rows of the parameter as a matrix (d_out, or the table's length).
         columns: Its columns (d_in, or the table's features).
         is_transposed: Whether rows and columns are the other way round, as in x @ W.
+        is_streamed: Whether g can be made again, a few samples at a time, and need not be kept.
+            Uses that differ in nothing else are the same to a method.
     """
 
     kind: str
@@ -28,6 +35,7 @@ class Use:
     rows: int
     columns: int
     is_transposed: bool = False
+    is_streamed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,10 @@ class Layer:
         uses: Several for tied weights and for layers called several times.
         is_checkpointed: Whether it runs forward in the backward pass too.
         is_repeatable: Whether a second forward pass meets all of its uses again.
+        is_float16: Whether some records are float16: where they are multiplied by kernels, what is
+            kept of them is float32, for float16 would overflow.
+        freed_per_sample: Bytes that ordinary training has freed when the first gradient of this
+            layer comes, per sample of the batch; 0 if it is not known.
     """
 
     name: str
@@ -49,6 +61,13 @@ class Layer:
     uses: tuple[Use, ...]
     is_checkpointed: bool = False
     is_repeatable: bool = True
+    is_float16: bool = False
+    freed_per_sample: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that ordinary training has freed when this layer comes."""
+        return self.batch * self.freed_per_sample
 
     @property
     def numel(self) -> int:
@@ -64,7 +83,7 @@ class Layer:
         return [_placeholder(use, self.batch) for use in self.uses]
 
 
-def describe(name: str, records: Sequence[Record]) -> Layer:
+def describe(name: str, records: Sequence[Record | Streamed]) -> Layer:
     """Return what the planner has to know of a parameter with these records."""
     uses = []
     for record in records:
@@ -75,11 +94,18 @@ def describe(name: str, records: Sequence[Record]) -> Layer:
             rows=rows,
             columns=columns,
             is_transposed=isinstance(record, Product) and record.is_transposed,
+            is_streamed=isinstance(record, Streamed),
         )
         uses.append(use)
     tensors = [tensor for record in records for tensor in tensors_of(record)]
     itemsize = max(tensor.element_size() for tensor in tensors)
-    return Layer(name=name, batch=check_records(records), itemsize=itemsize, uses=tuple(uses))
+    return Layer(
+        name=name,
+        batch=check_records(records),
+        itemsize=itemsize,
+        uses=tuple(uses),
+        is_float16=any(tensor.dtype == torch.float16 for tensor in tensors),
+    )
 
 
 def _placeholder(use: Use, batch: int) -> Record:

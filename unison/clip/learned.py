@@ -18,10 +18,11 @@ from unison.capture import (
     learn_axes,
     resized,
 )
+from unison.capture.saved import SavedBytes
 from unison.clip.layers import Layer, describe
-from unison.clip.plan import Plan, plan_clipping
+from unison.clip.plan import Plan, Timed, plan_clipping
 from unison.clip.storage import Storage
-from unison.ops import Record
+from unison.ops import Record, Streamed
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> one loss per sample [batch]."""
@@ -42,13 +43,34 @@ class Learned:
     storage: Storage = field(default_factory=Storage)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
-    def plan(self, num_samples: int, *, mode: str, memory_budget: int | None, machine: str) -> Plan:
-        """Return the methods for batches of this size; the same ones every time."""
-        key = (num_samples, mode, memory_budget, machine)
+    def plan(
+        self,
+        num_samples: int,
+        *,
+        mode: str,
+        memory_budget: int | None,
+        machine: str,
+        timed: Timed | None = None,
+        is_alone: bool = False,
+    ) -> Plan:
+        """Return the methods for batches of this size; the same ones every time.
+
+        Args:
+            num_samples: Of a batch.
+            mode: As in `plan_clipping`.
+            memory_budget: Likewise.
+            machine: Likewise.
+            timed: Likewise.
+            is_alone: Whether nobody else has to plan the same. Then clipping may use what autograd
+                has freed, which depends on the code of the model, and not on shapes alone.
+        """
+        key = (num_samples, mode, memory_budget, machine, timed, is_alone)
         if key not in self._plans:
             layers = [replace(layer, batch=num_samples) for layer in self.layers]
+            if not is_alone:
+                layers = [replace(layer, freed_per_sample=0) for layer in layers]
             self._plans[key] = plan_clipping(
-                layers, mode=mode, memory_budget=memory_budget, machine=machine
+                layers, mode=mode, memory_budget=memory_budget, machine=machine, timed=timed
             )
         return self._plans[key]
 
@@ -85,13 +107,20 @@ def axes_of(
     return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
 
 
-def kind_of(model: nn.Module, batch: Any) -> tuple:
-    """All but the number of samples that decides what a model does with a batch."""
+def kind_of(model: nn.Module, batch: Any, trained: tuple[str, ...] | None = None) -> tuple:
+    """All but the number of samples that decides what a model does with a batch.
+
+    Args:
+        model: The model.
+        batch: A batch, samples first in all of its tensors.
+        trained: Names of the parameters that take gradients, if they are known.
+    """
     leaves, spec = tree_flatten(batch)
     kinds = tuple(
         (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
     )
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    if trained is None:
+        trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
     autocast = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
@@ -108,16 +137,26 @@ def code_of(function: Callable[..., Any]) -> Any:
     return getattr(function, "__code__", type(function))
 
 
+_FEW = 2
+
+
 def learn_layers(
     model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, axes: AxisTable
 ) -> tuple[Layer, ...]:
     """Run a few samples forward and backward, and describe what is recorded."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    few = resized(batch, 2)
-    keep = lambda name, record: found[name].append(record)  # noqa: E731
-    capture = Capture(model, 2, axes=axes, on_record=keep)
+    found: dict[str, list[Record | Streamed]] = defaultdict(list)
+    freed: dict[str, int] = {}
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+
+    def keep(name: str, record: Record | Streamed) -> None:
+        found[name].append(record)
+        freed.setdefault(name, saved.freed)
+
+    few = resized(batch, _FEW)
+    capture = Capture(model, _FEW, axes=axes, on_record=keep, streams=True)
     with capture.installed(), generators_kept(batch), torch.enable_grad():
-        losses = per_sample_loss(model, few)
+        with saved.counted():
+            losses = per_sample_loss(model, few)
         if losses.requires_grad:
             losses.sum().backward()
     return tuple(
@@ -125,6 +164,7 @@ def learn_layers(
             describe(name, found[name]),
             is_checkpointed=name in capture.used_late,
             is_repeatable=name not in capture.recorded_late,
+            freed_per_sample=freed[name] // _FEW,
         )
         for name in sorted(found)
     )

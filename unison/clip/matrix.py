@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unison.errors import BadInput
-from unison.ops import Dense, Lookup, Product, Record
+from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 # Sizes of tiles. They bound memory, and a GEMM of a few hundred tokens runs at full speed.
 TOKENS_PER_TILE = 256
@@ -56,11 +56,16 @@ def factors(product: Product) -> tuple[Tensor, Tensor]:
     return (product.a, product.g) if product.is_transposed else (product.g, product.a)
 
 
-def tensors_of(record: Record) -> tuple[Tensor, ...]:
-    """Return the floating-point tensors of a record, each batched on dim 0."""
+def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
+    """Return the floating-point tensors of a record, each batched on dim 0.
+
+    Of one that is made while it is read, those that it holds: what is made has their dtype.
+    """
     match record:
         case Product():
             return record.a, record.g
+        case Streamed():
+            return (record.a,)
         case Lookup():
             return (record.g,)
         case Dense():
@@ -83,10 +88,10 @@ def take(record: Record, samples: slice) -> Record:
             raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
-def num_terms(record: Record) -> int:
+def num_terms(record: Record | Streamed) -> int:
     """Return how many terms one sample's gradient is a sum of: its tokens, 1 for `Dense`."""
     match record:
-        case Product():
+        case Product() | Streamed():
             return record.a.shape[1]
         case Lookup():
             return record.ids.shape[1]
@@ -96,7 +101,7 @@ def num_terms(record: Record) -> int:
             raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
-def matrix_shapes(records: Sequence[Record]) -> set[tuple[int, int]]:
+def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:
     """Return the [rows, columns] in which the uses see their parameter: one, unless they differ.
 
     `Dense` records are matrices of any shape, and count only if there is nothing else.
@@ -106,7 +111,7 @@ def matrix_shapes(records: Sequence[Record]) -> set[tuple[int, int]]:
         if isinstance(record, Product):
             left, right = factors(record)
             found.add((left.shape[-1], right.shape[-1]))
-        elif isinstance(record, Lookup):
+        elif isinstance(record, Lookup | Streamed):
             found.add((record.shape[0], math.prod(record.shape[1:])))
     if found:
         return found
@@ -114,7 +119,7 @@ def matrix_shapes(records: Sequence[Record]) -> set[tuple[int, int]]:
     return {(shape[0], math.prod(shape[1:])) if shape else (1, 1)}
 
 
-def matrix_shape(records: Sequence[Record]) -> tuple[int, int]:
+def matrix_shape(records: Sequence[Record | Streamed]) -> tuple[int, int]:
     """Return the one [rows, columns] of all uses.
 
     Raises:
@@ -126,7 +131,7 @@ def matrix_shape(records: Sequence[Record]) -> tuple[int, int]:
     return next(iter(found))
 
 
-def check_records(records: Sequence[Record]) -> int:
+def check_records(records: Sequence[Record | Streamed]) -> int:
     """Require records to be uses of one parameter by one batch, and return the batch's size.
 
     Raises:
@@ -149,7 +154,7 @@ def check_records(records: Sequence[Record]) -> int:
     return batches.pop()
 
 
-def _check_layout(record: Record) -> None:
+def _check_layout(record: Record | Streamed) -> None:
     match record:
         case Product(a=a, g=g, shape=shape):
             if a.ndim != 3 or g.ndim != 3 or a.shape[:2] != g.shape[:2]:
@@ -168,7 +173,7 @@ def _check_layout(record: Record) -> None:
                     f"expected ids [batch, tokens] and g [batch, tokens, features] of a table "
                     f"{list(shape)}, found {list(ids.shape)} and {list(g.shape)}"
                 )
-        case Dense():
+        case Dense() | Streamed():
             pass
         case _:
             raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")

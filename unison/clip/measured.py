@@ -22,7 +22,7 @@ of their absolute values: products aligned to the largest and cut, as measured b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,14 +56,19 @@ def form(record: Streamed) -> Tensor:
     for samples, piece in record.first_chunks():
         left, right = factors(piece)
         if takes(left, right):
-            _products().per_sample(left, right, out[samples], _precision())
+            _multiply_into(out[samples], left, right)
         else:
             torch.bmm(left.mT.to(dtype), right.to(dtype), out=out[samples])
         del piece, left, right
     return out
 
 
-def is_taken(records: Sequence[Record]) -> bool:
+def can_make_again(record: Streamed) -> bool:
+    """Whether a record may be kept as it is, and measured and added up while it is made again."""
+    return takes(record.a)
+
+
+def is_taken(records: Sequence[Record | Streamed]) -> bool:
     """Whether the kernels take the records of a parameter."""
     tensors = [each for record in records for each in tensors_of(record)]
     if not takes(*tensors):
@@ -71,7 +76,7 @@ def is_taken(records: Sequence[Record]) -> bool:
     return len({matrix_shape([r]) for r in records if not isinstance(r, Dense)}) <= 1
 
 
-def kept_dtype(records: Sequence[Record]) -> torch.dtype:
+def kept_dtype(records: Sequence[Record | Streamed]) -> torch.dtype:
     """Return the dtype of per-sample gradients that are kept.
 
     Half the memory of float32, if records are bfloat16; float16 would overflow.
@@ -95,15 +100,42 @@ def materialize(records: Sequence[Record]) -> Tensor:
     return _sum_of(records, kept_dtype(records)).view(-1, *records[0].shape)
 
 
+def can_multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `torch.bmm` makes the per-sample gradients of a product, in this dtype."""
+    is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0
+    return left.dtype == right.dtype == dtype and is_aligned
+
+
 def _of_product(product: Product, dtype: torch.dtype) -> Tensor:
     left, right = factors(product)
-    rows, columns = left.shape[2], right.shape[2]
-    is_aligned = rows % _ALIGNED == 0 and columns % _ALIGNED == 0
-    if left.dtype == right.dtype == dtype and is_aligned:
+    if can_multiply(left, right, dtype):
         return torch.bmm(left.mT, right)
+    rows, columns = left.shape[2], right.shape[2]
     out = left.new_empty(len(left), rows, columns, dtype=dtype)
-    _products().per_sample(left, right.to(left.dtype), out, _precision())
+    _multiply_into(out, left, right.to(left.dtype))
     return out
+
+
+def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write leftᵀ right of every sample, whose rows need not be a multiple of what cuBLAS wants.
+
+    The rows up to such a multiple are a product, and the few that are left are another: two thirds
+    of the time that a kernel takes which bears any number of them. That needs tokens of `left` at
+    aligned addresses, as [Note: rows of logits] of the head makes them.
+    """
+    whole = left.shape[2] // _ALIGNED * _ALIGNED
+    is_aligned = (
+        left.dtype == right.dtype == out.dtype
+        and left.stride(2) == 1
+        and left.stride(1) % _ALIGNED == right.shape[2] % _ALIGNED == 0
+        and left.data_ptr() % 16 == 0
+    )
+    if whole == 0 or not is_aligned:
+        _products().per_sample(left, right, out, _precision())
+        return
+    for rows in (slice(0, whole), slice(whole, left.shape[2])):
+        if rows.start < rows.stop:
+            torch.bmm(left[..., rows].mT, right, out=out[:, rows])
 
 
 def _sum_of(records: Sequence[Record], dtype: torch.dtype) -> Tensor:
@@ -144,7 +176,7 @@ def _in_rows(g: Tensor) -> Tensor:
     return g if g.stride(2) == 1 else g.contiguous()
 
 
-def squared_norms(records: Sequence[Record], method: str) -> SampleNorms:
+def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNorms:
     """Return norms of one parameter whose per-sample gradients are not kept.
 
     Args:
@@ -169,7 +201,9 @@ def squared_norms(records: Sequence[Record], method: str) -> SampleNorms:
     return bound(squared, batch, numel)
 
 
-def clipped_sum(records: Sequence[Record], coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+def clipped_sum(
+    records: Sequence[Record | Streamed], coefficients: Tensor, shape: tuple[int, ...]
+) -> Tensor:
     """Return Σ_b c_b X_b of what was measured: [*shape], float32.
 
     Args:
@@ -194,8 +228,19 @@ def clipped_sum(records: Sequence[Record], coefficients: Tensor, shape: tuple[in
     return total.view(shape)
 
 
-def _in_pieces(records: Sequence[Record]):
+def _in_pieces(records: Sequence[Record | Streamed]) -> Iterator[tuple[slice, Tensor]]:
     """Yield per-sample gradients of a few samples at a time, the same bits every time."""
+    streamed = next((each for each in records if isinstance(each, Streamed)), None)
+    if streamed is not None:
+        others = _made([each for each in records if each is not streamed])
+        for samples, piece in streamed.chunks():
+            whole = [piece, *[take(each, samples) for each in others]]
+            del piece  # only one may exist
+            for some, part in _in_pieces(whole):
+                yield slice(samples.start + some.start, samples.start + some.stop), part
+            del whole
+        return
+    records = _made(records)
     if len(records) == 1 and isinstance(records[0], Dense):
         value = records[0].value.contiguous()
         yield slice(0, len(value)), value
@@ -205,6 +250,11 @@ def _in_pieces(records: Sequence[Record]):
     dtype = kept_dtype(records)
     for samples in spans(len(first), num_per_tile(dtype.itemsize * rows * columns, first.device)):
         yield samples, _sum_of([take(record, samples) for record in records], dtype)
+
+
+def _made(records: Sequence[Record | Streamed]) -> list[Record]:
+    """Return records of which at most one comes in pieces: the others have to exist."""
+    return [each.as_product() if isinstance(each, Streamed) else each for each in records]
 
 
 def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:

@@ -2,15 +2,16 @@
 
 The named modes are points of norm × gradient, the same for all layers. `auto` takes for each
 layer the cheapest pair, as long as what is kept until the end of the backward pass fits the memory
-budget. A plan is a function of shapes, budget and machine name alone. It is frozen, JSON-able and
-part of the mechanism: other methods round differently.
+budget. A plan is a function of shapes, budget and machine name, and of nothing else unless it is
+given what methods took on the device (calibration.py). It is frozen, JSON-able and part of the
+mechanism: other methods round differently.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from unison import check
 from unison.clip.alternatives import (
@@ -26,6 +27,7 @@ from unison.clip.alternatives import (
 from unison.clip.costs import MACHINES, Cost
 from unison.clip.layers import Layer, Use, describe
 from unison.clip.modes import AUTO, MODES, Choice
+from unison.clip.plan_table import details, table
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 
@@ -36,6 +38,7 @@ __all__ = [
     "Choice",
     "LayerPlan",
     "Plan",
+    "Timed",
     "choose",
     "plan_clipping",
 ]
@@ -49,11 +52,27 @@ class LayerPlan:
         layer: Its shapes.
         chosen: What it does.
         alternatives: Every pair of methods that takes this layer's records, cheapest first.
+        forward_seconds: Its share of a forward pass.
     """
 
     layer: Layer
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
+    forward_seconds: float = 0.0
+
+
+class Timed(Protocol):
+    """What methods took on a device.
+
+    Attributes:
+        device: Its name.
+    """
+
+    device: str
+
+    def of(self, layer: Layer) -> Mapping[str, float] | None:
+        """Return seconds by part (`kernel_costs.parts_of`); None if nothing of it was timed."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +84,14 @@ class Plan:
         machine: The name of the machine whose rates were assumed.
         memory_budget: Bytes that clipping may hold, or None for no bound.
         layers: In the order given.
+        timed_on: The device on which methods were timed; None if all times are predicted.
     """
 
     mode: str
     machine: str
     memory_budget: int | None
     layers: tuple[LayerPlan, ...]
+    timed_on: str | None = None
 
     @property
     def num_backwards(self) -> int:
@@ -84,14 +105,16 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of clipping, beside forward pass and input gradients."""
-        forwards = [forward_seconds(each.layer, self.machine) for each in self.layers]
+        """Time of clipping, beside forward pass and input gradients: timed, or else predicted."""
+        forwards = [each.forward_seconds for each in self.layers]
         return total_seconds([each.chosen for each in self.layers], forwards)
 
     @property
     def bytes_needed(self) -> int:
-        """What is kept until the backward pass ends, and the largest transient on top."""
-        return bytes_needed([layer.chosen for layer in self.layers])
+        """What is held beside ordinary training: see [Note: freed memory] in alternatives.py."""
+        return bytes_needed(
+            [each.chosen for each in self.layers], [each.layer.freed_bytes for each in self.layers]
+        )
 
     @cached_property
     def _by_name(self) -> dict[str, LayerPlan]:
@@ -156,7 +179,11 @@ class Plan:
         return cls(**{**fields, "layers": tuple(map(_layer_plan, fields["layers"]))})
 
     def __str__(self) -> str:
-        return _table(self)
+        return table(self)
+
+    def details(self) -> str:
+        """Return a longer table: of every layer all that it could have done, chosen marked *."""
+        return details(self)
 
 
 def plan_clipping(
@@ -165,6 +192,7 @@ def plan_clipping(
     mode: str = AUTO,
     memory_budget: int | None = None,
     machine: str = "cpu",
+    timed: Timed | None = None,
 ) -> Plan:
     """Return the cheapest allowed methods of every layer.
 
@@ -175,6 +203,7 @@ def plan_clipping(
         mode: One of `MODES`, or `"auto"`.
         memory_budget: Bytes that clipping may hold beside the model's own training.
         machine: One of `MACHINES`.
+        timed: What methods took on the device. Without it a plan depends on shapes alone.
 
     Raises:
         BadInput: if a name is unknown or given twice, or nothing fits the budget.
@@ -185,18 +214,26 @@ def plan_clipping(
     names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         raise BadInput(f"expected every parameter once, found {sorted(names)}")
-    options = [alternatives_of(layer, machine) for layer in layers]
+    seconds = [None if timed is None else timed.of(layer) for layer in layers]
+    known = list(zip(layers, seconds, strict=True))
+    options = [alternatives_of(layer, machine, each) for layer, each in known]
+    forwards = [forward_seconds(layer, machine, each) for layer, each in known]
+    freed = [layer.freed_bytes for layer in layers]
     if mode == AUTO:
-        chosen = fastest(layers, options, memory_budget, machine)
+        chosen = fastest(options, memory_budget, forwards, freed)
     else:
         chosen = [named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]
-        check_fits(chosen, memory_budget)
-    plans = zip(layers, chosen, options, strict=True)
+        check_fits(chosen, memory_budget, freed)
+    plans = zip(layers, chosen, options, forwards, strict=True)
     return Plan(
         mode=mode,
         machine=machine,
         memory_budget=memory_budget,
-        layers=tuple(LayerPlan(layer=p, chosen=c, alternatives=tuple(o)) for p, c, o in plans),
+        layers=tuple(
+            LayerPlan(layer=p, chosen=c, alternatives=tuple(o), forward_seconds=f)
+            for p, c, o, f in plans
+        ),
+        timed_on=None if timed is None or not any(seconds) else timed.device,
     )
 
 
@@ -212,46 +249,10 @@ def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
         layer=Layer(**{**layer, "uses": tuple(Use(**use) for use in layer["uses"])}),
         chosen=_alternative(fields["chosen"]),
         alternatives=tuple(map(_alternative, fields["alternatives"])),
+        forward_seconds=fields["forward_seconds"],
     )
 
 
 def _alternative(fields: dict[str, Any]) -> Alternative:
     choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
-    return Alternative(choice=choice, cost=cost, seconds=fields["seconds"])
-
-
-def _table(plan: Plan) -> str:
-    """Return one line per layer and alternative in aligned columns, chosen marked with *."""
-    lines = [("layer", "uses", "", "method", "GFLOP", "moved MB", "kept MB", "ms")]
-    for each in plan.layers:
-        layer = each.layer
-        uses = ", ".join(f"{u.kind} {u.tokens}×{u.rows}×{u.columns}" for u in layer.uses)
-        heads = [(layer.name, f"{layer.batch} × ({uses})")]
-        heads += [("", "")] * (len(each.alternatives) - 1)
-        for head, option in zip(heads, each.alternatives, strict=True):
-            mark = "*" if option == each.chosen else ""
-            lines.append((*head, mark, str(option.choice), *_figures(option.cost, option.seconds)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(
-            cell.ljust(width) if i < 4 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    budget = "none" if plan.memory_budget is None else f"{plan.memory_budget / 1e6:,.1f} MB"
-    total = (
-        f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
-        f"{plan.num_forwards} forward, {plan.num_backwards} backward, "
-        f"{plan.bytes_needed / 1e6:,.1f} MB, {1e3 * plan.seconds:,.3f} ms"
-    )
-    return "\n".join([*texts, total])
-
-
-def _figures(cost: Cost, seconds: float) -> tuple[str, str, str, str]:
-    return (
-        f"{cost.flops / 1e9:,.3f}",
-        f"{cost.moved_bytes / 1e6:,.2f}",
-        f"{cost.kept_bytes / 1e6:,.2f}",
-        f"{1e3 * seconds:,.3f}",
-    )
+    return Alternative(**{**fields, "choice": choice, "cost": cost})

@@ -1,6 +1,6 @@
 """Layers that describe what their parameters start from.
 
-The arithmetic is torch's own (`F.linear`, `F.embedding`, `F.rms_norm`, `F.layer_norm`). What these
+The arithmetic is torch's own (`F.linear`, `F.embedding`, `torch.rms_norm`, ...). What these
 classes add is `inits`: one description per parameter, so that initial values can be drawn without
 running a constructor again (see `unison.models.initialize`).
 """
@@ -111,12 +111,13 @@ class RMSNorm(Described):
     def __init__(self, d_model: int, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self._shape = (d_model,)
         self.add_parameter("weight", (d_model,), Constant(value=1.0))
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
         """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return torch.rms_norm(x, self._shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         """Shapes for `print(model)`."""
@@ -132,13 +133,14 @@ class LayerNorm(Described):
     def __init__(self, d_model: int, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self._shape = (d_model,)
         self.add_parameter("weight", (d_model,), Constant(value=1.0))
         self.add_parameter("bias", (d_model,), Constant(value=0.0))
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
         """Normalise the last dimension."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return torch.layer_norm(x, self._shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """Shapes for `print(model)`."""

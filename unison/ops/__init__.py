@@ -25,7 +25,7 @@ from unison.ops.records import (
     reshaped,
     transposed,
 )
-from unison.ops.registry import RULES, Builder, Rule, Tap, rule
+from unison.ops.registry import DIRECT, RULES, Builder, Rule, Tap, rule
 from unison.ops.streamed import Streamed
 
 # Importing them fills the table.
@@ -35,6 +35,7 @@ _FILES = (
 )
 
 __all__ = [
+    "DIRECT",
     "RULES",
     "Builder",
     "Dense",

@@ -45,7 +45,7 @@ def of_offset(
     return Dense(layout.summed(g, broadcast or shape).reshape(layout.batch, *shape))
 
 
-class _Affine:
+class Affine:
     """Records of a gain and an offset over the last dimension, made in one pass where possible.
 
     Args:
@@ -53,11 +53,16 @@ class _Affine:
         normalise: The norm without gain and offset.
         is_centred: Whether the norm takes the mean out.
         has_offset: Whether there is an offset whose record is wanted.
+
+    Attributes:
+        eps: Likewise.
+        is_centred: Likewise.
+        has_offset: Likewise.
     """
 
     def __init__(self, eps: float, normalise: Any, *, is_centred: bool, has_offset: bool) -> None:
-        self._eps, self._normalise = eps, normalise
-        self._is_centred, self._has_offset = is_centred, has_offset
+        self.eps, self._normalise = eps, normalise
+        self.is_centred, self.has_offset = is_centred, has_offset
         self._made: tuple[Tensor, Tensor] | None = None  # the gradient, and its sums over tokens
 
     def gain(self, layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
@@ -66,9 +71,9 @@ class _Affine:
         if not affine.is_taken(rows, gradients):
             return of_gain(layout, g, x, shape=shape, normalise=self._normalise)
         sums = affine.sums(
-            rows, gradients, self._eps, is_centred=self._is_centred, has_offset=self._has_offset
+            rows, gradients, self.eps, is_centred=self.is_centred, has_offset=self.has_offset
         )
-        if self._has_offset:
+        if self.has_offset:
             self._made = (g, sums[:, 1])
         return Dense(sums[:, 0])
 
@@ -80,7 +85,18 @@ class _Affine:
         return of_offset(layout, g, *saved, shape=shape)
 
 
-@rule(F.layer_norm, torch.layer_norm)
+def _run_layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    return torch.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+@rule(F.layer_norm, torch.layer_norm, direct=_run_layer_norm)
 def layer_norm(
     tap: Tap,
     input: Any,  # noqa: A002
@@ -99,11 +115,11 @@ def layer_norm(
     if len(shape) > 1:
         gain = partial(of_gain, normalise=normalise)
         return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
-    both = _Affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
+    both = Affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
     return tap(y, saved=(input,), uses=[(weight, both.gain), (bias, both.offset)])
 
 
-@rule(F.rms_norm, torch.rms_norm)
+@rule(F.rms_norm, torch.rms_norm, direct=torch.rms_norm)
 def rms_norm(
     tap: Tap,
     input: Any,  # noqa: A002
@@ -121,7 +137,7 @@ def rms_norm(
     normalise = lambda x: F.rms_norm(x, shape, None, used)  # noqa: E731
     if len(shape) > 1:
         return tap(y, saved=(input,), uses=[(weight, partial(of_gain, normalise=normalise))])
-    gain = _Affine(used, normalise, is_centred=False, has_offset=False).gain
+    gain = Affine(used, normalise, is_centred=False, has_offset=False).gain
     return tap(y, saved=(input,), uses=[(weight, gain)])
 
 

@@ -8,7 +8,7 @@ two, the gate runs a backward pass of its own for the norms before it lets the u
 records are added up with the coefficients that are known by then.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,25 +25,30 @@ from unison.capture import (
     resized,
 )
 from unison.capture.names import Places
-from unison.clip import Clipping, Learned, Plan, SampleNorms
+from unison.capture.sites import Alike
+from unison.clip import AUTO, Clipping, Learned, Plan
+from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import kind_of, learn_layers
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.privacy.dealing import Dealing, Part
+from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, probe_losses
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.running import ClippingSettings, PassSums, Phase, RunningPart, RunningPass
+from unison.privacy.refuse import refuse_gradient
+from unison.privacy.running import (
+    AddSums,
+    ClippingSettings,
+    Coefficients,
+    PassSums,
+    Phase,
+    RunningPart,
+    RunningPass,
+)
 
 NUM_PROBED = 3  # samples with which it is learned what the module does
-
-
-Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
-"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
-AddSums = Callable[[PhysicalBatch, PassSums], None]
-"""(batch, what makes the clipped sums), when a backward pass has ended."""
 
 
 class Attachment:
@@ -77,6 +82,7 @@ class Attachment:
         self.places = Places(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
+        self._counted: tuple[Plan | None, int, int] = (None, 1, 1)  # passes that a plan takes
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
         self._pass: RunningPass | None = None
         self._learned: dict[Any, Learned] = {}
@@ -89,7 +95,7 @@ class Attachment:
     def _hooks(self) -> list[Any]:
         names = {id(place.parameter): place.name for place in reversed(self.places.now())}
         guards = [
-            each.register_hook(partial(_refuse_gradient, names[id(each)]))
+            each.register_hook(partial(refuse_gradient, names[id(each)]))
             for each in self.module.parameters()
             if each.requires_grad
         ]
@@ -190,19 +196,23 @@ class Attachment:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
         learned = self._learn(inputs)
-        self.plan = self._plan(learned, self._dealing.most_rows, inputs)
+        plan = self.plan = self._plan(learned, self._dealing.most_rows, inputs)
+        if plan is not self._counted[0]:  # to count takes as long as a layer
+            self._counted = plan, plan.num_forwards, plan.num_backwards
+        _, num_forwards, num_backwards = self._counted
         parts = {}
         for rows in self._dealing.parts:
-            clipping = Clipping(self.plan, num_rows, learned.storage)
+            clipping = Clipping(plan, num_rows, learned.storage)
             capture = Capture(
                 self.module,
                 num_rows,
                 axes=learned.axes,
                 on_record=partial(self._take_record, rows.granule),
-                on_product=clipping.take_product if self.plan.num_forwards == 2 else None,
+                on_product=clipping.take_product if num_forwards == 2 else None,
                 known=self.places,
-                streams=self.plan.num_forwards == 1,
-                is_light=self.plan.num_forwards == self.plan.num_backwards == 1,
+                streams=num_forwards == 1,
+                is_light=num_forwards == num_backwards == 1,
+                alike=Alike((id(plan), num_rows), partial(self._clipping, rows.granule)),
             )
             parts[rows.granule] = RunningPart(rows, clipping, capture)
         context = ExitStack()
@@ -211,8 +221,8 @@ class Attachment:
         has_leaf_inputs = any(
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves
         )
-        running = RunningPass(batch, parts, context, has_leaf_inputs)
-        if self.plan.num_forwards == 2:
+        running = RunningPass(batch, parts, context, num_backwards, has_leaf_inputs)
+        if num_forwards == 2:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
         return running
@@ -240,11 +250,12 @@ class Attachment:
         return gate(output, partial(self._on_backward, own_loss))
 
     def _learn(self, inputs: Inputs) -> Learned:
-        # A few rows tell all, and the same number on every rank.
-        samples = tuple(resized(list(inputs.samples), NUM_PROBED))
-        key = kind_of(self.module, (samples, str(inputs.spec)))
+        kind = (inputs.samples, str(inputs.spec))
+        key = kind_of(self.module, kind, self.places.trained())
         if key not in self._learned:
             self._is_learning = True
+            # A few rows tell all, and the same number on every rank.
+            samples = tuple(resized(list(inputs.samples), NUM_PROBED))
             try:
                 self._learned[key] = self._learned_of(inputs, samples)
             finally:
@@ -274,7 +285,19 @@ class Attachment:
             mode=self.settings.mode,
             memory_budget=self.settings.memory_budget,
             machine=inputs.samples[0].device.type,
+            timed=self._timed(inputs.samples[0].device),
+            is_alone=self._is_alone,
         )
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a plan is nobody else's, and may depend on more than shapes."""
+        return not self._owner.is_ordered and self._owner.everyone.size == 1
+
+    def _timed(self, device: torch.device) -> Calibration | None:
+        """What methods take on the device, if plans may depend on it: [Note: calibration]."""
+        is_wanted = self.settings.calibrate and self.settings.mode == AUTO
+        return calibration_of(device) if is_wanted and self._is_alone else None
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -352,11 +375,15 @@ class Attachment:
         part.coefficients = self._coefficients(running.batch, part.rows, part.clipping.norms())
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
+        self._clipping(granule).take(name, record)
+
+    def _clipping(self, granule: int) -> Clipping:
+        """Who takes the records of a granule now."""
         running = self._pass
         is_repeated = running is not None and running.phase is Phase.DONE and self._is_learning
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
-        running.parts[granule].clipping.take(name, record)
+        return running.parts[granule].clipping
 
     def _end_backward(self) -> None:
         running = self._pass
@@ -385,12 +412,3 @@ _TWICE = (
     "a backward pass of a batch that went backward already, or was left. Call backward once per "
     "batch that the loader hands out"
 )
-
-
-def _refuse_gradient(name: str, _: Tensor) -> None:
-    raise UnsupportedOperation(
-        f"a gradient reached {name!r} itself, where it would be neither clipped nor noised. It "
-        "came from a pass in evaluation mode, from a custom autograd.Function, or from code that "
-        "kept the parameter elsewhere than in its module. Train in training mode, and use torch "
-        "functions on the module's attribute"
-    )

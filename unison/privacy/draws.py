@@ -13,6 +13,7 @@ from unison.rng import Key, Permutation, Stream, poisson_sample
 
 PURPOSE = "sampling"  # keeps membership apart from the noise under the same key
 _PRIORITIES = 1 << 62  # two of a million records share a priority once in ten million steps
+_DEALT_AHEAD = 4096  # records of an epoch that are permuted at once: as fast as a few
 _ROUNDING = 1e-9  # 1 / rate may miss a whole number by this much, relative
 
 
@@ -52,6 +53,7 @@ class Draws:
             )
         self.sampling, self.num_records = sampling, num_records
         self._key = key
+        self._ahead: tuple[tuple[int, int], Tensor] | None = None  # of some steps of an epoch
 
     def records(self, step: int) -> Tensor:
         """Return the records of a step [batch], int64: ascending, or in shuffled order."""
@@ -84,8 +86,15 @@ class Draws:
 
     def _dealt(self, step: int, batch_size: int) -> Tensor:
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = Permutation(Stream(self._key, "shuffle", epoch, PURPOSE), self.num_records)
-        return order(torch.arange(position * batch_size, (position + 1) * batch_size))
+        num_steps = max(1, _DEALT_AHEAD // batch_size)
+        block, place = divmod(position, num_steps)
+        if self._ahead is None or self._ahead[0] != (epoch, block):
+            order = Permutation(Stream(self._key, "shuffle", epoch, PURPOSE), self.num_records)
+            first = block * num_steps
+            end = min(first + num_steps, self.steps_per_epoch)
+            dealt = order(torch.arange(first * batch_size, end * batch_size))
+            self._ahead = (epoch, block), dealt.view(-1, batch_size)
+        return self._ahead[1][place].clone()
 
     def __repr__(self) -> str:
         return f"Draws({self.sampling!r}, num_records={self.num_records})"

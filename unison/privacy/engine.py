@@ -111,6 +111,7 @@ class PrivacyEngine:
         adaptive_clipping: AdaptiveClipping | None = None,
         batch_first: bool = True,
         memory_budget: int | None = None,
+        calibrate: bool = True,
         budget: Budget | None = None,
         granule: int | None = None,
         seed: int | None = None,
@@ -140,6 +141,8 @@ class PrivacyEngine:
             batch_first: Whether samples lie in dimension 0 of the module's inputs and outputs;
                 otherwise in dimension 1.
             memory_budget: Bytes that clipping may hold beside ordinary training.
+            calibrate: Whether clipping `"auto"` may time its methods on the GPU, once (see
+                docs/clipping.md). With granules, and on several ranks, it never does.
             budget: A bound on ε. The loader raises `BudgetSpent` before a step that would pass it.
             granule: Samples that are computed together, at one shape, and added up in one order
                 on any number of ranks: what the ordered reducer needs. Tensors then come as one
@@ -212,7 +215,10 @@ class PrivacyEngine:
                 guard=budget
                 and BudgetGuard(budget, accountant=self.accountant, horizon=budget.steps),
                 settings=ClippingSettings(
-                    mode=clipping, memory_budget=memory_budget, batch_dim=batch_dim
+                    mode=clipping,
+                    memory_budget=memory_budget,
+                    batch_dim=batch_dim,
+                    calibrate=calibrate,
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,
@@ -332,7 +338,10 @@ class PrivacyEngine:
         return self._attached.ledger.epsilon(delta)
 
     def plan(self) -> Plan:
-        """Return which methods clipping uses for each parameter, and what others would cost."""
+        """Return which methods clipping uses for each parameter: `print(engine.plan())`.
+
+        `print(engine.plan().details())` says what others would cost.
+        """
         return self._attached.plan()
 
     def per_sample_norms(self) -> torch.Tensor:

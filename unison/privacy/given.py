@@ -24,12 +24,13 @@ class GivenGradients:
         As torch does: added to what is there, whose own noise was drawn and counted.
         """
         parameter, gradient = owned.parameter, owned.as_gradient(gradient)
-        if parameter.grad is None:
+        before = parameter.grad
+        if before is None:
             parameter.grad = gradient
+            self._given[owned.name] = TensorWeakRef(gradient)
         else:
-            self._require_own(owned.name, parameter)
-            parameter.grad.add_(gradient)
-        self._given[owned.name] = TensorWeakRef(parameter.grad)
+            self._require_own(owned.name, before)
+            before.add_(gradient)
 
     def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Require every gradient to be one that was given.
@@ -38,12 +39,13 @@ class GivenGradients:
             BadInput: Naming the parameter whose gradient is another.
         """
         for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                self._require_own(name, parameter)
+            gradient = parameter.grad
+            if gradient is not None:
+                self._require_own(name, gradient)
 
-    def _require_own(self, name: str, parameter: nn.Parameter) -> None:
+    def _require_own(self, name: str, gradient: Tensor) -> None:
         given = self._given.get(name)
-        if given is None or parameter.grad is not given():
+        if given is None or gradient is not given():
             raise BadInput(
                 f"{name}.grad is not what the privacy engine put there; a gradient that was not "
                 "clipped and noised must not be trained on. Change gradients in place only, and "

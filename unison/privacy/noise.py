@@ -7,7 +7,8 @@ tell which parameters were used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,42 +65,44 @@ def finalise(
     return total.div_(divisor).to(dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """What the clipped sum of one parameter, or of a part of it, is made of.
+class Shares(NamedTuple):
+    """What the clipped sums of many parameters, or of parts of them, are made of.
+
+    Lists of as many entries each: an object per parameter would take longer than the arithmetic.
 
     Attributes:
-        name: The parameter's canonical name.
-        values: [n, ...]: per-sample gradients, or the one sum of them.
-        weights: [n]: coefficients, or the number 1.
-        dtype: Of the gradient.
-        start: First of the parameter's elements that this is.
+        names: The parameters' canonical names.
+        values: [n, ...] each: per-sample gradients, or the one sum of them.
+        weights: [n] each: coefficients, or the number 1.
+        dtypes: Of the gradients.
+        starts: First of the parameter's elements that this is.
     """
 
-    name: str
-    values: Tensor
-    weights: Tensor
-    dtype: torch.dtype
-    start: int = 0
+    names: list[str]
+    values: list[Tensor]
+    weights: list[Tensor]
+    dtypes: list[torch.dtype]
+    starts: list[int]
 
     @classmethod
-    def of(cls, owned: Owned, values: Tensor, weights: Tensor) -> "Share":
-        """Return the share of what a rank owns."""
-        return cls(owned.name, values, weights, owned.parameter.dtype, owned.start)
+    def of(cls, owned: Sequence[Owned], made: Sequence[tuple[Tensor, Tensor]]) -> "Shares":
+        """Return the shares of what a rank owns, given values and weights of each."""
+        return cls(
+            [each.name for each in owned],
+            [values for values, _ in made],
+            [weights for _, weights in made],
+            [each.parameter.dtype for each in owned],
+            [each.start for each in owned],
+        )
 
-    @property
-    def numel(self) -> int:
-        """Elements of the sum."""
-        return self.values.numel() // self.values.shape[0]
 
-
-def can_release(shares: Sequence[Share]) -> bool:
+def can_release(shares: Shares) -> bool:
     """Whether compiled kernels take all of these."""
-    return many.is_fast([share.values for share in shares])
+    return many.is_fast(shares.values)
 
 
 def release_all(
-    shares: Sequence[Share],
+    shares: Shares,
     *,
     key: Key,
     release: Release,
@@ -118,16 +121,14 @@ def release_all(
     Returns:
         Gradients in the order given, each flat, in the memory of one tensor per dtype.
     """
-    device = shares[0].values.device
+    device = shares.values[0].device
     noise = None
     if release.noise_std > 0:
         _check_on_grid(release, num_samples)
-        names = [share.name for share in shares]
-        recipes = sent(recipes_of(names, key, release), device)
-        noise = many.NoiseDraw(recipes, [share.start for share in shares])
+        recipes = sent(recipes_of(shares.names, key, release), device)
+        noise = many.NoiseDraw(recipes, shares.starts)
     outs = _empty_gradients(shares, device)
-    most = max(len(share.values) for share in shares)
-    many.release([share.values for share in shares], _weights(shares, most), noise, divisor, outs)
+    many.release(shares.values, _weights(shares), noise, divisor, outs)
     if noise is not None:
         noise.recipes.zero_()  # in stream order: the key does not stay behind in device memory
     return outs
@@ -156,28 +157,46 @@ def _check_on_grid(release: Release, num_samples: int) -> None:
         )
 
 
-def _empty_gradients(shares: Sequence[Share], device: torch.device) -> list[Tensor]:
+def _empty_gradients(shares: Shares, device: torch.device) -> list[Tensor]:
     """Return flat tensors of the gradients' sizes, those of one dtype in one memory."""
-    outs: list[Tensor] = [shares[0].values] * len(shares)
-    for dtype in {share.dtype for share in shares}:
-        which = [i for i, share in enumerate(shares) if share.dtype == dtype]
-        places, size = places_of([shares[i].numel for i in which])
-        memory = torch.empty(size, dtype=dtype, device=device)
-        for i, place in zip(which, places, strict=True):
-            outs[i] = memory[place : place + shares[i].numel]
-    return outs
+    numels = [values.numel() // values.shape[0] for values in shares.values]
+    outs: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(shares.dtypes):
+        which = [i for i, each in enumerate(shares.dtypes) if each is dtype]
+        sizes, places, total = _cut(tuple([numels[i] for i in which]))
+        memory = torch.empty(total, dtype=dtype, device=device)
+        pieces = torch.unsafe_split_with_sizes(memory, sizes)  # views, of which autograd knows not
+        outs.update(zip(which, [pieces[place] for place in places], strict=True))
+    return [outs[i] for i in range(len(numels))]
 
 
-def _weights(shares: Sequence[Share], most: int) -> Tensor:
+@lru_cache(maxsize=16)
+def _cut(numels: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+    """Return how a memory is cut into tensors of these sizes, which pieces they are, its length.
+
+    Between two tensors is a piece for nobody, where the next would begin at no multiple of 64.
+    """
+    begins, end = places_of(numels)
+    sizes, places = [], []
+    for numel, begin, after in zip(numels, begins, [*begins[1:], end], strict=True):
+        places.append(len(sizes))
+        sizes.append(numel)
+        if after > begin + numel:
+            sizes.append(after - begin - numel)
+    return sizes, places, end
+
+
+def _weights(shares: Shares) -> Tensor:
     """Return the weights of all shares [shares, most], float32, in few launches."""
-    each = {id(share.weights): share.weights for share in shares}
+    most = max([values.shape[0] for values in shares.values])
+    each = {id(weights): weights for weights in shares.weights}
     rows = {key: i for i, key in enumerate(each)}
     table = torch.stack(
-        [F.pad(w, (0, most - len(w))) if len(w) < most else w for w in each.values()]
+        [F.pad(w, (0, most - w.shape[0])) if w.shape[0] < most else w for w in each.values()]
     ).float()
     if len(each) == 1:
-        return table.expand(len(shares), -1).contiguous()
-    index = torch.tensor([rows[id(share.weights)] for share in shares])
+        return table.expand(len(shares.weights), -1).contiguous()
+    index = torch.tensor([rows[id(weights)] for weights in shares.weights])
     return table[sent(index, table.device)]
 
 

@@ -1,7 +1,9 @@
-"""Loaders that cannot be sampled privately, refused with the reason."""
+"""What cannot be trained privately, refused: loaders, gradients, parameters that have changed."""
 
+from collections.abc import Container, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -11,6 +13,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from unison.capture.names import Place
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.draws import Draws
 from unison.privacy.sampling import Shuffled
@@ -135,3 +138,28 @@ def _num_records(data_loader: DataLoader[Any]) -> int:
     if num_records == 0:
         raise BadInput("the data set is empty: there is no record to draw")
     return num_records
+
+
+def refuse_gradient(name: str, _: Tensor) -> None:
+    """Raise for a gradient that reaches a parameter itself; a hook of tensors."""
+    raise UnsupportedOperation(
+        f"a gradient reached {name!r} itself, where it would be neither clipped nor noised. It "
+        "came from a pass in evaluation mode, from a custom autograd.Function, or from code that "
+        "kept the parameter elsewhere than in its module. Train in training mode, and use torch "
+        "functions on the module's attribute"
+    )
+
+
+def refuse_retrained(places: Iterable[Place], trained: Container[str]) -> None:
+    """Make sure that what is trained is what was made private.
+
+    Args:
+        places: Of all parameters.
+        trained: Names of those that were trainable then.
+    """
+    for place in places:
+        if place.parameter.requires_grad != (place.name in trained):
+            raise BadInput(
+                f"{place.name} was frozen or thawed since make_private; detach the engine and make "
+                "the module private again"
+            )

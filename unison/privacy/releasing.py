@@ -1,12 +1,12 @@
 """From clipped sums to private gradients: noise and division of everything that a rank owns."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from unison.privacy.mechanism import Release
-from unison.privacy.noise import Share, can_release, finalise, release_all
+from unison.privacy.noise import Shares, can_release, finalise, release_all
 from unison.privacy.owners import Owned, Owner
 from unison.rng import Key
 
@@ -36,23 +36,20 @@ class Releasing:
             divisor: A public constant.
             num_samples: Samples in the logical batch.
         """
-        shares = self._shares(own)
+        all_owned, made = self._made_of(own)
+        shares = Shares.of(all_owned, made)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
-        is_flat = all(type(owned) is Owned for owned, _ in shares)
+        is_flat = own is not None or all(type(each) is Owned for each in all_owned)
         # What this rank has of its own is per-sample gradients, which are yet to be clipped.
-        if own is not None or (is_flat and can_release([share for _, share in shares])):
-            made = release_all(
-                [share for _, share in shares],
-                key=key,
-                release=release,
-                divisor=divisor,
-                num_samples=num_samples,
+        if own is not None or (is_flat and can_release(shares)):
+            gradients = release_all(
+                shares, key=key, release=release, divisor=divisor, num_samples=num_samples
             )
-            yield from zip((owned for owned, _ in shares), made, strict=True)
+            yield from zip(all_owned, gradients, strict=True)
             return
-        for owned, share in shares:
+        for owned, (total, _) in zip(all_owned, made, strict=True):
             gradient = finalise(
-                share.values.squeeze(0),
+                total.squeeze(0),
                 name=owned.name,
                 key=key,
                 release=release,
@@ -62,22 +59,21 @@ class Releasing:
             )
             yield owned, gradient
 
-    def _shares(self, own: Own | None) -> list[tuple[Owned, Share]]:
-        """What the sums of everything that this rank owns are made of."""
-        if own is None:
-            found = [(owned, total.view(1, -1)) for owned, total in self._owner.totals()]
-            ones = {
-                device: torch.ones(1, dtype=torch.float64, device=device)
-                for device in {total.device for _, total in found}
-            }
-            return [(owned, Share.of(owned, total, ones[total.device])) for owned, total in found]
-        shares = []
-        for owned in self._owner.owned:
-            device = owned.parameter.device
-            if owned.name in own:
-                values, weights = own[owned.name]
-            else:  # no sample used it, and its noise must not tell
-                values = torch.zeros(1, owned.numel, device=device)
-                weights = torch.zeros(1, dtype=torch.float64, device=device)
-            shares.append((owned, Share.of(owned, values, weights)))
-        return shares
+    def _made_of(self, own: Own | None) -> tuple[Sequence[Owned], list[tuple[Tensor, Tensor]]]:
+        """What this rank owns, and what the sums of it are made of: values and weights of each."""
+        if own is not None:
+            owned = self._owner.owned
+            return owned, [own.get(each.name) or _unused(each) for each in owned]
+        found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
+        ones = {
+            device: torch.ones(1, dtype=torch.float64, device=device)
+            for device in {total.device for _, total in found}
+        }
+        return [each for each, _ in found], [(total, ones[total.device]) for _, total in found]
+
+
+def _unused(owned: Owned) -> tuple[Tensor, Tensor]:
+    """No sample used it, and its noise must not tell."""
+    device = owned.parameter.device
+    weights = torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.zeros(1, owned.numel, device=device), weights

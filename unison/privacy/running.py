@@ -1,6 +1,6 @@
 """A physical batch on its way through the module: what is held of it until its sums are made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unison.capture import Capture, Surroundings
-from unison.clip import Clipping
+from unison.clip import Clipping, SampleNorms
 from unison.privacy.dealing import Part
 from unison.privacy.passes import PhysicalBatch
 
@@ -22,11 +22,13 @@ class ClippingSettings:
         mode: `"auto"` or one of `unison.clip.MODES`.
         memory_budget: Bytes that clipping may hold, or None for no bound.
         batch_dim: Dimension of the samples in the module's inputs and outputs.
+        calibrate: Whether `"auto"` may time methods on the GPU.
     """
 
     mode: str
     memory_budget: int | None
     batch_dim: int
+    calibrate: bool = True
 
 
 class Phase(Enum):
@@ -54,14 +56,10 @@ class RunningPass:
     batch: PhysicalBatch
     parts: dict[int, RunningPart]  # by granule
     context: ExitStack
+    num_backwards: int  # backward passes that clipping takes
     has_leaf_inputs: bool = False  # the user wants gradients of the batch itself
     call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
-
-    @property
-    def num_backwards(self) -> int:
-        """Backward passes that clipping takes."""
-        return max((part.clipping.plan.num_backwards for part in self.parts.values()), default=1)
 
 
 class PassSums:
@@ -88,3 +86,9 @@ class PassSums:
         assert part.coefficients is not None
         shares = part.clipping.shares(part.coefficients)
         return {name: (values, weights) for name, values, weights in shares}
+
+
+Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
+"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
+AddSums = Callable[[PhysicalBatch, PassSums], None]
+"""(batch, what makes the clipped sums), when a backward pass has ended."""

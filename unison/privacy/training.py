@@ -31,6 +31,7 @@ from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owner
 from unison.privacy.passes import PhysicalBatch
+from unison.privacy.refuse import refuse_retrained
 from unison.privacy.releasing import Releasing
 from unison.privacy.running import ClippingSettings, PassSums
 from unison.rng import Key, NoiseClock
@@ -78,6 +79,7 @@ class PrivateTraining:
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
         self._uncommitted: int | None = None
+        self._trained: tuple[str, ...] | None = None  # names of what is, when it was last checked
         self._has_warned = False
         self._attachment = Attachment(
             module,
@@ -306,16 +308,10 @@ class PrivateTraining:
             self._uncommitted = None
 
     def _check_trainable(self) -> None:
-        changed = [
-            place.name
-            for place in self._attachment.places
-            if place.parameter.requires_grad != (place.name in self._parameters)
-        ]
-        if changed:
-            raise BadInput(
-                f"{changed[0]} was frozen or thawed since make_private; detach the engine and make "
-                "the module private again"
-            )
+        trained = self._attachment.places.trained()
+        if trained != self._trained:
+            refuse_retrained(self._attachment.places, self._parameters)
+            self._trained = trained
 
     def _learning_rates(self) -> list[Any]:
         return [group.get("lr") for group in self.optimizer.param_groups]

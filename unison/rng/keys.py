@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -100,9 +101,9 @@ class Key:
         common = _begun(self._bytes, *map(_encode, before), size=size)
         last = b"".join(_prefixed(_encode(part)) for part in after)
         found = []
-        for name in each:
+        for name in _all_prefixed(tuple(each)):
             digest = common.copy()
-            digest.update(_prefixed(_encode(name)) + last)
+            digest.update(name + last)
             found.append(digest.digest())
         return b"".join(found)
 
@@ -179,3 +180,9 @@ def _begun(secret: bytes, *parts: bytes, size: int) -> "hashlib.blake2b":
 
 def _prefixed(part: bytes) -> bytes:
     return len(part).to_bytes(8, "little") + part
+
+
+@lru_cache(maxsize=16)
+def _all_prefixed(names: tuple[str, ...]) -> list[bytes]:
+    """Return how names are hashed; the same ones are asked for in every step."""
+    return [_prefixed(_encode(name)) for name in names]

@@ -1,5 +1,6 @@
 """Per-sample sums over tokens: for the gain and the offset of a norm, and for biases."""
 
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -30,12 +31,16 @@ def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
         is_centred: Whether the mean is taken out (layer norm), or not (RMS norm).
         has_offset: Whether something is added after the gain.
     """
-    kernel = import_module("unison.kernels.affine.triton")
-    return kernel.sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+    return _fast().sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
 
 
 def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
     if takes(g) and g.stride(2) == 1:
-        return import_module("unison.kernels.affine.triton").column_sums(g)
+        return _fast().column_sums(g)
     return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
+
+
+@cache
+def _fast():
+    return import_module("unison.kernels.affine.triton")

@@ -8,12 +8,12 @@ the input is written. A program adds a few tokens of one sample; their sums are 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from unison.kernels.launcher import Launcher
 
 _TOKENS, _ROWS = 16, 4  # of a program, and of one step of it
 
@@ -52,6 +52,9 @@ def _sums_kernel(
         tl.store(place + features, offset, mask=inside)
 
 
+_launch_sums = Launcher(_sums_kernel)
+
+
 def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool) -> Tensor:
     """Return Σ_t g_t x̂_t, and Σ_t g_t if asked: [samples, 1 or 2, features], float32.
 
@@ -63,36 +66,45 @@ def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
         has_offset: Whether something is added after the gain.
     """
     batch, tokens, features = x.shape
-    num_parts = triton.cdiv(tokens, _TOKENS)
-    width = 1 + has_offset
+    num_parts = -(-tokens // _TOKENS)
+    width = 2 if has_offset else 1
     out = torch.empty(batch, num_parts, width, features, device=x.device)
     if out.numel():
-        size = triton.next_power_of_2(features)
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            _sums_kernel[(num_parts, batch)](
-                x, g, out, tokens, features, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-                eps, num_parts, CENTRED=is_centred, OFFSET=has_offset, TOKENS=_TOKENS, ROWS=_ROWS,
-                FEATURES=size, num_warps=max(1, min(8, size // 128)),
-                enable_fp_fusion=True,
-            )  # fmt: skip
-    return out.sum(1)
+        size = 1 << (features - 1).bit_length()
+        _launch_sums(
+            (num_parts, batch),
+            (x, g, out),
+            (
+                tokens, features, x.stride(0), x.stride(1), g.stride(0), g.stride(1), float(eps),
+                num_parts,
+            ),
+            CENTRED=is_centred, OFFSET=has_offset, TOKENS=_TOKENS, ROWS=_ROWS, FEATURES=size,
+            num_warps=max(1, min(8, size // 128)), enable_fp_fusion=True,
+        )  # fmt: skip
+    return column_sums(out.flatten(2)).view(batch, width, features)
 
 
 @triton.jit
 def _columns_kernel(
-    g, out, tokens, features, sgb, sgt, TOKENS: tl.constexpr, FEATURES: tl.constexpr
-):
+    g, out, tokens, features, sgb, sgt,
+    TOKENS: tl.constexpr, STEPS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """Σ_t g_t of a few features of one sample."""
     sample = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     inside = at < features
-    total = tl.zeros((FEATURES,), dtype=tl.float32)
-    for first in range(0, tokens, TOKENS):
-        token = first + tl.arange(0, TOKENS)
-        mask = (token < tokens)[:, None] & inside[None, :]
-        places = g + sample * sgb + token[:, None].to(tl.int64) * sgt + at[None, :]
-        total += tl.sum(tl.load(places, mask=mask, other=0.0).to(tl.float32), axis=0)
-    tl.store(out + sample * features + at, total, mask=inside)
+    # Threads keep sums of their own tokens to the end: one exchange between them, not one a step.
+    total = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
+    for first in range(0, tokens, TOKENS * STEPS):
+        for step in tl.static_range(STEPS):  # loads that do not wait for each other
+            token = first + step * TOKENS + tl.arange(0, TOKENS)
+            mask = (token < tokens)[:, None] & inside[None, :]
+            places = g + sample * sgb + token[:, None].to(tl.int64) * sgt + at[None, :]
+            total += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + sample * features + at, tl.sum(total, axis=0), mask=inside)
+
+
+_launch_columns = Launcher(_columns_kernel)
 
 
 def column_sums(g: Tensor) -> Tensor:
@@ -100,8 +112,12 @@ def column_sums(g: Tensor) -> Tensor:
     batch, tokens, features = g.shape
     out = torch.empty(batch, features, device=g.device)
     if out.numel():
-        _columns_kernel[(triton.cdiv(features, 64), batch)](
-            g, out, tokens, features, g.stride(0), g.stride(1), TOKENS=256, FEATURES=64,
-            num_warps=8, enable_fp_fusion=True,
+        is_short = tokens <= 32
+        _launch_columns(
+            (-(-features // 32), batch),
+            (g, out),
+            (tokens, features, g.stride(0), g.stride(1)),
+            TOKENS=32 if is_short else 128, STEPS=1 if is_short else 4, FEATURES=32,
+            num_warps=2 if is_short else 8, enable_fp_fusion=True,
         )  # fmt: skip
     return out

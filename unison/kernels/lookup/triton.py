@@ -9,12 +9,12 @@ kernels make a row by `_row`, so that what is measured and what is added are the
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from unison.kernels.launcher import Launcher
 
 
 @triton.jit
@@ -87,13 +87,13 @@ def weighted_kernel(
 
 def _sizes(g: Tensor) -> dict[str, int]:
     """Return the size of a row, and warps for it: a thread squares 128 numbers of it at most."""
-    size = triton.next_power_of_2(max(1, g.shape[-1]))
+    size = 1 << (max(1, g.shape[-1]) - 1).bit_length()
     warps = max(4, min(32, size // 4096))
     return {"FEATURES": size, "num_warps": warps, "enable_fp_fusion": True}
 
 
-def _on(x: Tensor):
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+_launch_rows = Launcher(rows_kernel)
+_launch_weighted = Launcher(weighted_kernel)
 
 
 def add_rows(ids: Tensor, g: Tensor, table: Tensor) -> None:
@@ -112,12 +112,14 @@ def _rows(ids: Tensor, g: Tensor, table: Tensor | None) -> Tensor:
     keys, order = ids.contiguous().sort(dim=1, stable=True)
     squares = torch.empty(batch, tokens if table is None else 0, device=g.device)
     if batch * tokens:
-        with _on(g):
-            rows_kernel[(tokens, batch)](
-                keys, order, g, squares if table is None else table, squares, tokens, features,
-                g.stride(0), g.stride(1), 0 if table is None else table.stride(0),
-                ADD=table is not None, **_sizes(g),
-            )  # fmt: skip
+        stride = 0 if table is None else table.stride(0)
+        _launch_rows(
+            (tokens, batch),
+            (keys, order, g, squares if table is None else table, squares),
+            (tokens, features, g.stride(0), g.stride(1), stride),
+            ADD=table is not None,
+            **_sizes(g),
+        )
     return squares
 
 
@@ -130,8 +132,9 @@ def weighted_rows(ids: Tensor, g: Tensor, weights: Tensor, out: Tensor) -> None:
     keys = torch.where(ids < 0, -1, ids * batch + samples).flatten()
     keys, order = keys.sort(stable=True)
     flat = g.reshape(batch * tokens, features)
-    with _on(g):
-        weighted_kernel[(batch * tokens,)](
-            keys, order, flat, weights, out, batch, batch * tokens, features, flat.stride(0),
-            **_sizes(g),
-        )  # fmt: skip
+    _launch_weighted(
+        (batch * tokens, 1),
+        (keys, order, flat, weights, out),
+        (batch, batch * tokens, features, flat.stride(0)),
+        **_sizes(g),
+    )

@@ -6,6 +6,7 @@ one to the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 from torch import Tensor
@@ -23,8 +24,13 @@ def is_fast(values: Sequence[Tensor]) -> bool:
 
 
 def _is_taken(x: Tensor) -> bool:
-    is_dense = x.is_contiguous() or x[:1].is_contiguous()  # the former is the quicker question
-    return is_dense and x.is_cuda and x.dtype in KINDS
+    # Quicker questions first.
+    return x.is_cuda and x.dtype in KINDS and (x.is_contiguous() or is_dense(x))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether each sample of x [samples, ...] lies in one piece of memory."""
+    return (x.ndim == 2 and x.stride(1) == 1) or x[:1].is_contiguous()
 
 
 def squares(values: Sequence[Tensor]) -> Tensor:
@@ -90,5 +96,6 @@ def release(
     reference.release(values, weights, recipes, starts, divisor, outs)
 
 
+@cache
 def _fast():
     return import_module("unison.kernels.many.launch")

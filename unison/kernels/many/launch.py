@@ -3,15 +3,28 @@
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportCallIssue=false
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from unison.kernels.many import triton as kernels
-from unison.kernels.many.table import KINDS, on_device, tile_map
+from unison.kernels.many.table import (
+    FIRST,
+    KIND,
+    KINDS,
+    NUMEL,
+    OUT,
+    STRIDE,
+    VALUES,
+    WIDTH,
+    on_device,
+    tile_map,
+)
 from unison.kernels.random.tables import SECURE, table
 
 _DTYPES = {
@@ -21,28 +34,105 @@ _DTYPES = {
     torch.float64: tl.float64,
 }
 _SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
-_BY_ALIGNMENT = (True, False)
+_MOST_KNOWN = 16  # sets of tensors
 
 
-def _is_aligned(x: Tensor, out: Tensor | None, start: int) -> bool:
-    return (
-        _numel(x) % 8 == 0
-        and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
-        and start == 0
-        and x.data_ptr() % 16 == 0
-        and (out is None or out.data_ptr() % 16 == 0)
+class _Group(NamedTuple):
+    """Tensors that one launch takes: outputs of one dtype, as aligned as its loads are wide.
+
+    Attributes:
+        which: Their indices; None if they are all.
+        is_aligned: Whether every tensor begins, and every sample of it, where wide loads may.
+        dtype: Of the outputs.
+        numels: Elements of a sample, those skipped before its first tile included.
+        table: All of the kernel's table but addresses: int64 [tensors, WIDTH], CPU.
+    """
+
+    which: list[int] | None
+    is_aligned: bool
+    dtype: torch.dtype | None
+    numels: tuple[int, ...]
+    table: Tensor
+
+    def chosen(self, items: Sequence) -> Sequence:
+        """Those of the group."""
+        return items if self.which is None else [items[i] for i in self.which]
+
+    def filled(self, values: Sequence[int], outs: Sequence[int] | None) -> Tensor:
+        """The table with the addresses of all tensors and outputs."""
+        table = self.table.clone()
+        table[:, VALUES] = torch.tensor(self.chosen(values), dtype=torch.int64)
+        if outs is not None:
+            table[:, OUT] = torch.tensor(self.chosen(outs), dtype=torch.int64)
+        return table
+
+
+_known: dict[tuple, list[_Group]] = {}
+
+
+def _groups(
+    values: Sequence[Tensor],
+    at: Sequence[int],
+    outs: Sequence[Tensor] | None = None,
+    out_at: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
+    size: int = 1,
+) -> list[_Group]:
+    """Return the launches that many tensors take: the same ones for tensors like those before.
+
+    Args:
+        values: X [samples, ...] of each.
+        at: Their addresses.
+        outs: Where the results go, if anywhere.
+        out_at: Addresses of those.
+        starts: Each tensor's first element in its parameter; 0 unless given.
+        size: Elements of a tile, before which elements are skipped that are not a tensor's own.
+    """
+    key = (
+        size,
+        tuple([(x.shape, x.stride(), x.dtype) for x in values]),
+        tuple([address % 16 for address in at]),
+        None if outs is None else tuple([(out.numel(), out.dtype) for out in outs]),
+        None if out_at is None else tuple([address % 16 for address in out_at]),
+        None if starts is None else tuple(starts),
     )
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        begins = [0] * len(values) if starts is None else starts
+        found = _known[key] = _grouped(values, at, outs, out_at, begins, size)
+    return found
 
 
-def _groups(values: Sequence[Tensor], outs: Sequence[Tensor] | None, starts: Sequence[int]):
-    """Yield indices of tensors that one launch takes: as aligned as its loads are wide."""
-    aligned = [
-        _is_aligned(x, None if outs is None else outs[i], starts[i]) for i, x in enumerate(values)
-    ]
-    for wanted in _BY_ALIGNMENT:
-        found = [i for i, each in enumerate(aligned) if each is wanted]
-        if found:
-            yield wanted, found
+def _grouped(values, at, outs, out_at, starts: Sequence[int], size: int) -> list[_Group]:
+    places: dict[tuple, list[int]] = {}
+    for i, x in enumerate(values):
+        is_aligned = (
+            _numel(x) % 8 == 0
+            and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
+            and starts[i] == 0
+            and at[i] % 16 == 0
+            and (out_at is None or out_at[i] % 16 == 0)
+        )
+        places.setdefault((None if outs is None else outs[i].dtype, is_aligned), []).append(i)
+    dtypes = dict.fromkeys(dtype for dtype, _ in places)
+    groups = []
+    for dtype, is_aligned in itertools.product(dtypes, (True, False)):
+        which = places.get((dtype, is_aligned))
+        if which is None:
+            continue
+        numels = [_numel(values[i]) if outs is None else outs[i].numel() for i in which]
+        table = torch.zeros(len(which), WIDTH, dtype=torch.int64)
+        table[:, STRIDE] = torch.tensor([_stride(values[i]) for i in which])
+        table[:, NUMEL] = torch.tensor(numels)
+        table[:, FIRST] = torch.tensor([starts[i] for i in which])
+        table[:, KIND] = torch.tensor([KINDS[values[i].dtype] for i in which])
+        skipped = [starts[i] % size for i in which]
+        sizes = tuple(numel + begin for numel, begin in zip(numels, skipped, strict=True))
+        is_all = len(which) == len(values)
+        groups.append(_Group(None if is_all else which, is_aligned, dtype, sizes, table))
+    return groups
 
 
 def _numel(x: Tensor) -> int:
@@ -56,38 +146,35 @@ def _stride(x: Tensor) -> int:
 
 def squares(values: Sequence[Tensor]) -> Tensor:
     """See `unison.kernels.many.squares`."""
-    device, batch = values[0].device, len(values[0])
+    device, batch = values[0].device, values[0].shape[0]
     out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
     if batch == 0:
         return out
-    for is_aligned, which in _groups(values, None, [0] * len(values)):
-        some = [values[i] for i in which]
-        numels = tuple(map(_numel, some))
-        tensors, first = tile_map(numels, _SQUARE_TILE, device)
-        rows = [
-            [x.data_ptr(), _stride(x), numel, 0, 0, KINDS[x.dtype], 0, 0]
-            for x, numel in zip(some, numels, strict=True)
-        ]
+    addresses = [x.data_ptr() for x in values]
+    for group in _groups(values, addresses):
+        num = len(group.numels)
+        tensors, first = tile_map(group.numels, _SQUARE_TILE, device)
         parts = torch.empty(batch, len(tensors), device=device)
-        totals = torch.empty(len(some), batch, dtype=torch.float64, device=device)
+        totals = torch.empty(num, batch, dtype=torch.float64, device=device)
         with torch.cuda.device(device):
             kernels.squares_kernel[(len(tensors), batch)](
-                on_device(rows, device), tensors, first, parts, len(tensors),
-                ALIGNED=is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
+                on_device(group.filled(addresses, None), device), tensors, first, parts,
+                len(tensors),
+                ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
-            kernels.total_kernel[(len(some), batch)](
+            kernels.total_kernel[(num, batch)](
                 parts,
                 first,
                 totals,
-                len(some),
+                num,
                 len(tensors),
                 BLOCK=256,
                 num_warps=4,
                 enable_fp_fusion=True,
             )
-        if len(some) == len(values):
+        if group.which is None:
             return totals
-        out.index_copy_(0, on_device(which, device), totals)
+        out.index_copy_(0, on_device(group.which, device), totals)
     return out
 
 
@@ -103,39 +190,25 @@ def release(
     """See `unison.kernels.many.release` and `combine`."""
     # Sums and per-sample gradients may come together: a row of weights is as long as the longest.
     device, batch = values[0].device, weights.shape[1]
-    starts = [0] * len(values) if noise is None else noise.starts
     is_noisy = noise is not None
     size = _NOISY_TILE if is_noisy else _COMBINE_TILE
-    for dtype in dict.fromkeys(out.dtype for out in outs):
-        chosen = [i for i, out in enumerate(outs) if out.dtype == dtype]
-        for is_aligned, found in _groups(
-            [values[i] for i in chosen], [outs[i] for i in chosen], [starts[i] for i in chosen]
-        ):
-            which = [chosen[i] for i in found]
-            is_all = len(which) == len(values)
-            index = None if is_all else on_device(which, device)
-            rows = [
-                [
-                    values[i].data_ptr(), _stride(values[i]), outs[i].numel(), outs[i].data_ptr(),
-                    starts[i], KINDS[values[i].dtype], 0, 0,
-                ]
-                for i in which
-            ]  # fmt: skip
-            begin = [starts[i] % size if is_noisy else 0 for i in which]
-            sizes = tuple(outs[i].numel() + b for i, b in zip(which, begin, strict=True))
-            tensors, first = tile_map(sizes, size, device)
-            recipes = weights if noise is None else noise.recipes
-            if noise is not None and index is not None:
-                recipes = recipes[index]
-            with torch.cuda.device(device):
-                kernels.release_kernel[(len(tensors),)](
-                    on_device(rows, device),
-                    recipes, tensors, first,
-                    weights if index is None else weights[index],
-                    table(SECURE, device), batch, 1.0 / divisor,
-                    SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
-                    NOISY=is_noisy, DTYPE=_DTYPES[dtype], ADD=add, ALIGNED=is_aligned, TILE=size,
-                    num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
-                )  # fmt: skip
-            if noise is not None and index is not None:
-                recipes.zero_()  # a copy: the key does not stay behind in device memory
+    at, out_at = [x.data_ptr() for x in values], [out.data_ptr() for out in outs]
+    for group in _groups(values, at, outs, out_at, noise.starts if is_noisy else None, size):
+        index = None if group.which is None else on_device(group.which, device)
+        tensors, first = tile_map(group.numels, size, device)
+        recipes = weights if noise is None else noise.recipes
+        if noise is not None and index is not None:
+            recipes = recipes[index]
+        assert group.dtype is not None
+        with torch.cuda.device(device):
+            kernels.release_kernel[(len(tensors),)](
+                on_device(group.filled(at, out_at), device),
+                recipes, tensors, first,
+                weights if index is None else weights[index],
+                table(SECURE, device), batch, 1.0 / divisor,
+                SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
+                NOISY=is_noisy, DTYPE=_DTYPES[group.dtype], ADD=add, ALIGNED=group.is_aligned,
+                TILE=size, num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
+            )  # fmt: skip
+        if noise is not None and index is not None:
+            recipes.zero_()  # a copy: the key does not stay behind in device memory

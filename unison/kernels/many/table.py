@@ -100,9 +100,9 @@ def tables_kept(tables: Tables) -> Iterator[None]:
         _recording.pop()
 
 
-def on_device(rows: Sequence[Any], device: torch.device) -> Tensor:
+def on_device(rows: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     """Return a table of integers on a device, without waiting for it."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int64)
     if _recording:
         return _recording[-1].make(table)
     return sent(table, device)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Owned:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         total = 1
@@ -54,9 +55,16 @@ class Owned:
 
     def as_gradient(self, values: Tensor) -> Tensor:
         """A gradient of these elements, as the optimizer wants to find it in `.grad`."""
-        gradient = values.view(self.parameter.shape).to(self.parameter.device)
-        is_part = self.stop - self.start < self.numel
-        return as_shard_gradient(gradient) if is_part else gradient
+        shape, device = self.parameter.shape, self.parameter.device
+        gradient = values if values.shape == shape else values.view(shape)
+        if gradient.device != device:
+            gradient = gradient.to(device)
+        return as_shard_gradient(gradient) if self.is_part else gradient
+
+    @cached_property
+    def is_part(self) -> bool:
+        """Whether this rank holds some of the elements only."""
+        return self.stop - self.start < self.numel
 
 
 class RecordsWhole:

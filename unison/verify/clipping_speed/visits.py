@@ -15,6 +15,7 @@ tensor storages that lived at one moment of the first steps, see `MemoryTracker`
 import gc
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Visit:
         peak_bytes: Memory at its peak.
         leftover_bytes: What earlier visits had not freed, which is part of that; 0 on a CPU.
         passes: Backward and forward passes of the plan, where there is one.
+        methods: How many parameters it clips with which methods.
+        timed_on: The GPU on which methods were timed for it; None if it follows shapes alone.
         trouble: Why there are no figures.
         graph_trouble: Why there are none of the graph.
         is_bug: Whether the trouble is neither memory nor something known to be unsupported.
@@ -63,6 +66,8 @@ class Visit:
     peak_bytes: int | None = None
     leftover_bytes: int = 0
     passes: tuple[int, int] | None = None
+    methods: dict[str, int] | None = None
+    timed_on: str | None = None
     trouble: str | None = None
     graph_trouble: str | None = None
     is_bug: bool = False
@@ -140,7 +145,10 @@ def _measure_into(found: Visit, experiment: Experiment, peak: int | None) -> Non
             torch.cuda.max_memory_allocated() if tracker is None else sum(tracker.peak().values())
         )
         plan = contender.plan()
-        found.passes = None if plan is None else (plan.num_backwards, plan.num_forwards)
+        if plan is not None:
+            found.passes = (plan.num_backwards, plan.num_forwards)
+            found.methods = dict(Counter(str(each.chosen.choice) for each in plan.layers))
+            found.timed_on = plan.timed_on
         if experiment.has_graphs:
             _measure_graph_into(found, contender, experiment)
 

@@ -1,0 +1,121 @@
+"""Kept gradients of a known use, made from its gradient and input without records in between.
+
+See [Note: known uses] in `unison/capture/sites.py`. Only what the general way has done before is
+done here, by the same functions on the same tensors: `materialize` of one use of a matrix, of a
+bias, and of a norm's gain and offset.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unison.capture.sites import Maker, PlainUse
+from unison.clip.measured import can_multiply, kept_dtype
+from unison.kernels import affine
+from unison.ops import Layout, Product
+from unison.ops.linear import of_bias, of_transposed, of_weight
+from unison.ops.norm import Affine
+
+Kept = dict[str, Tensor]
+
+
+class Room(Protocol):
+    """Who keeps gradients: a clipping."""
+
+    def room_for(self, names: Collection[str]) -> Kept | None:
+        """Return where to keep the only gradients of these parameters; None if it has some."""
+        ...
+
+
+Step = Callable[[Kept, Tensor, Tensor], None]
+"""(where per-sample gradients are kept by name, g, x), both [batch, tokens, features]."""
+
+
+def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> Maker | None:
+    """Return what makes the kept gradients of such a use; None if it needs records.
+
+    Args:
+        uses: The parameters that were used: each once, and compiled kernels took its records.
+        layout: Where the samples lie.
+        g: The gradient of what came out.
+        x: What went in.
+    """
+    is_plain = type(g) is Tensor and g.is_contiguous() and x.is_contiguous()
+    if not is_plain or layout.axis != 0 or min(g.ndim, x.ndim) < 2 or g.numel() == 0:
+        return None
+    rows, inputs = layout.rows(g), layout.rows(x)
+    steps = _steps(uses, rows, inputs)
+    if steps is None:
+        return None
+    names = [use.name for use in uses]
+    shape, dtype, shapes = g.shape, g.dtype, (rows.shape, inputs.shape)
+    is_flat = shapes != (g.shape, x.shape)
+
+    def make(keeper: Room, g: Tensor, x: Tensor) -> bool:
+        is_known = g.shape == shape and g.dtype is dtype and type(g) is Tensor
+        if not (is_known and g.is_contiguous() and x.is_contiguous()):
+            return False
+        kept = keeper.room_for(names)
+        if kept is None:
+            return False
+        if is_flat:
+            g, x = g.view(shapes[0]), x.view(shapes[1])
+        for step in steps:
+            step(kept, g, x)
+        return True
+
+    return make
+
+
+def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:
+    """Return a step for every use, or one for gain and offset together; None if one has none."""
+    found: list[Step] = []
+    norm = getattr(uses[0].builder, "__self__", None)
+    if isinstance(norm, Affine):
+        step = _affine_step(uses, norm, g, x)
+        return None if step is None else [step]
+    for name, shape, builder in uses:
+        if builder in (of_weight, of_transposed):
+            is_transposed = builder is of_transposed
+            left, right = (x, g) if is_transposed else (g, x)
+            product = Product(x, g, is_transposed, shape)
+            is_matrix = shape == (left.shape[2], right.shape[2])
+            if not is_matrix or not can_multiply(left, right, kept_dtype([product])):
+                return None
+            found.append(partial(_transposed_step if is_transposed else _matrix_step, name))
+        elif builder is of_bias and shape == g.shape[2:]:
+            found.append(partial(_bias_step, name))
+        else:
+            return None
+    return found
+
+
+def _matrix_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
+    kept[name] = torch.bmm(g.mT, x)
+
+
+def _transposed_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
+    kept[name] = torch.bmm(x.mT, g)
+
+
+def _bias_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
+    kept[name] = affine.column_sums(g)
+
+
+def _affine_step(uses: Sequence[PlainUse], norm: Affine, g: Tensor, x: Tensor) -> Step | None:
+    """Return the step of a norm whose gain is used, and whose offset is if it has one."""
+    wanted = [norm.gain, norm.offset] if norm.has_offset else [norm.gain]
+    is_whole = [use.builder for use in uses] == wanted and affine.is_taken(x, g)
+    if not is_whole or any(use.shape != g.shape[2:] for use in uses):
+        return None
+    names = [use.name for use in uses]
+
+    def step(kept: Kept, g: Tensor, x: Tensor) -> None:
+        sums = affine.sums(x, g, norm.eps, is_centred=norm.is_centred, has_offset=norm.has_offset)
+        for name, value in zip(names, sums.unbind(1), strict=True):
+            kept[name] = value
+
+    return step

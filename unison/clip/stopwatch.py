@@ -1,0 +1,268 @@
+"""Times the parts that choices of methods are made of, on a GPU and on tensors of given shapes.
+
+The tensors are fresh, of random numbers (a GPU multiplies zeros faster), and as large as the
+layer's records, or as many of its samples as fit into a bounded part of the memory.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unison.clip import measured
+from unison.clip.costs import MACHINES, record_bytes
+from unison.clip.gradients import from_records
+from unison.clip.kernel_costs import (
+    FORWARD,
+    KEPT,
+    NORM_COSTS,
+    PLAIN_RECORDS,
+    RECORDS,
+    kept_cost,
+    parts_of,
+)
+from unison.clip.layers import Layer, Use
+from unison.clip.matrix import plain_arithmetic, tensors_of
+from unison.clip.modes import CHOICES
+from unison.clip.norms import NORM_METHODS, measure
+from unison.kernels import many
+from unison.ops import Dense, Lookup, Product, Record
+
+Run = Callable[[], object]
+
+MOST_BYTES = 4 << 30
+_REPEATS = 5
+_LONG = 0.02  # seconds of a run that need not be repeated
+_HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple of the best norm
+# Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms.
+_CYCLES_AHEAD = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a process may time methods.
+
+    Attributes:
+        timing: Seconds for everything but first runs.
+        warming: Seconds for the first run of each part, in which kernels are compiled.
+    """
+
+    timing: float = 2.0
+    warming: float = 30.0
+
+
+def dtype_of(layer: Layer) -> torch.dtype:
+    """Return the dtype of a layer's records."""
+    halves = torch.float16 if layer.is_float16 else torch.bfloat16
+    return halves if layer.itemsize == 2 else torch.float32
+
+
+class Stopwatch:
+    """Times layers on one GPU, within limits that hold for all of them together.
+
+    Args:
+        device: The GPU.
+        limits: How long.
+        seconds_of: Returns how long the GPU takes for a call that has run before.
+        free_bytes: Returns how much memory there is.
+        clock: Returns seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limits: Limits | None = None,
+        *,
+        seconds_of: Callable[[Run], float] | None = None,
+        free_bytes: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device, self._limits, self._clock = device, limits or Limits(), clock
+        self._seconds_of = seconds_of or event_seconds
+        self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
+        self._num_timing = self._num_warming = 0.0
+
+    def time_layer(self, layer: Layer) -> dict[str, float] | None:
+        """Return seconds by part (`kernel_costs.parts_of`) for a layer's whole batch.
+
+        Parts that are hopelessly slow are left out.
+
+        Returns:
+            None if time or memory do not suffice for all the others, if no kernels take the layer's
+            records, or while a CUDA graph is recorded.
+        """
+        if layer.itemsize > 4 or self._is_over() or _is_recording(self._device):
+            return None
+        some = self._that_fits(layer)
+        if some is None:
+            return None
+        with self._current(), plain_arithmetic(self._device):
+            try:
+                found = self._time(some)
+            except torch.OutOfMemoryError:
+                return None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of these sizes may be of no use to the training
+        if found is None:
+            return None
+        return {part: seconds * layer.batch / some.batch for part, seconds in found.items()}
+
+    def _time(self, layer: Layer) -> dict[str, float] | None:
+        records = draw_records(layer, self._device)
+        if not measured.is_taken(records):
+            return None
+        found = {}
+        for part, run in runs_of(layer, records, wanted_parts(layer)):
+            if self._is_over():
+                return None
+            begin = self._clock()
+            run()
+            self._wait()
+            self._num_warming += self._clock() - begin
+            begin = self._clock()
+            found[part] = self._seconds_of(run)
+            self._num_timing += self._clock() - begin
+        return found
+
+    def _is_over(self) -> bool:
+        limits = self._limits
+        return self._num_timing >= limits.timing or self._num_warming >= limits.warming
+
+    def _that_fits(self, layer: Layer) -> Layer | None:
+        """Return the layer with as many samples as fit, halving them; None if not one fits."""
+        most = min(MOST_BYTES, self._free_bytes() // 2)
+        while num_bytes(layer) > most:
+            if layer.batch == 1:
+                return None
+            layer = replace(layer, batch=layer.batch // 2)
+        return layer
+
+    def _current(self) -> AbstractContextManager[object]:
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else nullcontext()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def num_bytes(layer: Layer) -> int:
+    """Return what timing a layer takes: records, outputs, kept gradients, sums."""
+    kept = kept_cost(layer).kept_bytes
+    return 2 * record_bytes(layer) + kept + 16 * layer.numel
+
+
+def wanted_parts(layer: Layer) -> list[str]:
+    """Return the parts of all choices that take this layer, without those that are hopeless."""
+    records = layer.placeholder_records()
+    choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
+    machine = MACHINES["cuda"]
+    norms = {part for each in choices for part in parts_of(layer, each) if part in NORM_COSTS}
+    predicted = {part: NORM_COSTS[part](layer).seconds(machine) for part in norms}
+    slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
+    parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
+    return [part for part in parts if predicted.get(part, 0.0) <= slowest]
+
+
+def draw_records(layer: Layer, device: torch.device) -> list[Record]:
+    """Return records of a layer's shapes, of random numbers that are nobody else's."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = dtype_of(layer)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def record(use: Use) -> Record:
+        size, shape = (layer.batch, use.tokens), (use.rows, use.columns)
+        match use.kind:
+            case "product":
+                left, right = draw(*size, use.rows), draw(*size, use.columns)
+                a, g = (left, right) if use.is_transposed else (right, left)
+                return Product(a, g, use.is_transposed, shape)
+            case "lookup":
+                ids = torch.randint(use.rows, size, generator=generator, device=device)
+                return Lookup(ids, draw(*size, use.columns), shape)
+            case "dense":
+                return Dense(draw(layer.batch, *shape))
+            case _:
+                raise ValueError(f"expected product, lookup or dense, found {use.kind!r}")
+
+    return [record(use) for use in layer.uses]
+
+
+def runs_of(
+    layer: Layer, records: Sequence[Record], parts: Sequence[str]
+) -> Iterator[tuple[str, Run]]:
+    """Yield each part and what runs it, one after the other: they share memory."""
+    shape = records[0].shape
+    device = tensors_of(records[0])[0].device
+    coefficients = torch.full((layer.batch,), 0.5, dtype=torch.float64, device=device)
+    for norm in ("gram", "tile"):
+        if norm in parts:
+            yield norm, lambda norm=norm: measured.squared_norms(records, norm)
+    if "rank_one" in parts:
+        yield "rank_one", lambda: measure(records, "rank_one")
+    if RECORDS in parts:
+        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape)
+    if PLAIN_RECORDS in parts:
+        yield PLAIN_RECORDS, lambda: from_records(records, coefficients, shape)
+    if FORWARD in parts:
+        yield FORWARD, _forward(records)
+    if "materialize" in parts:
+        kept: list[Tensor] = []
+
+        def materialize() -> Tensor:
+            kept.clear()  # no two of them exist at once
+            kept.append(measured.materialize(records))
+            return many.squares(kept)
+
+        yield "materialize", materialize
+        if KEPT in parts:
+            out = torch.empty(shape, device=device)
+            weights = coefficients.float().unsqueeze(0)
+            yield KEPT, lambda: many.combine(kept, weights, [out])
+
+
+def _forward(records: Sequence[Record]) -> Run:
+    """Return what multiplies the inputs of all products by a weight."""
+    products = [record for record in records if isinstance(record, Product)]
+    weights = [_random_like(each.a, each.g.shape[2]) for each in products]
+
+    def run() -> None:
+        for product, weight in zip(products, weights, strict=True):
+            torch.matmul(product.a, weight)
+
+    return run
+
+
+def _random_like(a: Tensor, num_outputs: int) -> Tensor:
+    generator = torch.Generator(a.device).manual_seed(1)
+    shape = (a.shape[2], num_outputs)
+    return torch.randn(shape, generator=generator, device=a.device, dtype=a.dtype)
+
+
+def event_seconds(run: Run) -> float:
+    """Return how long the GPU takes for a call, by its own clock.
+
+    The GPU is kept waiting until all of it is in its queue: what Python takes is not counted.
+    """
+    first = _event_seconds(run, 1)
+    return first if first > _LONG else _event_seconds(run, _REPEATS)
+
+
+def _event_seconds(run: Run, repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_CYCLES_AHEAD)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
