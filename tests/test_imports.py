@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # `from unison.data.rows import X`.
 PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 
-# Where privacy or kfac must know who owns parameters and deals batches, small files of their own
-# may import it: one per owner, and those that the owners share.
+# Where privacy or kfac must know who owns parameters, deals batches and writes checkpoints, small
+# files of their own may import it: one per owner, and those that the owners share.
 OWNERS = ("base", "sums", "buckets", "replicated", "units", "fsdp2", "fsdp2_group")
 OWNERS += ("tensor_parallel", "__init__")
 KFAC_OWNERS = ("base", "batches", "exchange", "gather", "messages", "routes", "sums")
@@ -59,6 +59,7 @@ KFAC_OWNERS += ("replicated", "units", "fsdp2", "__init__")
 ADAPTERS: dict[str, set[str]] = {
     **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
     **{f"unison/kfac/owners/{name}.py": {"shard"} for name in KFAC_OWNERS},
+    "unison/kfac/checkpoint.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/privacy/ranks.py": {"shard"},
 }

@@ -34,7 +34,8 @@ class Transformer(nn.Module):
 
 def settings(**changes: Any) -> KFACConfig:
     """Settings whose factors are those of one update: no memory, no bound on sizes."""
-    return KFACConfig(**{"decay": 0.0, "min_layer_size": 0, "update_every": 1, **changes})
+    same = {"decay": 0.0, "min_layer_size": 0, "update_every": 1, "burn_in": 0}
+    return KFACConfig(**{**same, **changes})
 
 
 def observed(

@@ -76,13 +76,15 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
         world: The ranks.
         case: `how` it is sharded; `counts` of rows of each global batch; `granule` for the ordered
             reducer; `shares` of the rows that each rank takes where batches are not dealt;
-            `micro_batch`; `dtype`; `rounds`; everything else goes into the settings.
+            `micro_batch`; `dtype`; `stop` after so many steps and return what is `stored`, or go
+            on from that, with the curvature in a `folder`; everything else goes into the settings.
     """
     case = dict(case)
     how, counts = case.pop("how"), case.pop("counts", (6, 7, 6))
     granule, shares = case.pop("granule", None), case.pop("shares", None)
     micro_batch, dtype = case.pop("micro_batch", None), case.pop("dtype", torch.float64)
     stored, stop = case.pop("stored", None), case.pop("stop", None)
+    folder = case.pop("folder", None)
     model = build(CONFIG, seed=1).to(dtype)
     model = shard(model, how, world, "ordered" if granule else "fast")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -94,7 +96,10 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     if stored is not None:
         unison.load_full_state_dict(model, stored["model"])
         unison.load_full_optimizer_state_dict(model, optimizer, stored["optimizer"])
-        kfac.load_state_dict(stored["kfac"])
+        if folder is None:
+            kfac.load_state_dict(stored["kfac"])
+        else:
+            kfac.load(folder)
         first = kfac.num_steps
     numbers = list(range(first, len(counts) if stop is None else stop))
     if shares is None:
@@ -117,7 +122,9 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
             loss = unison.batch_mean(each.sum(dim=1))
         else:
             loss = each.sum() / counts[kfac.num_steps]
-        scale = world.size if how in ("ddp", "fsdp2", "hsdp") and granule is None else 1
+        # They divide by the number of ranks; FSDP2 does not with the ordered reducer.
+        is_divided = how == "ddp" or (how in ("fsdp2", "hsdp") and granule is None)
+        scale = world.size if is_divided else 1
         (loss * scale).backward()
         total += loss.item()
         if plan is not None and not plan.closes_logical_batch:
@@ -143,6 +150,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     found["calls"] = dict(kfac._owner.ranks.num_calls)
     found["shown"] = repr(kfac)
     if stop is not None:
+        if folder is not None:
+            kfac.save(folder)
         found["stored"] = {
             "model": unison.full_state_dict(model),
             "optimizer": unison.full_optimizer_state_dict(model, optimizer),

@@ -29,6 +29,8 @@ def test_the_defaults_are_those_that_paid():
         ({"reduction": "factors"}, "did you mean 'factor'"),
         ({"damping_form": "joint", "inverse": "cholesky"}, "needs eigenvectors"),
         ({"update_every": 0}, "update_every must be above 0"),
+        ({"burn_in": -1}, "burn_in must be 0 or more"),
+        ({"burn_in": 2.5}, "burn_in must be a whole number"),
         ({"update_every": 2.5}, "update_every must be a whole number"),
         ({"invert_every": -1}, "invert_every must be above 0"),
         ({"decay": 1.0}, "decay must be at least 0 and below 1"),

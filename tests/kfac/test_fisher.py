@@ -7,7 +7,7 @@ from torch import nn
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.likelihood import LIKELIHOOD, Categorical
+from unison.kfac.likelihood import LIKELIHOOD, Categorical, drawn_classes
 from unison.rng import Key, Stream
 
 STREAM = Stream(Key.from_seed(7), "labels", purpose="kfac")
@@ -31,11 +31,20 @@ def test_a_label_depends_on_its_row_and_token_alone(kind):
     assert torch.equal(whole[3:7, :4], part)
 
 
-def test_many_classes_are_drawn_in_pieces(monkeypatch):
-    z = torch.randn(7, 3, 50)
-    whole = Categorical().drawn(z, STREAM, 0)
-    monkeypatch.setattr("unison.kfac.likelihood.MOST_AT_ONCE", 2 * 3 * 50)
-    assert torch.equal(whole, Categorical().drawn(z, STREAM, 0))
+@pytest.mark.parametrize("classes", [1, 5, 256, 257, 512, 1000])
+def test_many_classes_are_drawn_as_few_are(classes):
+    p = torch.softmax(3 * torch.randn(40, 50, classes), dim=-1)
+    u = torch.rand(40, 50).double()
+    u[0, 0], u[0, 1] = 0.0, 1 - 2.0**-53
+    below = p.double().cumsum(dim=-1)
+    expected = torch.searchsorted(below, (u * below[..., -1]).unsqueeze(-1), right=True)
+    found = drawn_classes(p, u)
+    assert torch.equal(found, expected.squeeze(-1).clamp(max=classes - 1))
+    z = torch.randn(2, 3, classes)
+    gradient = Categorical().drawn(z, STREAM, 0)
+    drawn = torch.softmax(z, dim=-1) - gradient
+    assert relative(drawn.sum(dim=-1), torch.ones(2, 3)) <= 1e-5
+    assert relative(drawn.amax(dim=-1), torch.ones(2, 3)) <= 1e-5
 
 
 def test_many_draws_come_to_the_exact_fisher():

@@ -119,3 +119,9 @@ def test_cholesky_tries_float64_and_then_jitter():
     assert torch.isfinite(invert_kronecker(a, torch.eye(2), config, "layer").tensors["a"]).all()
     with pytest.raises(NotInvertible, match="smallest eigenvalue is -1"):
         invert_kronecker(-torch.eye(2), torch.eye(2), config, "layer")
+
+
+def test_a_side_of_nothing_is_no_reason_to_fail():
+    config = settings(damping=1e-2, damping_form="factored")
+    found = invert_kronecker(torch.zeros(0, 0), torch.eye(2), config, "layer")
+    assert found.apply(torch.zeros(2, 0)).shape == (2, 0)

@@ -1,11 +1,14 @@
 """K-FAC on ranks: one rank's factors and steps, and with the ordered reducer the same bits."""
 
 import functools
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 
 import unison
@@ -113,16 +116,34 @@ def test_ordered_with_micro_batches_and_ghosts():
         assert found["digest"] == expected["digest"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_factors_of_whole_modules_are_ordered_too(size):
-    # Their gradients are summed by whoever holds them; the factors of a first step are ours.
-    case = {"how": "none", "granule": 2, "dtype": torch.float32, "counts": (7,)}
-    expected = run_on_ranks(1, run, case)[0]["kfac"]["layers"]
-    for found in run_on_ranks(size, run, case):
+@pytest.mark.parametrize(
+    ("size", "how", "count"),
+    [(2, "none", 7), (3, "none", 7), (2, "ddp", 7), (3, "ddp", 7), (2, "ddp", 2)],
+)
+def test_factors_of_whole_modules_are_ordered_too(size, how, count):
+    # Their gradients are summed by whoever holds them; the factors of a first step are ours. Rows
+    # count different numbers of tokens; of 2 rows, which are one granule, the second rank has none.
+    case = {"granule": 2, "dtype": torch.float32, "counts": (count,)}
+    expected = run_on_ranks(1, run, {"how": "none", **case})[0]["kfac"]["layers"]
+    for found in run_on_ranks(size, run, {"how": how, **case}):
         for a, b in zip(found["kfac"]["layers"], expected, strict=True):
             for key, value in b["tensors"].items():
                 if key.startswith(("average", "inverse")):
                     assert torch.equal(a["tensors"][key], value), (b["layer"]["name"], key)
+
+
+def test_steps_under_ddp_are_those_of_one_process_to_the_bit():
+    # DDP adds gradients in no order that we choose. Of two ranks there is only one: with a granule
+    # each, or all on the first one, its sum is the ordered one.
+    case = {"granule": 3, "dtype": torch.float32, "counts": (5, 6, 2, 4)}
+    expected = run_on_ranks(1, run, {"how": "units", **case})[0]
+    for found in run_on_ranks(2, run, {"how": "ddp", **case}):
+        assert found["losses"] == expected["losses"]
+        for a, b in zip(found["kfac"]["layers"], expected["kfac"]["layers"], strict=True):
+            for key, value in b["tensors"].items():
+                assert torch.equal(a["tensors"][key], value), (b["layer"]["name"], key)
+        for name, value in expected["parameters"].items():
+            assert torch.equal(found["parameters"][name], value), name
 
 
 @pytest.mark.full
@@ -210,6 +231,31 @@ def test_a_run_goes_on_with_other_ranks_to_the_bit(before, after):
     stored = run_on_ranks(before[0], run, {"how": before[1], "stop": 2, **case})[0]["stored"]
     for found in run_on_ranks(after[0], run, {"how": after[1], "stored": stored, **case}):
         assert found["digest"] == whole["digest"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "units", 0.0), (3, "units", 1.0)), ((4, "hybrid", 0.5), (1, "units", 0.0))],
+)
+def test_each_owner_saves_its_layers_and_new_owners_read_them(tmp_path, before, after):
+    case: dict[str, Any] = {"granule": 2, "dtype": torch.float32, "counts": (6, 7, 6, 8)}
+    case["folder"] = str(tmp_path / "curvature")
+    whole = ordered_alone(counts=(6, 7, 6, 8))
+    (size, how, fraction), (new_size, new_how, new_fraction) = before, after
+    stored = run_on_ranks(size, run, {"how": how, "owner_fraction": fraction, "stop": 2, **case})[0]
+    written = [keys_of(path) for path in sorted((tmp_path / "curvature").glob("*.safetensors"))]
+    assert len(written) == size
+    layers = [{key.split("/")[1] for key in keys} for keys in written]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(layers, 2))
+    assert set().union(*layers) == {each["name"] for each in stored["layers"]}
+    options = {"how": new_how, "owner_fraction": new_fraction, "stored": stored["stored"], **case}
+    for found in run_on_ranks(new_size, run, options):
+        assert found["digest"] == whole["digest"]
+
+
+def keys_of(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 def test_what_fails_on_one_rank_raises_on_all():

@@ -51,10 +51,44 @@ def test_the_state_of_another_model_is_refused():
         other.load_state_dict(kfac.state_dict())
 
 
-def test_a_fresh_state_can_be_stored():
+def test_a_fresh_state_can_be_stored(tmp_path):
     model = Transformer()
     kfac = unison.KFAC(model, KFACConfig())
-    other = unison.KFAC(model, KFACConfig())
-    other.load_state_dict(kfac.state_dict())
-    assert other.num_steps == 0
-    assert other.wants_statistics
+    kfac.save(tmp_path / "fresh")
+    for load in (
+        lambda other: other.load_state_dict(kfac.state_dict()),
+        lambda other: other.load(tmp_path / "fresh"),
+    ):
+        other = unison.KFAC(model, KFACConfig())
+        load(other)
+        assert other.num_steps == 0
+        assert other.wants_statistics
+
+
+def test_a_folder_is_what_the_state_is(tmp_path):
+    model = Transformer()
+    kfac, other = unison.KFAC(model, KFACConfig()), unison.KFAC(model, KFACConfig())
+    train(model, kfac, torch.optim.SGD(model.parameters(), lr=1e-2), batches(3))
+    kfac.save(tmp_path / "a")
+    kfac.save(tmp_path / "a")  # in the place of the first one
+    other.load(tmp_path / "a")
+    found, expected = other.state_dict(), kfac.state_dict()
+    assert found.keys() == expected.keys()
+    assert found["num_steps"] == expected["num_steps"] == 3
+    for a, b in zip(found["layers"], expected["layers"], strict=True):
+        assert a["layer"] == b["layer"]
+        assert a["tensors"].keys() == b["tensors"].keys()
+        assert all(torch.equal(a["tensors"][key], each) for key, each in b["tensors"].items())
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path):
+    model = Transformer()
+    kfac = unison.KFAC(model, KFACConfig())
+    train(model, kfac, torch.optim.SGD(model.parameters(), lr=1e-2), batches(1))
+    kfac.save(tmp_path / "curvature")
+    other = unison.KFAC(nn.Linear(3, 3), KFACConfig())
+    with pytest.raises(BadInput, match="another model"):
+        other.load(tmp_path / "curvature")
+    unison.save_checkpoint(tmp_path / "model", model)
+    with pytest.raises(BadInput, match=r"holds no curvature: it was not written by KFAC\.save"):
+        kfac.load(tmp_path / "model")

@@ -77,6 +77,19 @@ def test_factors_and_inverses_have_schedules_of_their_own():
     assert [step for step, was in enumerate(inverses) if was] == [0, 4, 8]
 
 
+def test_updates_come_more_often_at_the_beginning():
+    model = nn.Linear(3, CLASSES)
+    kfac = unison.KFAC(model, settings(update_every=10, burn_in=20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    updates = []
+    for step in range(45):
+        if kfac.wants_statistics:
+            updates.append(step)
+        train(model, kfac, optimizer, [(torch.randn(4, 3), torch.randint(0, CLASSES, (4,)))])
+    assert updates == [0, 1, 2, 3, 5, 9, 17, 27, 37]
+    assert kfac._last_inverse == 37
+
+
 @pytest.mark.parametrize("graft", ["adam", "sgd"])
 def test_without_curvature_the_grafted_optimizer_steps_to_the_bit(graft):
     model = Transformer()

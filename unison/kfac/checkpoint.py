@@ -1,8 +1,16 @@
-"""The state of all layers, gathered from their owners, and taken over by new ones."""
+"""The state of all layers: gathered from their owners or written by them, taken over by others.
+
+`gathered_state` is whole on every rank. `save_layers` is a checkpoint in the format of
+`unison.save_checkpoint` (docs/checkpoints.md): torch.distributed.checkpoint plans, each owner
+writes its own layers, and whoever owns a layer later reads that one.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unison.errors import BadInput
@@ -12,6 +20,18 @@ from unison.kfac.layers import Layer
 from unison.kfac.owners.base import Ranks
 from unison.kfac.owners.gather import tensors_from
 from unison.kfac.state import LayerState
+from unison.shard.state.agree import from_rank_0, gather_objects
+from unison.shard.state.entries import FlatPart
+from unison.shard.state.folder import begin, commit, discard, partial_of, settle, sync
+from unison.shard.state.manifest import (
+    MANIFEST_FILE,
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    read_manifest,
+    versions,
+)
 
 GRAFT = "graft."  # what the grafted optimizer remembers, among the tensors of a layer
 
@@ -46,7 +66,7 @@ def gathered_state(
 def load_into(
     states: Mapping[int, LayerState],
     graft: Graft,
-    stored: Sequence[Mapping[str, Any]],
+    stored: Mapping[int, Mapping[str, Any]],
     like: Tensor,
 ) -> None:
     """Give each layer that this rank owns what was stored of it."""
@@ -58,6 +78,111 @@ def load_into(
         grafted = {key: each for key, each in own.items() if key.startswith(GRAFT)}
         graft.load({key.removeprefix(GRAFT): each for key, each in grafted.items()})
         state.load({key: each for key, each in own.items() if key not in grafted})
+
+
+def save_layers(
+    folder: Path,
+    layers: Sequence[Layer],
+    own: Mapping[int, Mapping[str, Tensor]],
+    extra: dict[str, Any],
+    ranks: Ranks,
+) -> None:
+    """Write layers to a checkpoint's folder, each rank its own; a collective.
+
+    Args:
+        folder: Which every rank can reach; it appears when it is complete.
+        layers: All layers.
+        own: The tensors of those that this rank writes, by the layer's number.
+        extra: What else is written, as JSON can hold it; that of rank 0 is.
+        ranks: Everyone.
+    """
+    from unison.shard.state.transfer import write_parts
+
+    parts = {
+        _key(layers[index], key): FlatPart(tuple(each.shape), 0, each.reshape(-1))
+        for index, tensors in own.items()
+        for key, each in tensors.items()
+    }
+    mine = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
+    tensors = {
+        key: each for of_rank in gather_objects(ranks, mine) for key, each in of_rank.items()
+    }
+
+    def on_written(chunks: dict[str, list[Chunk]], files: dict[str, SavedFile]) -> None:
+        manifest = Manifest(
+            world_size=ranks.size,
+            tensors={
+                key: replace(each, chunks=tuple(chunks.get(key, ())))
+                for key, each in tensors.items()
+            },
+            files=files,
+            optimizer=None,
+            extra=extra,
+            versions=versions(),
+        )
+        path = partial_of(folder) / MANIFEST_FILE
+        path.write_text(manifest.to_json())
+        sync(path)
+        commit(folder)
+
+    from_rank_0(ranks, lambda: begin(folder))
+    try:
+        write_parts(partial_of(folder), parts, ranks, on_written)
+    except BaseException:
+        if ranks.rank == 0:
+            discard(folder)
+        raise
+
+
+def open_layers(folder: Path, ranks: Ranks) -> Manifest:
+    """What a checkpoint holds; a collective.
+
+    Raises:
+        BadInput: On every rank, if it is not one of `save_layers`.
+    """
+
+    def read() -> Manifest:
+        settle(folder)
+        manifest = read_manifest(folder)
+        if "layers" not in manifest.extra:
+            raise BadInput(f"{folder} holds no curvature: it was not written by KFAC.save")
+        return manifest
+
+    return from_rank_0(ranks, read)
+
+
+def read_layers(
+    folder: Path,
+    manifest: Manifest,
+    states: Mapping[int, LayerState],
+    like: Tensor,
+    ranks: Ranks,
+) -> dict[int, dict[str, Any]]:
+    """What is stored of the layers that this rank owns, by their numbers; a collective.
+
+    The result is what `load_into` takes. A rank reads the bytes of its own layers.
+    """
+    from unison.shard.state.transfer import read_parts
+
+    found: dict[int, dict[str, Any]] = {}
+    parts: dict[str, FlatPart] = {}
+    for index, state in states.items():
+        prefix = _key(state.layer, "")
+        tensors = {}
+        for key, saved in manifest.tensors.items():
+            if key.startswith(prefix):
+                device = like.device if saved.shape else "cpu"  # single numbers stay on the host
+                value = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+                tensors[key.removeprefix(prefix)] = value
+                parts[key] = FlatPart(saved.shape, 0, value.view(-1))
+        found[index] = {"layer": state.layer.as_dict(), "tensors": tensors}
+    read_parts(folder, parts, manifest, ranks)
+    return found
+
+
+def _key(layer: Layer, key: str) -> str:
+    """What a tensor is called in a checkpoint."""
+    return f"kfac/{layer.name}/{key}"
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Running kept passes once more, under the capture, and making sums of their records."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from unison.kfac.owners import Owner
 from unison.kfac.owners.batches import parts_of
 from unison.kfac.packing import packed
 from unison.kfac.passes import Gradient, Part, Pass
+from unison.kfac.phases import phase
 from unison.ops import Product, Record
 from unison.rng import dropout, rows_of_granule
 from unison.rng.dropout import DropoutContext
@@ -59,14 +60,15 @@ class PartSums:
                 f"used as one of {record.g.shape[-1]} x {record.a.shape[-1]}"
             )
         weights = token_weights(self._part.mask, record.g.shape[1], layer.name)
-        found = kronecker_sums(
-            record,
-            weights,
-            sharing=self._config.sharing,
-            has_bias=layer.bias is not None,
-            wants_a=self._is_first,
-            wants_g=self._has_g,
-        )
+        with phase("products"):
+            found = kronecker_sums(
+                record,
+                weights,
+                sharing=self._config.sharing,
+                has_bias=layer.bias is not None,
+                wants_a=self._is_first,
+                wants_g=self._has_g,
+            )
         if found.a is not None:
             self._add(layer.name, "a", found.a)
             self._add(layer.name, "tokens", found.num_tokens)
@@ -76,8 +78,9 @@ class PartSums:
     def end_column(self) -> None:
         """End a backward pass: all uses of every parameter are there."""
         is_counted = None if self._part.mask is None else self._part.mask.any(dim=1)
-        for name, records in self._uses.items():
-            self._add(name, "d", diagonal_sums(records, is_counted))
+        with phase("products"):
+            for name, records in self._uses.items():
+                self._add(name, "d", diagonal_sums(records, is_counted))
         self._uses.clear()
         self._is_first = False
 
@@ -86,20 +89,23 @@ class PartSums:
         self._sums[name, side] = value if before is None else before.add_(value)
 
     def vectors(self, like: Tensor) -> list[Tensor | None]:
-        """What ranks add up, one vector per layer: sums, then what to divide them by."""
+        """What ranks add up, one vector per layer: sums, then what to divide them by.
+
+        The sums are gone afterwards: the capture, which knows this object, is freed late.
+        """
         return [self._vector(layer, like) for layer in self._layers]
 
     def _vector(self, layer: Layer, like: Tensor) -> Tensor | None:
-        sums, name = self._sums, layer.name
-        if (name, "d") in sums:
-            values = [sums[name, "d"].reshape(-1)]
-        elif (name, "a") in sums:
+        take, name = self._sums.pop, layer.name
+        if (name, "d") in self._sums:
+            values = [take((name, "d")).reshape(-1)]
+        elif (name, "a") in self._sums:
             sides = ("a", "g") if self._has_g else ("a",)
-            values = [packed(sums[name, side]) for side in sides]
-            values.append(sums[name, "tokens"].reshape(1))
+            values = [packed(take((name, side))) for side in sides]
+            values.append(take((name, "tokens")).reshape(1))
         else:
             return None
-        values.append(torch.tensor([float(self._part.num_terms)]))
+        values.append(like.new_full((1,), float(self._part.num_terms)))
         return torch.cat([value.to(like) for value in values])
 
 
@@ -126,7 +132,8 @@ class Collector:
             with capture.installed(), torch.enable_grad():
                 flat = tree_flatten(self._owner.module(*inputs[0], **inputs[1]))[0]
                 outputs = [each for each in flat if _takes_gradient(each)]
-                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+                with self._in_full_precision():
+                    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
         return survey.layers({each.name: each.shape for each in self._owner.held}, self._config)
 
     def run(
@@ -172,16 +179,27 @@ class Collector:
             capture = self._capture(rows, inputs, sums.record)
             with capture.installed(), torch.enable_grad():
                 flat = tree_flatten(self._owner.module(*inputs[0], **inputs[1]))[0]
-                for number, gradients in enumerate(part.gradients, start=1):
-                    outputs = [flat[place] for place in gradients]
-                    values = [
-                        _gradient_of(flat[place], None if is_empty else value)
-                        for place, value in gradients.items()
-                    ]
-                    is_last = number == len(part.gradients)
-                    torch.autograd.backward(outputs, values, retain_graph=not is_last)
-                    sums.end_column()
+                with self._in_full_precision():
+                    self._send_back(flat, part, sums, is_empty=is_empty)
         return sums
+
+    def _send_back(
+        self, flat: Sequence[Any], part: Part, sums: PartSums, *, is_empty: bool
+    ) -> None:
+        """Send a part's gradients back from the outputs, column after column."""
+        for number, gradients in enumerate(part.gradients, start=1):
+            outputs = [flat[place] for place in gradients]
+            values = [
+                _gradient_of(flat[place], None if is_empty else value)
+                for place, value in gradients.items()
+            ]
+            is_last = number == len(part.gradients)
+            torch.autograd.backward(outputs, values, retain_graph=not is_last)
+            sums.end_column()
+
+    def _in_full_precision(self) -> AbstractContextManager[object]:
+        """No autocast, which would round the sums that are made of records."""
+        return torch.autocast(self._owner.device.type, enabled=False)
 
     @contextmanager
     def _prepared(self, each: Pass, *, has_rows: bool) -> Iterator[None]:
@@ -224,8 +242,9 @@ def _gradient_of(output: Tensor, gradient: Gradient | None) -> Tensor:
     """What to send back from an output; zeros for None."""
     if gradient is None:
         return torch.zeros_like(output)
-    value = gradient if isinstance(gradient, Tensor) else gradient(output)
-    return value.to(output.dtype)
+    with phase("labels"):
+        value = gradient if isinstance(gradient, Tensor) else gradient(output)
+        return value.to(output.dtype)
 
 
 def _call(module: nn.Module, inputs: Any) -> Any:

@@ -50,6 +50,9 @@ class KFACConfig:
             Cholesky.
         update_every: Steps between two updates of the factors; a function of the step for a
             schedule.
+        burn_in: Over so many steps at the beginning, the time between two updates grows from 1 to
+            `update_every` (and `invert_every`): curvature changes fastest there, and averages are
+            of few tokens. 0 for none; functions of the step are taken as they are.
         invert_every: The same of the inverses; None inverts whenever factors were updated.
         decay: β of the factors' moving average; 0 keeps the last ones only.
         fisher: `"mc"` draws labels from the model, `"empirical"` takes the gradients of the loss
@@ -87,6 +90,7 @@ class KFACConfig:
     max_condition_number: float | None = None
     inverse: str = "auto"
     update_every: Every = 10
+    burn_in: int = 40
     invert_every: Every | None = None
     decay: float = 0.95
     fisher: str = "mc"
@@ -112,7 +116,8 @@ class KFACConfig:
             if value is not None and not callable(value):
                 _whole(**{name: value})
                 check.positive(**{name: value})
-        check.not_negative(min_layer_size=self.min_layer_size)
+        _whole(burn_in=self.burn_in)
+        check.not_negative(min_layer_size=self.min_layer_size, burn_in=self.burn_in)
         check.positive(max_factor_size=self.max_factor_size, eps=self.eps)
         check.probability(owner_fraction=self.owner_fraction)
         if not 0 <= self.decay < 1:
@@ -160,6 +165,18 @@ class KFACConfig:
                 "damping_form='joint' needs eigenvectors of both factors; pass inverse='eigen' or "
                 "'auto', found 'cholesky'"
             )
+
+    def period(self, every: Every, step: int) -> int:
+        """Steps between two updates, of the factors or of the inverses, at a step.
+
+        >>> config = KFACConfig(update_every=10, burn_in=40)
+        >>> [config.period(config.update_every, step) for step in (0, 8, 20, 40, 1000)]
+        [1, 2, 5, 10, 10]
+        """
+        period = period_at(every, step)
+        if callable(every) or step >= self.burn_in:
+            return period
+        return max(1, period * step // self.burn_in)
 
     @property
     def dampings(self) -> tuple[float, float]:

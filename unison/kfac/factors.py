@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import BadInput
+from unison.kfac import device
 from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
@@ -84,8 +86,9 @@ def kronecker_sums(
         wants_g: Whether to make the sum of gg'.
     """
     # Only what is asked for: the other side may be as large, and is not read.
-    a = _counted(record.a, weights) if wants_a else None  # [batch, tokens, d_in]
-    g = _counted(record.g, weights) if wants_g else None  # [batch, tokens, d_out]
+    widened = _wide_or_half if sharing == "expand" else _wide
+    a = _counted(widened(record.a), weights) if wants_a else None  # [batch, tokens, d_in]
+    g = _counted(widened(record.g), weights) if wants_g else None  # [batch, tokens, d_out]
     batch, tokens = record.g.shape[:2]
     like = record.g.new_zeros((), dtype=torch.promote_types(record.g.dtype, torch.float32))
     ones = like.new_ones(batch, tokens) if weights is None else weights.to(like.dtype)
@@ -95,7 +98,7 @@ def kronecker_sums(
         a = None if a is None else a.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None, None]
         g = None if g is None else g.sum(dim=1, keepdim=True)
     if a is not None and has_bias:
-        a = torch.cat([a, ones.unsqueeze(-1)], dim=-1)
+        a = torch.cat([a, ones.unsqueeze(-1).to(a.dtype)], dim=-1)
     return KroneckerSums(_gram(a), _gram(g), ones.sum())
 
 
@@ -116,7 +119,7 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     numel = torch.Size(first.shape).numel()
     at_once = max(1, MOST_AT_ONCE // max(1, numel))
     for low in range(0, max(batch, 1), at_once):
-        part = sum(per_sample(_samples(each, low, low + at_once)) for each in records)
+        part = sum(_multiplied(_samples(each, low, low + at_once)) for each in records)
         assert isinstance(part, Tensor)
         if is_counted is not None:
             keep = is_counted[low : low + at_once].view(-1, *([1] * len(first.shape)))
@@ -143,8 +146,7 @@ def _squared_rows(record: Lookup, is_counted: Tensor | None) -> Tensor:
 
 
 def _counted(value: Tensor, weights: Tensor | None) -> Tensor:
-    """A wide copy with zeros for tokens that do not count; selected, since 0 · NaN is NaN."""
-    value = _wide(value)
+    """Zeros for tokens that do not count; selected, since 0 · NaN is NaN."""
     return value if weights is None else torch.where(weights.unsqueeze(-1), value, 0.0)
 
 
@@ -152,7 +154,20 @@ def _gram(value: Tensor | None) -> Tensor | None:  # [batch, tokens, d] -> [d, d
     if value is None:
         return None
     rows = value.reshape(-1, value.shape[-1])
-    return rows.T @ rows
+    if not device.is_half(rows):
+        return rows.T @ rows
+    n = rows.shape[1]  # odd for most layers with a bias
+    rows = F.pad(rows, (0, device.padding_of(n, rows)))
+    return device.wide_product(rows.T, rows)[:n, :n]
+
+
+def _multiplied(record: Record) -> Tensor:
+    """The per-sample gradients [batch, *shape] of a record, float32 at least."""
+    if not isinstance(record, Product) or not device.is_half(record.a):
+        return per_sample(record)
+    left, right = (record.a, record.g) if record.is_transposed else (record.g, record.a)
+    found = device.wide_product(left.mT, right.to(left.dtype))
+    return found.reshape(len(found), *record.shape)
 
 
 def _batch(record: Record) -> int:
@@ -169,6 +184,10 @@ def _samples(record: Record, low: int, high: int) -> Record:
             a, g = record.a[low:high], record.g[low:high]
             return Product(a, g, record.is_transposed, record.shape)
     raise AssertionError(f"no rule for {record!r}")
+
+
+def _wide_or_half(value: Tensor) -> Tensor:
+    return value if device.is_half(value) else _wide(value)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ ranks, inverses on their owners, then gradients to owners, steps, steps back.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +15,30 @@ from torch.optim import Optimizer
 
 from unison.errors import BadInput
 from unison.kfac.assignment import Assignment, assign
-from unison.kfac.checkpoint import gathered_state, load_into, with_prefix
+from unison.kfac.checkpoint import (
+    gathered_state,
+    load_into,
+    open_layers,
+    read_layers,
+    save_layers,
+    with_prefix,
+)
 from unison.kfac.collect import Collector
-from unison.kfac.config import Every, KFACConfig, period_at
+from unison.kfac.config import Every, KFACConfig
 from unison.kfac.graft import graft_of
 from unison.kfac.inverse import NotInvertible
-from unison.kfac.layers import Layer, Method, cost
+from unison.kfac.layers import Layer, cost, unfactored
 from unison.kfac.optimizers import refuse_adaptive, watch_optimizers
 from unison.kfac.owners import owner_of
 from unison.kfac.owners.gather import value_from
 from unison.kfac.owners.messages import first_message, largest, summed
 from unison.kfac.owners.routes import Routes
 from unison.kfac.owners.sums import FactorSums
-from unison.kfac.passes import Pass, Watch, refuse_private
+from unison.kfac.passes import Pass, Watch, asker, refuse_private
+from unison.kfac.phases import phase
+from unison.kfac.precondition import Preconditioner, products_of
 from unison.kfac.sample import Keep, Sampled, what_is_missing
-from unison.kfac.state import LayerState
+from unison.kfac.state import LayerState, counts_of, invert_layers
 from unison.kfac.view import table
 
 
@@ -91,15 +101,17 @@ class KFAC:
         if not self._owner.held:
             raise BadInput(f"{type(module).__name__} has no parameters to train")
         self._device = self._owner.device
+        self._shapes = {each.name: each.shape for each in self._owner.held}
         self.layers: list[Layer] = []
         self.num_steps = 0
         self._last_update: int | None = None
         self._last_inverse: int | None = None
+        self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
         self._collector = Collector(self._owner, config)
         self._states: dict[int, LayerState] = {}
         self._graft = graft_of(config)
-        self._watch = Watch(module, self._owner, _asker(self))
+        self._watch = Watch(module, self._owner, asker(self))
         handle = watch_optimizers([each.parameter for each in self._owner.held], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
 
@@ -109,9 +121,10 @@ class KFAC:
     def wants_statistics(self) -> bool:
         """Whether this step updates the factors, so that `sample` is to be called in it."""
         has_curvature = self.config.policy != "identity"
-        return has_curvature and _is_due(
-            self.config.update_every, self.num_steps, self._last_update
-        )
+        return has_curvature and self._is_due(self.config.update_every, self._last_update)
+
+    def _is_due(self, every: Every, last: int | None) -> bool:
+        return last is None or self.num_steps - last >= self.config.period(every, self.num_steps)
 
     def sample(
         self, logits: Tensor, mask: Tensor | None = None, *, divisor: float | None = None
@@ -154,29 +167,49 @@ class KFAC:
             BadInput: If statistics were wanted and no pass was sampled.
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
         """
+        # The user may be under autocast, which would round every product here.
+        with torch.autocast(self._device.type, enabled=False):
+            self._update()
+            self._precondition()
+        self.num_steps += 1
+        self._watch.forget()
+
+    def _update(self) -> None:
+        """Factors and inverses, where they are due."""
         if self.wants_statistics:
             self._update_factors()
         every = self.config.invert_every
         is_fresh = self._last_update == self.num_steps
         if self._last_update is not None and (
-            is_fresh if every is None else _is_due(every, self.num_steps, self._last_inverse)
+            is_fresh if every is None else self._is_due(every, self._last_inverse)
         ):
             self._invert()
         if not self.layers:
-            self._take_layers(self._layers_without_curvature())
-        gradients = self._routes.gradients()
-        own, source = self._graft.step(gradients)
-        steps: dict[str, Tensor] = {}
-        for state in self._states.values():
-            names = [name for name in state.layer.parameters if name in gradients]
-            if names:
-                of_layer = None if own is None else {name: own[name] for name in names}
-                steps.update(state.step(of_layer, {name: source[name] for name in names}))
+            assert self.config.policy == "identity", "statistics are wanted at the first step"
+            self._take_layers(unfactored(self._shapes, "policy"))
+
+    def _precondition(self) -> None:
+        with phase("gradients"):
+            gradients = self._routes.gradients()
+        steps = self._preconditioner.steps(gradients, is_together=self._is_together)
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)
-        self._routes.give(steps)
-        self.num_steps += 1
-        self._watch.forget()
+        with phase("write"):
+            self._routes.give(steps)
+
+    def _clip(
+        self, bound: float, steps: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Shorten the step where its predicted change is too large; a collective."""
+        assert self._optimizer is not None
+        counted = {i: state.layer for i, state in self._states.items() if self._is_first_owner(i)}
+        products = products_of(counted, len(self.layers), steps, gradients, self._device)
+        # Each product has one owner, all others add 0.0: exact, and then added in order.
+        rate = max(group["lr"] for group in self._optimizer.param_groups)
+        change = rate**2 * sum(summed(self._owner.ranks, products).tolist())
+        if change > bound:
+            for step in steps.values():
+                step.mul_((bound / change) ** 0.5)
 
     def _update_factors(self) -> None:
         ranks = self._owner.ranks
@@ -196,46 +229,33 @@ class KFAC:
                 has_g = self.config.fisher != "forward"
                 sizes = [layer.vector_size(has_g=has_g) for layer in self.layers]
                 like, edges = self._routes.like, passes[0].rows.edges
+                self._is_ordered = bool(edges)
                 sums = FactorSums(sizes, self._assignment, ranks, like, edges)
-                for granule, vectors in self._collector.run(passes, self.layers, most, like):
-                    sums.take(granule, vectors)
+                with phase("statistics"):
+                    for granule, vectors in self._collector.run(passes, self.layers, most, like):
+                        sums.take(granule, vectors)
         finally:
             self._watch.is_paused = False
-        for index, total in sums.finish().items():
-            self._states[index].update(total)
+        with phase("factors"):
+            totals = sums.finish()
+            for (index, total), counts in zip(
+                totals.items(), counts_of(totals.values()), strict=True
+            ):
+                self._states[index].update(total, *counts)
         self._last_update = self.num_steps
 
     def _invert(self) -> None:
         """Invert this rank's layers; what fails on one rank raises on all, with the same words."""
         message = ""
-        for state in self._states.values():
-            try:
-                state.invert()
-            except NotInvertible as error:
-                message = message or str(error)
+        try:
+            with phase("inverses"):
+                invert_layers(self._states.values(), self.config, is_together=self._is_together)
+        except NotInvertible as error:
+            message = str(error)
         found = first_message(self._owner.ranks, message, self._device)
         if found:
             raise NotInvertible(found)
         self._last_inverse = self.num_steps
-
-    def _clip(
-        self, bound: float, steps: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-    ) -> None:
-        """Shorten the step where its predicted change is too large; a collective."""
-        assert self._optimizer is not None
-        products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        for index, state in self._states.items():
-            if self._assignment.owners[index][0] == self._owner.ranks.rank:
-                for name in state.layer.parameters:
-                    if name in steps:
-                        gradient = gradients[name].reshape(-1).double()
-                        products[index] += steps[name].double() @ gradient
-        # Each layer's product has one owner, all others add 0.0: exact, and then added in order.
-        rate = max(group["lr"] for group in self._optimizer.param_groups)
-        change = rate**2 * sum(summed(self._owner.ranks, products).tolist())
-        if change > bound:
-            for step in steps.values():
-                step.mul_((bound / change) ** 0.5)
 
     # --- layers and their owners -----------------------------------------------------------------
 
@@ -250,14 +270,14 @@ class KFAC:
             for index, layer in enumerate(layers)
             if self._assignment.owns(ranks.rank, index)
         }
+        self._preconditioner = Preconditioner(self._states.values(), self._graft)
 
-    def _layers_without_curvature(self) -> list[Layer]:
-        """One layer per parameter, for steps before the first statistics (there are none)."""
-        assert self.config.policy == "identity", "statistics are wanted at the first step"
-        return [
-            Layer(each.name, None, Method.IDENTITY, each.shape, each.numel, 1, False, "policy")
-            for each in self._owner.held
-        ]
+    @property
+    def _is_together(self) -> bool:  # layers of equal shape are; see stacks.py
+        return self._owner.ranks.size == 1 and not self._is_ordered
+
+    def _is_first_owner(self, index: int) -> bool:
+        return self._assignment.owners[index][0] == self._owner.ranks.rank
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -296,20 +316,12 @@ class KFAC:
         """Everything that a run needs to go on, whole and on every rank; a collective.
 
         Its layers are stored by name, so that any number of ranks, sharded in any way, loads it.
+        `save` does the same without any rank having it whole.
         """
         layers: list[dict[str, Any]] = []
         if self.layers:
-            own = {
-                index: state.tensors() | with_prefix(self._graft.tensors(state.layer.parameters))
-                for index, state in self._states.items()
-            }
-            layers = gathered_state(self.layers, self._assignment, own, self._owner.ranks)
-        return {
-            "num_steps": self.num_steps,
-            "last_update": self._last_update,
-            "last_inverse": self._last_inverse,
-            "layers": layers,
-        }
+            layers = gathered_state(self.layers, self._assignment, self._own(), self._owner.ranks)
+        return {**self._progress(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run stopped; the result is that of a run without a stop.
@@ -317,18 +329,67 @@ class KFAC:
         Raises:
             BadInput: If it is of another model.
         """
-        layers = [Layer.from_dict(each["layer"]) for each in state["layers"]]
-        if layers:
-            shapes = {each.name: each.shape for each in self._owner.held}
-            names = {name for layer in layers for name in layer.parameters}
-            if names != set(shapes):
-                missing = sorted(set(shapes) ^ names)[:3]
-                raise BadInput(f"the state is of another model: {missing} are not in both")
-            self._take_layers(layers)
-            self._graft = graft_of(self.config)
-            load_into(self._states, self._graft, state["layers"], self._routes.like)
+        self._take_stored([each["layer"] for each in state["layers"]])
+        load_into(self._states, self._graft, dict(enumerate(state["layers"])), self._routes.like)
+        self._go_on(state)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint, each layer by its owner; a collective. See docs/checkpoints.md.
+
+        Args:
+            folder: Which every rank can reach by this name. It appears when it is complete.
+
+        Raises:
+            BadInput: On every rank, if something else has the name.
+            CheckpointFailed: On every rank, if any could not write.
+        """
+        first = {i: tensors for i, tensors in self._own().items() if self._is_first_owner(i)}
+        extra = {**self._progress(), "layers": [each.as_dict() for each in self.layers]}
+        save_layers(Path(folder), self.layers, first, extra, self._owner.ranks)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from what `save` wrote on any number of ranks, each reads its layers; a collective.
+
+        Raises:
+            BadInput: On every rank, if it is damaged or of another model.
+            CheckpointFailed: On every rank, if any could not read.
+        """
+        manifest = open_layers(Path(folder), self._owner.ranks)
+        self._take_stored(manifest.extra["layers"])
+        found = read_layers(
+            Path(folder), manifest, self._states, self._routes.like, self._owner.ranks
+        )
+        load_into(self._states, self._graft, found, self._routes.like)
+        self._go_on(manifest.extra)
+
+    def _own(self) -> dict[int, dict[str, Tensor]]:
+        """What is stored of the layers that this rank owns."""
+        return {
+            index: state.tensors() | with_prefix(self._graft.tensors(state.layer.parameters))
+            for index, state in self._states.items()
+        }
+
+    def _progress(self) -> dict[str, int | None]:
+        return {
+            "num_steps": self.num_steps,
+            "last_update": self._last_update,
+            "last_inverse": self._last_inverse,
+            "is_ordered": self._is_ordered,
+        }
+
+    def _take_stored(self, described: Sequence[Mapping[str, Any]]) -> None:
+        layers = [Layer.from_dict(each) for each in described]
+        names = {name for layer in layers for name in layer.parameters}
+        if layers and names != set(self._shapes):
+            missing = sorted(set(self._shapes) ^ names)[:3]
+            raise BadInput(f"the state is of another model: {missing} are not in both")
+        self._graft = graft_of(self.config)
+        self._take_layers(layers)
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         self.num_steps = state["num_steps"]
         self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
+        self._is_ordered = bool(state.get("is_ordered", True))
         self._passes.clear()
         self._watch.forget()
 
@@ -336,18 +397,3 @@ class KFAC:
         """Leave the module as it was."""
         self._watch.detach()
         self._unwatch()
-
-
-def _is_due(every: Every, step: int, last: int | None) -> bool:
-    return last is None or step - last >= period_at(every, step)
-
-
-def _asker(kfac: KFAC) -> Any:
-    """Ask for `wants_statistics` without keeping the object: its module has hooks that ask."""
-    reference = weakref.ref(kfac)
-
-    def is_wanted() -> bool:
-        found = reference()
-        return found is not None and found.wants_statistics
-
-    return is_wanted

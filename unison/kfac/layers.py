@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unison.kfac.config import KFACConfig
@@ -81,25 +80,6 @@ class Layer:
             case Method.IDENTITY:
                 return 0
         raise AssertionError(self.method)
-
-    def matrix(self, values: Mapping[str, Tensor]) -> Tensor:  # [d_out, d_in]
-        """Its parameters' values as one matrix, the bias in the last column."""
-        weight = values[self.name]
-        if self.is_transposed:
-            weight = weight.reshape(self.columns, self.rows).T
-        else:
-            weight = weight.reshape(self.rows, self.columns)
-        if self.bias is None:
-            return weight
-        return torch.cat([weight, values[self.bias].reshape(-1, 1)], dim=1)
-
-    def parts(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of `matrix`: each parameter's elements, flat."""
-        weight = matrix[:, : self.columns]
-        found = {self.name: (weight.T if self.is_transposed else weight).reshape(-1)}
-        if self.bias is not None:
-            found[self.bias] = matrix[:, -1].reshape(-1)
-        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -196,6 +176,14 @@ class Survey:
         is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
         method = Method.IDENTITY if is_left else Method.DIAGONAL
         return Layer(name, None, method, shape, math.prod(shape), 1, False, why)
+
+
+def unfactored(shapes: Mapping[str, tuple[int, ...]], why: str) -> list[Layer]:
+    """One layer without curvature per parameter."""
+    return [
+        Layer(name, None, Method.IDENTITY, shape, math.prod(shape), 1, False, why)
+        for name, shape in shapes.items()
+    ]
 
 
 def _is_sum(added: Tensor, g: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from unison.rng import Box, Stream, normal, uniform
 
 ROW = 1 << 24  # tokens that a row could have
-MOST_AT_ONCE = 1 << 24  # elements of probabilities that are held in float64
+BLOCK = 256  # classes whose probabilities are added up first
 
 
 class Likelihood(Protocol):
@@ -44,24 +44,12 @@ class Categorical:
 
     def drawn(self, z: Tensor, stream: Stream, first_row: int) -> Tensor:
         """Softmax(z) - e_y."""
-        batch, tokens, classes = z.shape
-        gradient = torch.empty_like(z, dtype=wide(z.dtype))
-        rows = max(1, MOST_AT_ONCE // max(1, tokens * classes))
-        for low in range(0, batch, rows):
-            part = z[low : low + rows].double()
-            p = torch.softmax(part, dim=-1)
-            box = Box(
-                (first_row + batch, ROW),
-                (first_row + low, 0),
-                (first_row + low + len(part), tokens),
-            )
-            u = uniform(stream, box, dtype=torch.float64, device=z.device)
-            below = p.cumsum(dim=-1)
-            # The last sum is 1 but for rounding; scaled by it, no u falls past the last class.
-            y = torch.searchsorted(below, (u * below[..., -1]).unsqueeze(-1), right=True)
-            p.scatter_add_(-1, y.clamp_(max=classes - 1), -torch.ones_like(u).unsqueeze(-1))
-            gradient[low : low + rows] = p
-        return gradient
+        batch, tokens, _ = z.shape
+        box = Box((first_row + batch, ROW), (first_row, 0), (first_row + batch, tokens))
+        u = uniform(stream, box, dtype=torch.float64, device=z.device)
+        gradient = torch.softmax(z, dim=-1, dtype=wide(z.dtype))
+        y = drawn_classes(gradient, u).unsqueeze(-1)
+        return gradient.scatter_add_(-1, y, gradient.new_full((), -1.0).expand(y.shape))
 
     def columns(self, z: Tensor) -> Iterator[Tensor]:
         """√p_c (p - e_c), for every class c."""
@@ -104,6 +92,30 @@ LIKELIHOOD: dict[str, Likelihood] = {
     "bernoulli": Bernoulli(),
     "gaussian": Gaussian(),
 }
+
+
+def drawn_classes(p: Tensor, u: Tensor) -> Tensor:  # [..., classes], [...] -> [...]
+    """The class in which u, uniform in [0, 1), falls if classes lie side by side, p wide each.
+
+    Sums are in float64, of blocks of classes and then inside of one block: a language model's
+    probabilities are read once, and never all held in float64.
+    """
+    classes = p.shape[-1]
+    full = classes // BLOCK * BLOCK
+    sums = p[..., :full].unflatten(-1, (-1, BLOCK)).sum(dim=-1, dtype=torch.float64)
+    if full < classes:
+        rest = p[..., full:].sum(dim=-1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], dim=-1)  # [..., blocks]
+    below = sums.cumsum(dim=-1)
+    # The last sum is 1 but for rounding; scaled by it, no u falls past the last class.
+    place = (u * below[..., -1]).unsqueeze(-1)
+    block = torch.searchsorted(below, place, right=True).clamp_(max=sums.shape[-1] - 1)
+    place = place - (below - sums).gather(-1, block)
+    inside = block * BLOCK + torch.arange(BLOCK, device=p.device)  # [..., BLOCK]
+    own = p.gather(-1, inside.clamp(max=classes - 1)).double()
+    own = torch.where(inside < classes, own, 0.0).cumsum(dim=-1)
+    found = block * BLOCK + torch.searchsorted(own, place, right=True).clamp_(max=BLOCK - 1)
+    return found.clamp_(max=classes - 1).squeeze(-1)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ pass and the gradients of the drawn labels with respect to the module's *outputs
 computes the same bits with statistics as without, and no two graphs are in memory at a time.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,17 @@ class Watch:
                 flat[place] = joined(seen, value)
         self.current = Pass((args, kwargs), num_rows, rows, surroundings, dropout._current, parts)
         return tree_unflatten(flat, spec)
+
+
+def asker(kfac: Any) -> Callable[[], bool]:
+    """Ask for `wants_statistics` without keeping the object: its module has hooks that ask."""
+    reference = weakref.ref(kfac)
+
+    def is_wanted() -> bool:
+        found = reference()
+        return found is not None and found.wants_statistics
+
+    return is_wanted
 
 
 def refuse_private(module: nn.Module) -> None:

@@ -5,16 +5,17 @@ weight that was given out, w ← βw + (1 - β), where they are used: exactly th
 updates, with no trace of where it began.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from unison.kfac.config import KFACConfig
-from unison.kfac.graft import Values, norm
-from unison.kfac.inverse import Inverse, invert_diagonal, invert_kronecker
+from unison.kfac.inverse import Curvature, Inverse, invert
 from unison.kfac.layers import Layer, Method
 from unison.kfac.packing import triangle_size, unpacked
+
+BYTES_AT_ONCE = 2 << 30  # of factors that are being inverted
 
 
 class LayerState:
@@ -28,25 +29,32 @@ class LayerState:
 
     # --- curvature -------------------------------------------------------------------------------
 
-    def update(self, vector: Tensor) -> None:
-        """Average new factors in, from the sums of all ranks; nothing if they saw no labels."""
-        num_labels = float(vector[-1])
+    def update(self, vector: Tensor, num_tokens: float, num_labels: float) -> None:
+        """Average new factors in; nothing if there were no labels.
+
+        Args:
+            vector: The sums of all ranks, and after them the two numbers: see `counts_of`.
+            num_tokens: Tokens that the layer saw; means nothing for a diagonal.
+            num_labels: Labels that the loss was made of.
+        """
         if num_labels == 0:
             return
-        new = self._means(vector[:-1], num_labels)
+        new = self._means(vector[:-1], max(num_tokens, 1.0), num_labels)
         beta = self._config.decay
         for side, value in new.items():
             before = self._averages.get(side)
-            scaled = value.mul_(1 - beta)
-            self._averages[side] = scaled if before is None else before.mul_(beta).add_(scaled)
+            if before is None:
+                self._averages[side] = value.mul_(1 - beta)
+            else:
+                before.mul_(beta).add_(value, alpha=1 - beta)
         self._weight = beta * self._weight + (1 - beta)
 
-    def _means(self, sums: Tensor, num_labels: float) -> dict[str, Tensor]:
+    def _means(self, sums: Tensor, num_tokens: float, num_labels: float) -> dict[str, Tensor]:
         """Divide, once: inputs by the tokens that the layer saw, the rest by the labels."""
         layer = self.layer
         if layer.method is Method.DIAGONAL:
             return {"d": sums / num_labels}
-        sums, num_tokens = sums[:-1], max(float(sums[-1]), 1.0)
+        sums = sums[:-1]
         size = triangle_size(layer.d_in)
         found = {"a": unpacked(sums[:size] / num_tokens, layer.d_in)}
         if len(sums) > size:
@@ -58,37 +66,22 @@ class LayerState:
         """The factors as they are inverted: `a` and `g`, or `d`; nothing before the first."""
         return {side: value / self._weight for side, value in self._averages.items()}
 
-    def invert(self) -> None:
-        """Make the inverse anew.
-
-        Raises:
-            NotInvertible: Naming the layer and the remedy.
-        """
+    @property
+    def curvature(self) -> Curvature | None:
+        """What is to be inverted; None for a layer without curvature."""
         factors = self.factors
+        if not factors:
+            return None
         if "d" in factors:
-            diagonal = factors["d"].reshape(self.layer.d_out, self.layer.d_in)
-            self._inverse = invert_diagonal(diagonal, self._config, self.layer.name)
-        elif factors:
-            self._inverse = invert_kronecker(
-                factors["a"], factors.get("g"), self._config, self.layer.name
-            )
+            factors = {"d": factors["d"].reshape(self.layer.d_out, self.layer.d_in)}
+        return Curvature(self.layer.name, factors)
 
     # --- the step --------------------------------------------------------------------------------
 
-    def step(self, own: Values | None, source: Values) -> Values:
-        """The layer's step, by parameter and flat.
-
-        A layer without curvature takes the grafted optimizer's own step, to the bit.
-
-        Args:
-            own: The grafted optimizer's step; None where K-FAC keeps its own length.
-            source: What is preconditioned; of all its parameters, whole.
-        """
-        if self._inverse is None:
-            found = source if own is None else own
-            return {name: value.reshape(-1) for name, value in found.items()}
-        steps = self.layer.parts(self._inverse.apply(self.layer.matrix(source)))
-        return steps if own is None else _with_norm_of(own, steps)
+    @property
+    def inverse(self) -> Inverse | None:
+        """Of the damped curvature; None before the first, and for a layer without curvature."""
+        return self._inverse
 
     # --- storage ---------------------------------------------------------------------------------
 
@@ -120,8 +113,36 @@ class LayerState:
         self._inverse = Inverse(groups["inverse"]) if groups["inverse"] else None
 
 
-def _with_norm_of(own: Values, steps: Values) -> Values:
-    """Steps as long as another's; a step of zeros stays one."""
-    length = norm(steps.values())
-    scale = torch.where(length > 0, norm(own.values()) / length.clamp(min=1e-300), 1.0)
-    return {name: value * scale.to(value.dtype) for name, value in steps.items()}
+def counts_of(vectors: Iterable[Tensor]) -> list[tuple[float, float]]:
+    """Numbers of tokens and labels, the last two of each vector; a GPU is waited for once."""
+    rows = [vector[-2:] for vector in vectors]
+    return [(tokens, labels) for tokens, labels in torch.stack(rows).tolist()] if rows else []
+
+
+def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_together: bool) -> None:
+    """Make the inverses of some layers anew, those of one size together or each by itself.
+
+    Raises:
+        NotInvertible: Naming the first layer that has none, and the remedy.
+    """
+    for group in _groups(states):
+        found = [(state, state.curvature) for state in group]
+        wanted = [(state, each) for state, each in found if each is not None]
+        inverses = invert([each for _, each in wanted], config, is_together=is_together)
+        for (state, _), inverse in zip(wanted, inverses, strict=True):
+            state._inverse = inverse
+
+
+def _groups(states: Iterable[LayerState]) -> Iterator[list[LayerState]]:
+    """Layers that are inverted together: copies of their factors are held meanwhile."""
+    group: list[LayerState] = []
+    filled = 0
+    for state in states:
+        size = state.nbytes["factors"]
+        if group and filled + size > BYTES_AT_ONCE:
+            yield group
+            group, filled = [], 0
+        group.append(state)
+        filled += size
+    if group:
+        yield group

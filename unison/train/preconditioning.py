@@ -110,8 +110,8 @@ class NaturalGradient:
         lengths = {"adam": "Adam's", "sgd": "the gradient's", "none": "their own"}
         return [
             f"K-FAC: damping {settings.damping:g} ({settings.damping_form}), {settings.fisher} "
-            f"Fisher, factors every {settings.update_every} steps; steps of "
-            f"{lengths[settings.graft]} length, taken by SGD"
+            f"Fisher, factors every {settings.update_every} steps, more often in the first "
+            f"{settings.burn_in}; steps of {lengths[settings.graft]} length, taken by SGD"
         ]
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What an owner of parameters does for K-FAC."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,21 +42,34 @@ class Held:
         """Whether there is a gradient on this rank."""
         return self.parameter.grad is not None
 
-    def gradient(self) -> Tensor:
-        """This rank's part of the gradient, flat; zeros where there is none."""
+    def gradient(self, shape: Sequence[int] = (-1,)) -> Tensor:
+        """This rank's part of the gradient in some shape, or flat; zeros where there is none."""
         gradient = self.parameter.grad
+        if type(gradient) is Tensor and gradient.shape == shape:  # the usual one, in every step
+            return gradient.detach()
         if gradient is None:
-            return torch.zeros_like(local_part(self.parameter.detach())).reshape(-1)
+            return torch.zeros_like(local_part(self.parameter.detach())).reshape(shape)
         with torch._C.DisableTorchFunctionSubclass():
-            return local_part(gradient.detach()).reshape(-1)
+            return local_part(gradient.detach()).reshape(shape)
 
-    def write(self, values: Tensor) -> None:
-        """Put other values into this rank's part of the gradient, if there is one."""
-        gradient = self.parameter.grad
-        if gradient is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                part = local_part(gradient.detach())
-                part.copy_(values.view(part.shape))
+
+def write_all(pairs: Iterable[tuple[Held, Tensor]]) -> None:
+    """Put other values into this rank's parts of gradients, where there are any.
+
+    Args:
+        pairs: Parameters, and the values of this rank's part, in any shape.
+    """
+    parts, values = [], []
+    with torch._C.DisableTorchFunctionSubclass():
+        for held, value in pairs:
+            gradient = held.parameter.grad
+            if gradient is not None:
+                is_plain = type(gradient) is Tensor
+                part = gradient.detach() if is_plain else local_part(gradient.detach())
+                parts.append(part)
+                values.append(value if value.shape == part.shape else value.reshape(part.shape))
+        if parts:
+            torch._foreach_copy_(parts, values)
 
 
 class Owner(Protocol):

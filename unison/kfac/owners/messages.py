@@ -36,4 +36,6 @@ def summed(ranks: Ranks, values: Tensor) -> Tensor:
 
 def largest(ranks: Ranks, value: int, device: torch.device) -> int:
     """The largest of a number over ranks; a collective."""
+    if ranks.size == 1:
+        return value
     return int(ranks.max_(torch.tensor([value], device=device)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unison.kfac.assignment import Assignment
 from unison.kfac.layers import Layer
-from unison.kfac.owners.base import Held, Owner, by_name
+from unison.kfac.owners.base import Held, Owner, by_name, write_all
 from unison.kfac.owners.exchange import swap
 
 
@@ -35,6 +35,7 @@ class Routes:
         for each in owner.held:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
         self.like = torch.zeros(0, dtype=dtype, device=owner.device)
+        self._mine = [self._pieces([index]) for index in self._owned_by(owner.ranks.rank)]
 
     def _pieces(self, layers: Sequence[int]) -> list[Held]:
         """The parameters of some layers, in order."""
@@ -48,19 +49,18 @@ class Routes:
 
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
-        mine = self._pieces(self._owned_by(self._ranks.rank))
-        parts = [[each.gradient()] for each in mine]
+        wholes = None
         if self._num_places > 1:
-            parts = self._gathered(mine)
-        wholes = {
-            each.name: (part[0] if len(part) == 1 else torch.cat(part)).view(each.shape)
-            for each, part in zip(mine, parts, strict=True)
-        }
+            mine = [each for of_layer in self._mine for each in of_layer]
+            gathered = zip(mine, self._gathered(mine), strict=True)
+            wholes = {each.name: torch.cat(parts).view(each.shape) for each, parts in gathered}
         found = {}
-        for index in self._owned_by(self._ranks.rank):
-            names = self._layers[index].parameters
-            if any(self._held[name].has_gradient for name in names):
-                found.update({name: wholes[name].to(self.like) for name in names})
+        for of_layer in self._mine:
+            if not any(each.has_gradient for each in of_layer):
+                continue
+            for each in of_layer:
+                whole = each.gradient(each.shape) if wholes is None else wholes[each.name]
+                found[each.name] = whole.to(self.like)
         return found
 
     def _gathered(self, mine: Sequence[Held]) -> list[list[Tensor]]:
@@ -80,20 +80,21 @@ class Routes:
         """Put steps where the gradients were; a collective unless every rank owns every layer.
 
         Args:
-            steps: Of the parameters of the layers that this rank owns, flat; one that is missing
-                had no gradient on any rank.
+            steps: Of the parameters of the layers that this rank owns, in any shape; one that is
+                missing had no gradient on any rank.
         """
         ranks, size = self._ranks, self._num_places
         source = self._assignment.source
         if self._assignment.is_replicated:
-            for name, step in steps.items():
-                start, stop = self._held[name].ranges[ranks.rank % size]
-                self._held[name].write(step[start:stop])
+            place = ranks.rank % size
+            write_all(
+                (self._held[name], self._part(steps, self._held[name], place)) for name in steps
+            )
             return
         everyone, indices = range(ranks.size), range(len(self._layers))
         sent = [
             [
-                self._part(steps, each, rank % size)
+                self._part(steps, each, rank % size).reshape(-1)
                 for each in self._pieces([i for i in indices if source(rank, i) == ranks.rank])
             ]
             for rank in everyone
@@ -104,14 +105,18 @@ class Routes:
         place = ranks.rank % size
         sizes = [[_length(each, place) for each in of_rank] for of_rank in expected]
         received = swap(ranks, sent, sizes, self.like)
-        for of_rank, values in zip(expected, received, strict=True):
-            for each, value in zip(of_rank, values, strict=True):
-                each.write(value)
+        write_all(
+            pair
+            for of_rank, values in zip(expected, received, strict=True)
+            for pair in zip(of_rank, values, strict=True)
+        )
 
     def _part(self, steps: Mapping[str, Tensor], each: Held, place: int) -> Tensor:
         start, stop = each.ranges[place]
         step = steps.get(each.name)
-        return self.like.new_zeros(stop - start) if step is None else step[start:stop]
+        if step is None:
+            return self.like.new_zeros(stop - start)
+        return step if stop - start == step.numel() else step.reshape(-1)[start:stop]
 
 
 def _length(each: Held, place: int) -> int:

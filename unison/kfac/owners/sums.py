@@ -139,7 +139,7 @@ class FactorSums:
         for rank, of_rank in enumerate(nodes):
             for value, level in zip(of_rank, self._levels(rank), strict=True):
                 # Received parts are views of one buffer; what is kept must not keep all of it.
-                total.push(value.clone(), level)
+                total.push(value if self._ranks.size == 1 else value.clone(), level)
         found = total.finish()
         return self._zeros(size) if found is None else found
 

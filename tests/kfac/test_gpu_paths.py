@@ -1,0 +1,162 @@
+"""What is done otherwise on a GPU gives the same results; here on a CPU that is taken for one."""
+
+import copy
+
+import pytest
+import torch
+
+import unison
+from tests.kfac.common import Transformer, relative
+from tests.kfac.test_step import batches, train
+from unison.kfac import KFACConfig, blocks, cholesky, device, state
+from unison.kfac.cholesky import full_float32, gram_of_lower, invert_lower_
+from unison.kfac.graft import Adam
+
+
+@pytest.fixture
+def as_gpu(monkeypatch):
+    monkeypatch.setattr(device, "is_gpu", lambda value: True)
+    monkeypatch.setattr(cholesky, "LEAF", 128)
+
+
+@pytest.mark.parametrize("n", [1, 127, 129, 193, 400])
+def test_inverses_from_blocks(monkeypatch, n):
+    monkeypatch.setattr(cholesky, "LEAF", 128)
+    u = torch.randn(n, 2 * n).double()
+    matrix = u @ u.T / n + 0.1 * torch.eye(n).double()
+    found = gram_of_lower(invert_lower_(torch.linalg.cholesky(matrix)))
+    assert relative(found, torch.linalg.inv(matrix)) <= 1e-11
+    assert torch.equal(found, found.T) or n > 128 or relative(found, found.T) <= 1e-14
+
+
+@pytest.mark.parametrize("graft", ["adam", "none"])
+@pytest.mark.parametrize("fisher", ["mc", "forward"])
+def test_a_run_is_the_same(monkeypatch, fisher, graft):
+    model = Transformer(d=13, d_ff=140).double()
+    twin = copy.deepcopy(model)
+    config = KFACConfig(update_every=2, min_layer_size=0, fisher=fisher, graft=graft)
+
+    def run(each):
+        kfac = unison.KFAC(each, config)
+        train(each, kfac, torch.optim.SGD(each.parameters(), lr=1e-3), batches(5))
+        return kfac
+
+    run(model)
+    monkeypatch.setattr(device, "is_gpu", lambda value: True)
+    monkeypatch.setattr(cholesky, "LEAF", 128)
+    monkeypatch.setattr(state, "BYTES_AT_ONCE", 2000)  # a few layers
+    kfac = run(twin)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert relative(b.detach(), a.detach()) <= 1e-7  # torch's fused Adam counts in float32
+    stored = kfac.state_dict()
+    other = unison.KFAC(twin, config)
+    other.load_state_dict(stored)
+    for a, b in zip(other.state_dict()["layers"], stored["layers"], strict=True):
+        assert a["tensors"].keys() == b["tensors"].keys()
+        for key, value in b["tensors"].items():
+            assert torch.equal(a["tensors"][key], value)
+    layer = next(each for each in stored["layers"] if each["layer"]["name"] == "f1.weight")
+    assert layer["tensors"]["inverse.a"].shape == (14, 14)  # stored without the padding
+
+
+def test_products_of_halves_are_those_of_wide_copies(monkeypatch):
+    model = Transformer()
+    x = torch.randint(0, 11, (4, 5))
+
+    def factors():
+        kfac = unison.KFAC(model, KFACConfig(min_layer_size=0, max_factor_size=8))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(x)
+            kfac.sample(logits).backward()
+            logits.float().sum().backward()
+            kfac.step()  # inside of autocast, which must not reach it
+        kfac.detach()
+        return kfac.factors()
+
+    expected = factors()
+    monkeypatch.setattr(device, "is_gpu", lambda value: True)
+    found = factors()
+    assert {side for each in expected.values() for side in each} == {"a", "g", "d"}
+    for name, sides in expected.items():
+        for side, value in sides.items():
+            assert value.dtype == torch.float32
+            assert relative(found[name][side], value) <= 1e-6
+
+
+def test_autocast_does_not_round_the_sums():
+    # Inputs that bfloat16 holds exactly, and whose sum of squares it does not.
+    model = torch.nn.Linear(2, 3, bias=False)
+    kfac = unison.KFAC(model, KFACConfig(min_layer_size=0))
+    x = torch.tensor([[1.0, 2.0]] * 256 + [[3.0, 1.0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(x)
+        kfac.sample(logits).backward()
+        logits.float().sum().backward()
+        kfac.step()
+    assert relative(kfac.factors()["weight"]["a"], x.T @ x / len(x)) <= 1e-6
+
+
+def test_the_fused_adam_is_the_other_one(as_gpu):
+    config = KFACConfig(betas=(0.8, 0.9))
+    fused, plain = Adam(config), torch.zeros(7, 3)
+    plain.requires_grad_()
+    adam = torch.optim.Adam([plain], lr=1.0, betas=(0.8, 0.9))
+    for _ in range(4):
+        plain.grad = torch.randn(7, 3)
+        before = plain.detach().clone()
+        adam.step()
+        own, _ = fused.step({"w": plain.grad})
+        assert own is not None
+        assert relative(own["w"], before - plain.detach()) <= 1e-5
+
+
+def test_inverses_are_never_made_in_tf32():
+    matmul, unset = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with full_float32():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = unset
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with full_float32():
+            assert matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 129, 200, 400])
+def test_many_inverses_at_once(monkeypatch, as_gpu, n):
+    monkeypatch.setattr(blocks, "LEAF", 128)
+    u = torch.randn(3, n, 2 * n).double()
+    matrices, dampings = list(u @ u.mT / n), [0.1, 1.0, 0.01]
+    found, is_right = blocks.inverses_of_positive(matrices, dampings)
+    assert is_right.tolist() == [True] * 3
+    for inverse, matrix, damping in zip(found, matrices, dampings, strict=True):
+        damped = matrix + damping * torch.eye(n).double()
+        assert relative(inverse, torch.linalg.inv(damped)) <= 1e-11
+
+
+def test_one_of_many_without_an_inverse_is_told_apart(monkeypatch, as_gpu):
+    monkeypatch.setattr(blocks, "LEAF", 128)
+    matrices = [torch.eye(300), torch.diag(torch.tensor([1.0] * 299 + [-1.0])), torch.eye(300)]
+    found, is_right = blocks.inverses_of_positive(matrices, [1.0, 0.0, 0.0])
+    assert is_right.tolist() == [True, False, True]
+    assert relative(found[0], 0.5 * torch.eye(300)) <= 1e-6
+    assert torch.equal(found[2], torch.eye(300))
+
+
+def test_rounding_of_many_inverses_is_that_of_one(as_gpu, monkeypatch):
+    # A condition number of 1e5, and eigenvectors that no block shares.
+    monkeypatch.setattr(blocks, "LEAF", 128)
+    q = torch.linalg.qr(torch.randn(600, 600).double())[0]
+    exact = q @ torch.diag(torch.logspace(0, -5, 600).double()) @ q.T
+    inverse = q @ torch.diag(torch.logspace(0, 5, 600).double()) @ q.T
+    alone, _ = cholesky.inverse_of_positive(exact.float())
+    together, is_right = blocks.inverses_of_positive([exact.float()] * 2, [0.0, 0.0])
+    assert is_right.all()
+    assert relative(together[1].double(), inverse) <= 3 * relative(alone.double(), inverse)

@@ -1,0 +1,147 @@
+"""Layers of equal shape that go together take the steps that they take one by one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import unison
+from tests.kfac.common import CLASSES, loss, relative, settings
+from unison.kfac import KFACConfig, device
+from unison.kfac.precondition import Preconditioner
+from unison.kfac.stacks import Plan
+
+
+class Alike(nn.Module):
+    """Many layers of few shapes: three of them equal, two without a bias, one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equal = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.wide, self.narrow = nn.Linear(7, 9), nn.Linear(9, 7)
+        self.plain = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
+        self.turned = nn.Parameter(torch.randn(7, 7) / 3)
+        self.gain = nn.Parameter(torch.ones(7))
+        self.conv = nn.ModuleList(nn.Conv1d(1, 2, 3) for _ in range(2))
+        self.head = nn.Linear(20, CLASSES)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):  # [batch, 7] -> [batch, CLASSES]
+        for layer in (*self.equal, self.wide, self.narrow, *self.plain):
+            x = torch.tanh(layer(x))
+        x = (x @ self.turned) * self.gain
+        return self.head(torch.cat([conv(x[:, None]).flatten(1) for conv in self.conv], dim=1))
+
+
+def after_one_step(model, config):
+    kfac = unison.KFAC(model, config)
+    x = torch.randn(13, 7, generator=torch.Generator().manual_seed(3)).double()
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(x)
+        if kfac.wants_statistics:
+            kfac.sample(logits).backward()
+        loss(logits).backward()
+        kfac.step()
+    return kfac
+
+
+def gradients_of(model) -> dict:
+    generator = torch.Generator().manual_seed(4)
+    return {
+        name: torch.randn(parameter.shape, generator=generator).double()
+        for name, parameter in model.named_parameters()
+        if not name.startswith("unused")
+    }
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"graft": "none"},
+        {"graft": "sgd", "fisher": "forward"},
+        {"damping_form": "joint"},
+        {"fisher": "forward", "inverse": "eigen"},
+    ],
+)
+def test_together_is_one_by_one(monkeypatch, changes, is_gpu):
+    monkeypatch.setattr(device, "is_gpu", lambda value: is_gpu)
+    model = Alike().double()
+    kfac = after_one_step(model, settings(**changes))
+    gradients = gradients_of(model)
+    states = list(kfac._states.values())
+    found = []
+    for is_together in (True, False):
+        graft = copy.deepcopy(kfac._graft)
+        steps = Preconditioner(states, graft).steps(gradients, is_together=is_together)
+        assert steps.keys() == gradients.keys()
+        found.append(steps)
+    for name, step in found[0].items():
+        assert relative(step.reshape(-1), found[1][name].reshape(-1)) <= 1e-12
+        matrix = gradients[name].reshape(step.shape)
+        assert step.shape == matrix.shape
+
+
+def test_equal_shapes_share_a_stack_and_its_memory():
+    model = Alike().double()
+    kfac = after_one_step(model, settings())
+    states = list(kfac._states.values())
+    before = kfac.memory_usage()
+    plan = Plan(states, is_together=True)
+    sizes = {stack.layers[0].name: len(stack.layers) for stack in plan.stacks}
+    assert sizes["equal.0.weight"] == 3
+    assert sizes["plain.0.weight"] == 2
+    assert sizes["turned"] == 1  # laid out the other way
+    assert sizes["conv.0.weight"] == 2
+    assert kfac.memory_usage() == before
+    first, second = (
+        next(each.inverse for each in states if each.layer.name == f"equal.{i}.weight")
+        for i in (0, 1)
+    )
+    assert first is not None
+    assert second is not None
+    own, other = first.tensors["a"], second.tensors["a"]
+    assert own.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert plan.is_of(states, is_together=True)
+    assert not plan.is_of(states, is_together=False)
+    assert not plan.is_of(states[1:], is_together=True)
+    assert {len(each.layers) for each in Plan(states, is_together=False).stacks} == {1}
+
+
+def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
+    model = Alike().double()
+    kfac = after_one_step(model, settings(graft="sgd"))
+    gradients = gradients_of(model)
+    states, graft = list(kfac._states.values()), kfac._graft
+    whole = Preconditioner(states, graft).steps(gradients, is_together=True)
+    some = {name: each for name, each in gradients.items() if not name.startswith("equal.1")}
+    found = Preconditioner(states, graft).steps(some, is_together=True)
+    assert found.keys() == some.keys()
+    for name, step in found.items():
+        assert relative(step, whole[name]) <= 1e-12
+
+
+def test_what_is_not_finite_does_not_outlive_its_step(monkeypatch):
+    monkeypatch.setattr(device, "is_gpu", lambda value: True)  # pads
+    model = Alike().double()
+    kfac = after_one_step(model, settings(graft="none"))
+    gradients = gradients_of(model)
+    steps = Preconditioner(list(kfac._states.values()), kfac._graft)
+    expected = {k: v.clone() for k, v in steps.steps(gradients, is_together=True).items()}
+    broken = {name: torch.full_like(each, torch.inf) for name, each in gradients.items()}
+    steps.steps(broken, is_together=True)
+    again = steps.steps(gradients, is_together=True)
+    assert all(torch.equal(again[name], each) for name, each in expected.items())
+
+
+def test_going_on_goes_on_together():
+    config = KFACConfig(update_every=10, burn_in=0, min_layer_size=0)
+    model = Alike().double()
+    kfac = after_one_step(model, config)
+    assert not kfac._is_ordered
+    other = unison.KFAC(model, config)
+    other.load_state_dict(kfac.state_dict())
+    assert not other._is_ordered
