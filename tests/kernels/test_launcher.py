@@ -118,3 +118,84 @@ def test_shapes_that_never_come_again_do_not_pile_up(kernel, monkeypatch):
     for n in range(20):
         launch(launcher, n=n)
     assert len(launcher._known) <= 4
+
+
+def prepared(launcher: Launcher):
+    return launcher.prepared((3, 2), (32, 1e-5), SIZE=64, num_warps=4)
+
+
+def run(prepared, address: int = 256, dtype=torch.float32) -> None:
+    prepared(Tensorlike(address, dtype))
+
+
+def test_a_prepared_launch_hands_the_same_to_the_driver(kernel):
+    launcher = Launcher(kernel)
+    again = prepared(launcher)
+    for address in (256, 512, 1024):
+        run(again, address)
+    launch(launcher, address=1024)  # it knows of those that were prepared
+    assert len(kernel.ordinary) == 1
+    assert [each[9] for each in kernel.quick] == [512, 1024, 1024]
+    assert kernel.quick[-2] == kernel.quick[-1]
+
+
+@pytest.mark.parametrize("other", [{"address": 260}, {"dtype": torch.bfloat16}], ids=str)
+def test_a_prepared_launch_asks_what_its_tensors_are(kernel, other):
+    again = prepared(Launcher(kernel))
+    run(again)
+    run(again, **other)
+    assert len(kernel.ordinary) == 2
+    assert not kernel.quick
+    run(again)
+    run(again, **other)
+    assert len(kernel.quick) == 2
+
+
+def test_a_prepared_launch_on_another_device_changes_to_it(kernel, monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    again = prepared(Launcher(kernel))
+    run(again)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    run(again)
+    assert entered == [0]
+    assert len(kernel.quick) == 1
+
+
+def test_a_profiler_hears_of_prepared_launches(kernel):
+    again = prepared(Launcher(kernel))
+    run(again)
+    module._RUNTIME.launch_enter_hook.calls.append(print)
+    run(again)
+    run(again)
+    assert len(kernel.ordinary) == 3
+
+
+def test_a_driver_that_refuses_a_prepared_launch_gets_ordinary_ones(kernel):
+    def refuse(*_):
+        raise TypeError("another number of arguments")
+
+    kernel.compiled.run = refuse
+    again = prepared(Launcher(kernel))
+    for _ in range(3):
+        run(again)
+    assert len(kernel.ordinary) == 3
+
+
+def test_a_prepared_launch_may_find_nothing_compiled(kernel):
+    kernel.compiled = None
+    again = prepared(Launcher(kernel))
+    for _ in range(3):
+        run(again)
+    assert len(kernel.ordinary) == 3

@@ -1,6 +1,7 @@
 """Names of parameters as the model itself gives them."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -62,7 +63,7 @@ class Places:
 
     def trained(self) -> tuple[str, ...]:
         """Return the names of all places whose parameters take gradients."""
-        return tuple([place.name for place in self.now() if place.parameter.requires_grad])
+        return tuple([name for _, _, parameter, name in self.now() if parameter.requires_grad])
 
 
 def _held_by(modules: Sequence[tuple[str, nn.Module]]) -> list[int]:
@@ -72,4 +73,5 @@ def _held_by(modules: Sequence[tuple[str, nn.Module]]) -> list[int]:
     """
     held: list[dict[str, Any]] = [module._modules for _, module in modules]
     held += [module._parameters for _, module in modules]
-    return [len(each) for each in held] + [id(part) for each in held for part in each.values()]
+    parts = chain.from_iterable([each.values() for each in held])
+    return [*map(len, held), *map(id, parts)]

@@ -48,14 +48,6 @@ class Keeper(Protocol):
         ...
 
 
-class _Like(NamedTuple):
-    """What an input has to be like."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Alike(NamedTuple):
     """What makes a pass one of many that are alike.
 
@@ -92,12 +84,12 @@ class Site:
         self, func: Callable[..., Any], given: Sequence[Any], keywords: tuple[str, ...], use: Use
     ) -> None:
         given = [list(each) if type(each) is list else each for each in given]  # theirs may change
-        self._facts = [
-            _Like(each.shape, each.dtype, each.device) if type(each) is Tensor else each
-            for each in given
-        ]
         plain = [each.value if type(each) is Tracked else each for each in given]
         place = next(i for i, each in enumerate(given) if type(each) is Tensor)
+        x = given[place]
+        self._place, self._shape, self._dtype, self._device = place, x.shape, x.dtype, x.device
+        self._num_given = len(given)
+        self._others = [(i, each) for i, each in enumerate(given) if i != place]
         num_placed = len(given) - len(keywords)
         self._before, self._after = plain[:place], plain[place + 1 : num_placed]
         self._keywords = keywords
@@ -114,22 +106,21 @@ class Site:
             if tuple(kwargs) != self._keywords:
                 return None
             given = (*args, *kwargs.values())
-        if len(given) != len(self._facts):
+        if len(given) != self._num_given:
             return None
-        found = None
-        for value, fact in zip(given, self._facts, strict=True):
+        x = given[self._place]
+        if type(x) is not Tensor or x.dtype is not self._dtype or x.shape != self._shape:
+            return None
+        if x.device != self._device or not x.requires_grad:
+            return None
+        for i, fact in self._others:
+            value = given[i]
             if value is fact:
                 continue
             kind = type(value)
-            if kind is Tensor and type(fact) is _Like:
-                if value.shape != fact.shape or value.dtype is not fact.dtype:
-                    return None
-                if value.device != fact.device or not value.requires_grad:
-                    return None
-                found = value
-            elif kind not in _COMPARED or kind is not type(fact) or value != fact:
+            if kind not in _COMPARED or kind is not type(fact) or value != fact:
                 return None
-        return found
+        return x
 
     def run(self, x: Tensor) -> Tensor:
         """Run the function on plain tensors."""
@@ -175,6 +166,7 @@ class Site:
         hooks[record] = record
 
 
+_is_recorded = torch.is_grad_enabled
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _backward_pass = torch._C._current_graph_task_id
 _has_functorch = torch._C._are_functorch_transforms_active
@@ -190,7 +182,7 @@ def is_usual(outer: int) -> bool:
     Args:
         outer: Number of the backward pass in which all of this happens, -1 if there is none.
     """
-    is_recorded = torch.is_grad_enabled() and _top_hooks(True) is None
+    is_recorded = _is_recorded() and _top_hooks(True) is None
     is_plain = not _has_autocast() and not _has_functorch()
     return is_recorded and is_plain and _backward_pass() == outer
 

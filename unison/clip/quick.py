@@ -50,12 +50,13 @@ def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> 
     steps = _steps(uses, rows, inputs)
     if steps is None:
         return None
-    names = [use.name for use in uses]
-    shape, dtype, shapes = g.shape, g.dtype, (rows.shape, inputs.shape)
+    names = frozenset([use.name for use in uses])
+    shape, dtype, device, shapes = g.shape, g.dtype, g.device, (rows.shape, inputs.shape)
     is_flat = shapes != (g.shape, x.shape)
 
     def make(keeper: Room, g: Tensor, x: Tensor) -> bool:
-        is_known = g.shape == shape and g.dtype is dtype and type(g) is Tensor
+        is_known = type(g) is Tensor and g.dtype is dtype and g.device == device
+        is_known = is_known and g.shape == shape
         if not (is_known and g.is_contiguous() and x.is_contiguous()):
             return False
         kept = keeper.room_for(names)
@@ -87,7 +88,7 @@ def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:
                 return None
             found.append(partial(_transposed_step if is_transposed else _matrix_step, name))
         elif builder is of_bias and shape == g.shape[2:]:
-            found.append(partial(_bias_step, name))
+            found.append(partial(_bias_step, name, affine.column_sums_like(g)))
         else:
             return None
     return found
@@ -101,8 +102,10 @@ def _transposed_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
     kept[name] = torch.bmm(x.mT, g)
 
 
-def _bias_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
-    kept[name] = affine.column_sums(g)
+def _bias_step(
+    name: str, column_sums: Callable[[Tensor], Tensor], kept: Kept, g: Tensor, x: Tensor
+) -> None:
+    kept[name] = column_sums(g)
 
 
 def _affine_step(uses: Sequence[PlainUse], norm: Affine, g: Tensor, x: Tensor) -> Step | None:
@@ -112,10 +115,9 @@ def _affine_step(uses: Sequence[PlainUse], norm: Affine, g: Tensor, x: Tensor) -
     if not is_whole or any(use.shape != g.shape[2:] for use in uses):
         return None
     names = [use.name for use in uses]
+    sums = affine.sums_like(x, g, norm.eps, is_centred=norm.is_centred, has_offset=norm.has_offset)
 
     def step(kept: Kept, g: Tensor, x: Tensor) -> None:
-        sums = affine.sums(x, g, norm.eps, is_centred=norm.is_centred, has_offset=norm.has_offset)
-        for name, value in zip(names, sums.unbind(1), strict=True):
-            kept[name] = value
+        kept.update(zip(names, sums(x, g).unbind(1), strict=True))
 
     return step

@@ -55,15 +55,24 @@ class Launcher:
             with torch.cuda.device(device):
                 self._launch(device, grid, tensors, numbers, constants)
 
+    def prepared(self, grid: tuple[int, int], numbers: tuple[int | float, ...], **constants):
+        """Return a launch that is given its tensors only: for one that comes again and again."""
+        return Prepared(self, grid, numbers, constants)
+
+    def known(self, device: int, tensors, numbers, constants) -> tuple | None:
+        """Return what was compiled for such a launch; None if it takes an ordinary one."""
+        if self._is_ordinary:
+            return None
+        addresses = [x.data_ptr() for x in tensors]
+        return self._known.get(_key(device, tensors, addresses, numbers, constants))
+
+    def refused(self) -> None:
+        """Launch as Triton does from now on: not the driver that this was written for."""
+        self._is_ordinary = True
+
     def _launch(self, device: int, grid, tensors, numbers, constants) -> None:
         addresses = [x.data_ptr() for x in tensors]
-        key = (
-            device,
-            numbers,
-            *[x.dtype for x in tensors],
-            *[address % 16 for address in addresses],
-            *constants.items(),
-        )
+        key = _key(device, tensors, addresses, numbers, constants)
         known = self._known.get(key)
         if known is None or _is_observed():
             compiled = self._kernel[grid](*tensors, *numbers, **constants)
@@ -73,8 +82,8 @@ class Launcher:
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
             run(*grid, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
-        except Exception:  # not the driver that this was written for: it refused the arguments
-            self._is_ordinary = True
+        except Exception:  # it refused the arguments
+            self.refused()
             self._kernel[grid](*tensors, *numbers, **constants)
 
     def _remember(self, key: tuple, compiled, num_given: int, constants) -> None:
@@ -86,6 +95,63 @@ class Launcher:
             self._known[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
         except (AttributeError, KeyError):
             self._is_ordinary = True
+
+
+class Prepared:
+    """A launch of which all but the tensors is given: those alone are asked about every time.
+
+    Args:
+        launcher: Of its kernel; it does all launches but those to the driver.
+        grid: Programs along each axis.
+        numbers: The kernel's arguments after the tensors.
+        constants: The others by name, with Triton's options.
+    """
+
+    __slots__ = ("_constants", "_grid", "_known", "_launcher", "_numbers")
+
+    def __init__(self, launcher: Launcher, grid, numbers, constants) -> None:
+        self._launcher, self._grid = launcher, grid
+        self._numbers, self._constants = numbers, constants
+        # By device, dtypes and alignments: no more than these few.
+        self._known: dict[tuple, tuple] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch the kernel on the current stream of the first tensor's device."""
+        device = tensors[0].get_device()
+        addresses = [x.data_ptr() for x in tensors]
+        key = (device, *[x.dtype for x in tensors], *[address % 16 for address in addresses])
+        known = self._known.get(key)
+        if known is None or device != torch._C._cuda_getDevice() or _is_observed():
+            self._launch(key, device, tensors)
+            return
+        run, before, after = known
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        try:
+            run(*self._grid, 1, stream, *before, *addresses, *after)
+        except Exception:  # it refused the arguments
+            self._launcher.refused()
+            self._known.clear()
+            self._launch(key, device, tensors)
+
+    def _launch(self, key: tuple, device: int, tensors: tuple[Tensor, ...]) -> None:
+        """Let the launcher do it, and remember what it knows then."""
+        self._launcher(self._grid, tensors, self._numbers, **self._constants)
+        known = self._launcher.known(device, tensors, self._numbers, self._constants)
+        if known is not None:
+            run, function, metadata, rest = known
+            before = (function, metadata, None, None, None)
+            self._known[key] = run, before, (*self._numbers, *rest)
+
+
+def _key(device: int, tensors, addresses, numbers, constants) -> tuple:
+    """Return all that Triton compiles by, and more."""
+    return (
+        device,
+        numbers,
+        *[x.dtype for x in tensors],
+        *[address % 16 for address in addresses],
+        *constants.items(),
+    )
 
 
 def _is_observed() -> bool:

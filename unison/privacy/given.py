@@ -1,9 +1,9 @@
 """Gradients in the optimizer's hands: those that were clipped and noised, and no others."""
 
 from collections.abc import Mapping
+from weakref import ref
 
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from unison.errors import BadInput
 from unison.privacy.owners.base import Owned
@@ -16,7 +16,8 @@ class GivenGradients:
     """
 
     def __init__(self) -> None:
-        self._given: dict[str, TensorWeakRef] = {}
+        # Torch's own weak references are for those who keep what they get; here it is compared.
+        self._given: dict[str, ref[Tensor]] = {}
 
     def give(self, owned: Owned, gradient: Tensor) -> None:
         """Put a gradient where the optimizer finds it.
@@ -27,7 +28,7 @@ class GivenGradients:
         before = parameter.grad
         if before is None:
             parameter.grad = gradient
-            self._given[owned.name] = TensorWeakRef(gradient)
+            self._given[owned.name] = ref(gradient)
         else:
             self._require_own(owned.name, before)
             before.add_(gradient)
@@ -38,9 +39,13 @@ class GivenGradients:
         Raises:
             BadInput: Naming the parameter whose gradient is another.
         """
+        find = self._given.get
         for name, parameter in parameters.items():
             gradient = parameter.grad
-            if gradient is not None:
+            if gradient is None:
+                continue
+            given = find(name)
+            if given is None or given() is not gradient:
                 self._require_own(name, gradient)
 
     def _require_own(self, name: str, gradient: Tensor) -> None:

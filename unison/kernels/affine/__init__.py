@@ -1,5 +1,6 @@
 """Per-sample sums over tokens: for the gain and the offset of a norm, and for biases."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 
@@ -32,6 +33,20 @@ def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
         has_offset: Whether something is added after the gain.
     """
     return _fast().sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+
+
+def sums_like(
+    x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `sums` for tensors of these shapes, strides and dtypes; it does not ask for them."""
+    return _fast().sums_like(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+
+
+def column_sums_like(g: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `column_sums` for tensors of this shape, stride, dtype and device, likewise."""
+    if takes(g) and g.stride(2) == 1:
+        return _fast().column_sums_like(g)
+    return column_sums
 
 
 def column_sums(g: Tensor) -> Tensor:

@@ -8,14 +8,18 @@ the input is written. A program adds a few tokens of one sample; their sums are 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from unison.kernels.launcher import Launcher
+from unison.kernels.launcher import Launcher, Prepared
 
 _TOKENS, _ROWS = 16, 4  # of a program, and of one step of it
+_MOST_KNOWN = 256  # shapes
 
 
 @triton.jit
@@ -65,23 +69,45 @@ def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
         is_centred: Whether the mean is taken out (layer norm), or not (RMS norm).
         has_offset: Whether something is added after the gain.
     """
-    batch, tokens, features = x.shape
+    return sums_like(x, g, eps, is_centred=is_centred, has_offset=has_offset)(x, g)
+
+
+def sums_like(
+    x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `sums` for tensors of these shapes and strides, which are not asked for again."""
+    strides = (x.stride(0), x.stride(1), g.stride(0), g.stride(1))
+    return _sums_like(x.shape, strides, float(eps), is_centred, has_offset)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _sums_like(
+    given: torch.Size, strides: tuple[int, ...], eps: float, is_centred: bool, has_offset: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    batch, tokens, features = given
     num_parts = -(-tokens // _TOKENS)
     width = 2 if has_offset else 1
-    out = torch.empty(batch, num_parts, width, features, device=x.device)
-    if out.numel():
-        size = 1 << (features - 1).bit_length()
-        _launch_sums(
-            (num_parts, batch),
-            (x, g, out),
-            (
-                tokens, features, x.stride(0), x.stride(1), g.stride(0), g.stride(1), float(eps),
-                num_parts,
-            ),
-            CENTRED=is_centred, OFFSET=has_offset, TOKENS=_TOKENS, ROWS=_ROWS, FEATURES=size,
-            num_warps=max(1, min(8, size // 128)), enable_fp_fusion=True,
-        )  # fmt: skip
-    return column_sums(out.flatten(2)).view(batch, width, features)
+    size = 1 << (features - 1).bit_length()
+    launch = _launch_sums.prepared(
+        (num_parts, batch),
+        (tokens, features, *strides, eps, num_parts),
+        CENTRED=is_centred, OFFSET=has_offset, TOKENS=_TOKENS, ROWS=_ROWS, FEATURES=size,
+        num_warps=max(1, min(8, size // 128)), enable_fp_fusion=True,
+    )  # fmt: skip
+    parts, shape = (batch, num_parts, width * features), (batch, width, features)
+    add = _launch_of_columns(parts, (num_parts * width * features, width * features))
+    is_empty = batch * num_parts * features == 0
+
+    def run(x: Tensor, g: Tensor) -> Tensor:
+        out = torch.empty(shape, device=x.device)
+        if is_empty:
+            return out.zero_()
+        of_parts = torch.empty(parts, device=x.device)
+        launch(x, g, of_parts)
+        add(of_parts, out)
+        return out
+
+    return run
 
 
 @triton.jit
@@ -109,15 +135,35 @@ _launch_columns = Launcher(_columns_kernel)
 
 def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32."""
-    batch, tokens, features = g.shape
-    out = torch.empty(batch, features, device=g.device)
-    if out.numel():
-        is_short = tokens <= 32
-        _launch_columns(
-            (-(-features // 32), batch),
-            (g, out),
-            (tokens, features, g.stride(0), g.stride(1)),
-            TOKENS=32 if is_short else 128, STEPS=1 if is_short else 4, FEATURES=32,
-            num_warps=2 if is_short else 8, enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
+    return column_sums_like(g)(g)
+
+
+def column_sums_like(g: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `column_sums` for tensors of this shape and stride, which are not asked for again."""
+    return _column_sums_like(g.shape, (g.stride(0), g.stride(1)))
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _column_sums_like(given: torch.Size, strides: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    batch, _, features = given
+    launch = _launch_of_columns(given, strides)
+    shape, is_empty = (batch, features), batch * features == 0
+
+    def run(g: Tensor) -> Tensor:
+        out = torch.empty(shape, device=g.device)
+        if not is_empty:
+            launch(g, out)
+        return out
+
+    return run
+
+
+def _launch_of_columns(shape: Sequence[int], strides: tuple[int, int]) -> Prepared:
+    batch, tokens, features = shape
+    is_short = tokens <= 32
+    return _launch_columns.prepared(
+        (-(-features // 32), batch),
+        (tokens, features, *strides),
+        TOKENS=32 if is_short else 128, STEPS=1 if is_short else 4, FEATURES=32,
+        num_warps=2 if is_short else 8, enable_fp_fusion=True,
+    )  # fmt: skip
