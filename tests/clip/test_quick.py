@@ -87,7 +87,9 @@ def batch(seed: int, size: int = BATCH) -> Tensor:
     return torch.randint(0, 7, (size, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str
+)
 @interpreted
 def test_known_uses_keep_the_same_bits(dtype):
     model = Model().to(dtype)

@@ -97,9 +97,8 @@ def test_bits_depend_on_no_sharding(text, tmp_path, num_ranks, settings):
     assert figures(together) == figures(alone)
 
 
-@pytest.mark.parametrize(
-    "shard", ["ddp", *(pytest.param(each, marks=pytest.mark.full) for each in ("full", "fsdp2"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["ddp", "full", "fsdp2"])
 def test_the_fast_reducer_differs_by_rounding(text, tmp_path, shard):
     alone = train(config_with(tmp_path / "alone", text, steps=4))
     config = config_with(tmp_path / "together", text, steps=4, shard=shard, micro_batch_size=3)
@@ -127,7 +126,9 @@ def stopped(text, tmp_path, stop_at, monkeypatch):
     ("kfac", "num_ranks"),
     [
         (Kfac(update_every=3), 1),  # the next step updates the factors
-        (replace(KFAC, graft="none", damping_form="joint"), 2),  # the next one does not
+        pytest.param(  # the next one does not
+            replace(KFAC, graft="none", damping_form="joint"), 2, marks=pytest.mark.full
+        ),
     ],
     ids=["adam", "joint"],
 )

@@ -70,7 +70,8 @@ def test_bits_depend_on_no_sharding(text, tmp_path, num_ranks, settings):
     check_same_bits(text, tmp_path, num_ranks, **settings)
 
 
-@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
 def test_the_fast_reducer_differs_by_rounding(text, tmp_path, shard):
     settings = {"unsafe_diagnostics": True, "overrides": {"num_layers": 1, "dropout": 0.1}}
     alone = train(config_of(tmp_path / "alone", text, SEEDED, **settings))
@@ -98,7 +99,8 @@ def train_until(config: TrainConfig, step: int) -> TrainResult:
         return train(config)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_a_stopped_run_goes_on_with_other_ranks(text, tmp_path, before, after):
     straight = train(config_of(tmp_path / "straight", text, SEEDED, **ORDERED))
     run = tmp_path / "run"
