@@ -82,7 +82,7 @@ class Launcher:
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
             run(*grid, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
-        except Exception:  # it refused the arguments
+        except TypeError:  # it refused the arguments; what the GPU has to say is not caught
             self.refused()
             self._kernel[grid](*tensors, *numbers, **constants)
 
@@ -128,7 +128,7 @@ class Prepared:
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
             run(*self._grid, 1, stream, *before, *addresses, *after)
-        except Exception:  # it refused the arguments
+        except TypeError:  # it refused the arguments; what the GPU has to say is not caught
             self._launcher.refused()
             self._known.clear()
             self._launch(key, device, tensors)

@@ -24,11 +24,29 @@ PACKAGES = ("torch", "numpy", "triton", "unison")
 
 
 def command_line() -> str:
-    """The command as typed: `unison ...`, or `python -m ...` from the root of the source tree."""
+    """The command as typed: `unison ...`, or `python -m ...` from the root of the source tree.
+
+    Folders of this machine are left out: they mean nothing on another.
+    """
     if Path(sys.argv[0]).name == "unison":
-        return shlex.join(["unison", *sys.argv[1:]])
-    words = ["python", *sys.orig_argv[1:]]
-    return shlex.join(word.replace(f"{PACKAGE.parent}{os.sep}", "") for word in words)
+        words = ["unison", *sys.argv[1:]]
+    else:
+        words = ["python", *sys.orig_argv[1:]]
+    return shlex.join(map(_without_folders, words))
+
+
+def _without_folders(word: str) -> str:
+    """Return a word with paths from the root of the source tree, and of other files their names.
+
+    >>> _without_folders("--out=/somewhere/else/figures.json"), _without_folders("runs/a.json")
+    ('--out=figures.json', 'runs/a.json')
+    """
+    option, is_option, path = word.rpartition("=")
+    if not Path(path).is_absolute():
+        return word
+    is_inside = Path(path).is_relative_to(PACKAGE.parent)
+    found = str(Path(path).relative_to(PACKAGE.parent)) if is_inside else Path(path).name
+    return option + is_option + found
 
 
 def check_writable(path: Path) -> None:
