@@ -11,6 +11,7 @@ from tests.kfac.test_step import batches, train
 from unison.kfac import KFACConfig, blocks, cholesky, device, state
 from unison.kfac.cholesky import full_float32, gram_of_lower, invert_lower_
 from unison.kfac.graft import Adam
+from unison.kfac.multiply import multiply_all_
 
 
 @pytest.fixture
@@ -160,3 +161,23 @@ def test_rounding_of_many_inverses_is_that_of_one(as_gpu, monkeypatch):
     together, is_right = blocks.inverses_of_positive([exact.float()] * 2, [0.0, 0.0])
     assert is_right.all()
     assert relative(together[1].double(), inverse) <= 3 * relative(alone.double(), inverse)
+
+
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("shapes", [[(3, 5), (7,), (0, 2), ()], [(16, 8), (64,)]])
+def test_each_tensor_is_multiplied_with_its_number(shapes, where):
+    values = [torch.randn(shape, device=where) for shape in shapes]
+    scales = torch.randn(len(values), device=where)
+    expected = [value * scale for value, scale in zip(values, scales, strict=True)]
+    multiply_all_(values, scales)
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    turned = [value.T if value.ndim == 2 else value for value in values]
+    multiply_all_(turned, 1 / scales)
+    for value, scale, before in zip(values, scales, expected, strict=True):
+        torch.testing.assert_close(value, before / scale)

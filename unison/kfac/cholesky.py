@@ -73,23 +73,36 @@ def inverse_of_lower(lower: Tensor) -> Tensor:  # [..., n, n] -> [..., n, n]
 def join_(lower: Tensor, k: int) -> None:  # [..., n, n]
     """From [P⁻¹ 0; Q R⁻¹] to the inverse of [P 0; Q R], where P has k rows."""
     first, last, between = lower[..., :k, :k], lower[..., k:, k:], lower[..., k:, :k]
-    between.copy_((last @ (between @ first)).neg_())
+    _multiply_into(between, last, between @ first, alpha=-1)
 
 
-def gram_of_lower(x: Tensor, leaf: int | None = None) -> Tensor:  # [..., n, n] -> [..., n, n]
-    """X'X of a lower triangle; up to `leaf` rows at once."""
+def gram_of_lower(
+    x: Tensor, leaf: int | None = None, out: Tensor | None = None
+) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """X'X of a lower triangle, in `out` or new memory; up to `leaf` rows at once."""
     n = x.shape[-1]
+    found = torch.empty_like(x) if out is None else out
     if n <= (leaf or LEAF):
-        return x.mT @ x
+        return _multiply_into(found, x.mT, x)
     k = half(n)
     first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
-    found = torch.empty_like(x)
-    found[..., :k, :k] = gram_of_lower(first, leaf)
-    found[..., :k, :k] += between.mT @ between
-    found[..., k:, :k] = last.mT @ between
+    gram_of_lower(first, leaf, found[..., :k, :k])
+    _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
+    _multiply_into(found[..., k:, :k], last.mT, between)
     found[..., :k, k:] = found[..., k:, :k].mT
-    found[..., k:, k:] = gram_of_lower(last, leaf)
+    gram_of_lower(last, leaf, found[..., k:, k:])
     return found
+
+
+def _multiply_into(
+    out: Tensor, left: Tensor, right: Tensor, alpha: float = 1, beta: float = 0
+) -> Tensor:
+    """Put alpha left·right + beta out in the place of `out`, a block of one matrix or of many.
+
+    `out[...] = left @ right` would make the product elsewhere and copy it.
+    """
+    add = out.addmm_ if out.ndim == 2 else out.baddbmm_
+    return add(left, right, alpha=alpha, beta=beta)
 
 
 def half(n: int) -> int:

@@ -15,7 +15,7 @@ from unison.kfac.factors import diagonal_sums, kronecker_sums, token_weights
 from unison.kfac.layers import Layer, Method, Survey, bias_names, plain_record
 from unison.kfac.owners import Owner
 from unison.kfac.owners.batches import parts_of
-from unison.kfac.packing import packed
+from unison.kfac.packing import FOLDED, Packing
 from unison.kfac.passes import Gradient, Part, Pass
 from unison.kfac.phases import phase
 from unison.ops import Product, Record
@@ -32,10 +32,14 @@ class PartSums:
         layers: All layers.
         config: For the form of weight sharing and the kind of Fisher matrix.
         part: The part; only its mask and number of labels are read.
+        packing: How matrices are given away.
     """
 
-    def __init__(self, layers: Sequence[Layer], config: KFACConfig, part: Part) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], config: KFACConfig, part: Part, packing: Packing = FOLDED
+    ) -> None:
         self._layers, self._config, self._part = layers, config, part
+        self._packing = packing
         self._by_parameter = {layer.name: layer for layer in layers}
         self._has_g = config.fisher != "forward"
         self._is_first = True  # of several columns: inputs are counted once
@@ -101,7 +105,7 @@ class PartSums:
             values = [take((name, "d")).reshape(-1)]
         elif (name, "a") in self._sums:
             sides = ("a", "g") if self._has_g else ("a",)
-            values = [packed(take((name, side))) for side in sides]
+            values = [self._packing.pack(take((name, side))) for side in sides]
             values.append(take((name, "tokens")).reshape(1))
         else:
             return None
@@ -137,7 +141,12 @@ class Collector:
         return survey.layers({each.name: each.shape for each in self._owner.held}, self._config)
 
     def run(
-        self, passes: Sequence[Pass], layers: Sequence[Layer], num_parts: int, like: Tensor
+        self,
+        passes: Sequence[Pass],
+        layers: Sequence[Layer],
+        num_parts: int,
+        like: Tensor,
+        packing: Packing,
     ) -> Iterator[tuple[int | None, list[Tensor | None]]]:
         """Make the sums of all parts of some passes.
 
@@ -147,6 +156,7 @@ class Collector:
             num_parts: The most parts that any rank has: every rank runs as many, so that all call
                 the same collectives.
             like: Of the dtype and on the device that sums are made in.
+            packing: How matrices are given away.
 
         Yields:
             Each part's granule, and its sums by layer.
@@ -155,17 +165,16 @@ class Collector:
         for each in passes:
             inputs = parts_of(each.inputs, len(each.parts))
             for index, (part, own) in enumerate(zip(each.parts, inputs, strict=True)):
-                sums = self._run_part(each, index, part, own, layers)
+                sums = PartSums(layers, self._config, part, packing)
+                self._run_part(each, index, part, own, sums)
                 done += 1
                 yield part.granule, sums.vectors(like)
         for _ in range(num_parts - done):  # a rank with fewer parts keeps the others company
             each = passes[-1]
-            self._run_part(each, 0, each.parts[0], parts_of(each.inputs, len(each.parts))[0], [])
+            part, inputs = each.parts[0], parts_of(each.inputs, len(each.parts))[0]
+            self._run_part(each, 0, part, inputs, PartSums([], self._config, part))
 
-    def _run_part(
-        self, each: Pass, index: int, part: Part, inputs: Any, layers: Sequence[Layer]
-    ) -> PartSums:
-        sums = PartSums(layers, self._config, part)
+    def _run_part(self, each: Pass, index: int, part: Part, inputs: Any, sums: PartSums) -> None:
         is_empty = each.num_rows == 0
         # A rank without rows runs one of zeros, and counts nothing of it.
         rows = 1 if is_empty else each.num_rows
@@ -181,7 +190,6 @@ class Collector:
                 flat = tree_flatten(self._owner.module(*inputs[0], **inputs[1]))[0]
                 with self._in_full_precision():
                     self._send_back(flat, part, sums, is_empty=is_empty)
-        return sums
 
     def _send_back(
         self, flat: Sequence[Any], part: Part, sums: PartSums, *, is_empty: bool

@@ -34,6 +34,7 @@ from unison.kfac.owners.gather import value_from
 from unison.kfac.owners.messages import first_message, largest, summed
 from unison.kfac.owners.routes import Routes
 from unison.kfac.owners.sums import FactorSums
+from unison.kfac.packing import Packing
 from unison.kfac.passes import Pass, Watch, asker, refuse_private
 from unison.kfac.phases import phase
 from unison.kfac.precondition import Preconditioner, products_of
@@ -226,22 +227,22 @@ class KFAC:
                     layers = [each.as_dict() for each in self._collector.find_layers(passes[0])]
                     layers = value_from(ranks, 0, layers)
                     self._take_layers([Layer.from_dict(each) for each in layers])
-                has_g = self.config.fisher != "forward"
-                sizes = [layer.vector_size(has_g=has_g) for layer in self.layers]
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
+                packing = Packing(is_folded=not self._is_together)
+                has_g = self.config.fisher != "forward"
+                sizes = [each.vector_size(has_g=has_g, packing=packing) for each in self.layers]
                 sums = FactorSums(sizes, self._assignment, ranks, like, edges)
                 with phase("statistics"):
-                    for granule, vectors in self._collector.run(passes, self.layers, most, like):
-                        sums.take(granule, vectors)
+                    for each in self._collector.run(passes, self.layers, most, like, packing):
+                        sums.take(*each)
         finally:
             self._watch.is_paused = False
         with phase("factors"):
             totals = sums.finish()
-            for (index, total), counts in zip(
-                totals.items(), counts_of(totals.values()), strict=True
-            ):
-                self._states[index].update(total, *counts)
+            counts = counts_of(totals.values())
+            for (index, total), own in zip(totals.items(), counts, strict=True):
+                self._states[index].update(total, *own, packing)
         self._last_update = self.num_steps
 
     def _invert(self) -> None:

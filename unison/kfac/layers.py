@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from unison.kfac.config import KFACConfig
-from unison.kfac.packing import triangle_size
+from unison.kfac.packing import FOLDED, Packing
 from unison.ops import Dense, Lookup, Product, Record
 
 
@@ -70,11 +70,11 @@ class Layer:
         """Elements of the layer's gradient."""
         return self.d_in * self.d_out
 
-    def vector_size(self, *, has_g: bool) -> int:
+    def vector_size(self, *, has_g: bool, packing: Packing = FOLDED) -> int:
         """Elements that ranks add up for it: packed sums, then numbers of tokens and labels."""
         match self.method:
             case Method.KRONECKER:
-                return triangle_size(self.d_in) + has_g * triangle_size(self.d_out) + 2
+                return packing.size(self.d_in) + has_g * packing.size(self.d_out) + 2
             case Method.DIAGONAL:
                 return self.numel + 1
             case Method.IDENTITY:

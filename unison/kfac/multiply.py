@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unison.kernels import many
 from unison.kfac.device import padding_of
 
 
@@ -34,7 +35,7 @@ class Inverse:
 
     @property
     def width(self) -> int | None:
-        """Columns that `apply` likes best, zeros in those after d_in; None for any."""
+        """Columns that products like best, zeros in those after d_in; None for any."""
         return self._held["a"].shape[-1] if "a" in self._held else None
 
     @property
@@ -47,27 +48,34 @@ class Inverse:
         """Of what it holds: inverses of equal shapes can be `stacked`."""
         return tuple((key, value.shape) for key, value in self._held.items())
 
-    def apply(self, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Precondition a gradient [..., d_out, d_in or `width`].
+    def apply(self, y: Tensor) -> Tensor:
+        """Precondition a gradient [..., d_out, d_in or `width`], or as many as are stacked."""
+        return self.apply_parts(y, [y.shape[-1]])[0]
+
+    def apply_parts(self, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
+        """The same, some columns after others, each part contiguous where that costs nothing.
 
         Args:
             y: The gradient, or as many as inverses are stacked.
-            out: Where to put the result; may be y.
+            columns: How many each part has; others that are left at the end are left out.
         """
         held = self._held
-        if "a" in held:
-            # As A⁻¹Y', transposed: both are symmetric, and so both products have the sum over the
-            # contiguous dimension of both sides, the one layout that is fast in TF32.
-            n = y.shape[-1]
-            y = torch.matmul(held["a"][..., :n, :n], y.mT).mT
-            return torch.matmul(held["g"], y, out=out) if "g" in held else _put(y, out)
-        if "q_a" not in held:
-            return _put(y * held["scale"], out)
+        if "a" not in held:
+            return _parts(self._by_eigen(y) if "q_a" in held else y * held["scale"], columns)
+        # As A⁻¹Y', transposed: both are symmetric, and so both products have the sum over the
+        # contiguous dimension of both sides, the one layout that is fast in TF32.
+        n = y.shape[-1]
+        parts = _parts(torch.matmul(held["a"][..., :n, :n], y.mT).mT, columns)
+        return [torch.matmul(held["g"], part) for part in parts] if "g" in held else parts
+
+    def _by_eigen(self, y: Tensor) -> Tensor:
+        held = self._held
         y = y @ held["q_a"]
-        if "q_g" not in held:
-            return torch.matmul(y * held["scale"], held["q_a"].mT, out=out)
-        y = held["q_g"] @ ((held["q_g"].mT @ y) * held["scale"])
-        return torch.matmul(y, held["q_a"].mT, out=out)
+        if "q_g" in held:
+            y = held["q_g"] @ ((held["q_g"].mT @ y) * held["scale"])
+        else:
+            y = y * held["scale"]
+        return y @ held["q_a"].mT
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +97,17 @@ def stacked(inverses: Sequence[Inverse]) -> Inverse:
     return whole
 
 
-def _put(value: Tensor, out: Tensor | None) -> Tensor:
-    return value if out is None else out.copy_(value)
+def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
+    """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
+    flat = [value.view(1, -1) for value in values if value.is_contiguous()]
+    if len(flat) == len(values) and scales.dtype == torch.float32 and many.is_fast(flat):
+        many.combine(flat, scales[:, None], flat)  # one launch for all
+    else:
+        torch._foreach_mul_(list(values), list(scales.unbind()))
+
+
+def _parts(y: Tensor, columns: Sequence[int]) -> list[Tensor]:
+    return list(y[..., : sum(columns)].split(list(columns), dim=-1))
 
 
 def _aligned(matrix: Tensor) -> Tensor:

@@ -6,7 +6,36 @@ from k on are kept as they are, [n, n - k]; below their diagonal there is room f
 triangle [k, k], transposed, one row further down.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the sums of a layer are laid out in one vector.
+
+    Attributes:
+        is_folded: Whether matrices are triangles: half as much to send. Where nothing is sent, they
+            stay as they are.
+    """
+
+    is_folded: bool
+
+    def size(self, n: int) -> int:
+        """Elements of an n x n matrix."""
+        return triangle_size(n) if self.is_folded else n * n
+
+    def pack(self, matrix: Tensor) -> Tensor:  # [n, n] -> [size]
+        """Lay out a symmetric matrix."""
+        return packed(matrix) if self.is_folded else matrix.reshape(-1)
+
+    def unpack(self, vector: Tensor, n: int) -> Tensor:  # [size] -> [n, n]
+        """The matrix again; a view of the vector where nothing is folded."""
+        return unpacked(vector, n) if self.is_folded else vector.view(n, n)
+
+
+FOLDED = Packing(is_folded=True)
 
 
 def triangle_size(n: int) -> int:

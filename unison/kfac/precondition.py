@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unison.kfac.graft import Graft, Values
 from unison.kfac.layers import Layer
+from unison.kfac.multiply import multiply_all_
 from unison.kfac.phases import phase
 from unison.kfac.stacks import Plan
 from unison.kfac.state import LayerState
@@ -40,14 +41,10 @@ class Preconditioner:
             plan = self._plan_of(gradients, is_together=is_together)
             values = source if own is None else own
             steps = {name: values[name] for name in plan.uncurved}
-            matrices, views = _directions(plan, source)
-            diagonals = [source[name] for name in plan.diagonals]
-            if diagonals:
-                diagonals = list(torch._foreach_mul(diagonals, plan.scales))
+            directions = _directions(plan, source)
             if own is not None:
-                _stretch(plan, matrices, diagonals, own)
-            steps.update(views)
-            steps.update(zip(plan.diagonals, diagonals, strict=True))
+                _stretch_(plan, directions, own)
+            steps.update(directions)
         return steps
 
     def _plan_of(self, gradients: Mapping[str, Tensor], *, is_together: bool) -> Plan:
@@ -59,8 +56,8 @@ class Preconditioner:
         return self._plan
 
 
-def _directions(plan: Plan, source: Values) -> tuple[list[Tensor], Values]:
-    """Preconditioned matrices of each stack, and what of them is which parameter's."""
+def _directions(plan: Plan, source: Values) -> Values:
+    """What is preconditioned, by parameter: new memory."""
     matrices: list[Tensor] = []
     views: Values = {}
     for stack in plan.stacks:
@@ -71,16 +68,20 @@ def _directions(plan: Plan, source: Values) -> tuple[list[Tensor], Values]:
         torch._foreach_copy_(
             list(views.values()), [_shaped(source[name], view) for name, view in views.items()]
         )
+    found: Values = {}
     for stack, whole in zip(plan.stacks, matrices, strict=True):
-        stack.apply_(whole)
-    return matrices, views
+        found.update(stack.apply(whole))
+    if plan.diagonals:
+        diagonals = torch._foreach_mul([source[name] for name in plan.diagonals], plan.scales)
+        found.update(zip(plan.diagonals, diagonals, strict=True))
+    return found
 
 
 def _shaped(value: Tensor, like: Tensor) -> Tensor:
     return value if value.shape == like.shape else value.reshape(like.shape)
 
 
-def _stretch(plan: Plan, matrices: list[Tensor], diagonals: list[Tensor], others: Values) -> None:
+def _stretch_(plan: Plan, directions: Values, others: Values) -> None:
     """Make each layer's direction, in its place, as long as another step; zeros stay zeros.
 
     Norms are added up in float64. What is computed of one layer does not depend on the others:
@@ -88,27 +89,22 @@ def _stretch(plan: Plan, matrices: list[Tensor], diagonals: list[Tensor], others
 
     Args:
         plan: Which layer is where.
-        matrices: Directions of each stack [layers, d_out, width].
-        diagonals: Directions of the other layers.
-        others: Of each layer, what to be as long as, by parameter.
+        directions: Of the layers with an inverse, by parameter.
+        others: Of each, what to be as long as.
     """
-    if not plan.weights:
+    names = plan.weights + plan.biases
+    if not names:
         return
-    own = [layer for each in matrices for layer in each.unbind()] + diagonals
-    compared = own + [others[name] for name in plan.weights + plan.biases]
+    own = [directions[name] for name in names]
     # All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
-    norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64))
-    lengths, wanted, of_biases = norms.split([len(own), len(own), len(plan.biases)])
+    compared = own + [others[name] for name in names]
+    norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64)).view(2, -1)
     # A layer has at most one bias, so that no order of sums is left open.
-    wanted = wanted.square().index_add_(0, plan.owners_of_biases, of_biases.square()).sqrt_()
+    squares, of_biases = norms.square().split([len(plan.weights), len(plan.biases)], dim=1)
+    lengths, wanted = squares.index_add(1, plan.owners_of_biases, of_biases).sqrt()
     scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
-    scales = scales.to(own[0].dtype)
-    done = 0
-    for each in matrices:
-        each.mul_(scales[done : done + len(each)].view(-1, 1, 1))
-        done += len(each)
-    if diagonals:
-        torch._foreach_mul_(diagonals, list(scales[done:].unbind()))
+    scales = torch.cat([scales, scales[plan.owners_of_biases]])
+    multiply_all_(own, scales.to(own[0].dtype))
 
 
 def products_of(

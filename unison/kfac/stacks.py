@@ -52,9 +52,23 @@ class Stack:
                 views[layer.bias] = each
         return whole, views
 
-    def apply_(self, whole: Tensor) -> None:
-        """Precondition the matrices [layers, d_out, width] in their place."""
-        self._inverse.apply(whole, out=whole)
+    def apply(self, whole: Tensor) -> Values:
+        """Precondition the matrices [layers, d_out, width]: the directions, by parameter.
+
+        Weights come as matrices, as `matrices` has them, and biases flat.
+        """
+        first = self.layers[0]
+        has_bias = first.bias is not None
+        columns = [first.columns, 1] if has_bias else [first.columns]
+        weights, *biases = self._inverse.apply_parts(whole, columns)
+        if first.is_transposed:
+            weights = weights.mT
+        found = {layer.name: each for layer, each in zip(self.layers, weights, strict=True)}
+        for of_stack in biases:
+            for layer, each in zip(self.layers, of_stack[..., 0], strict=True):
+                assert layer.bias is not None
+                found[layer.bias] = each
+        return found
 
 
 class Plan:

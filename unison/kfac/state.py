@@ -5,7 +5,7 @@ weight that was given out, w ← βw + (1 - β), where they are used: exactly th
 updates, with no trace of where it began.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from unison.kfac.config import KFACConfig
 from unison.kfac.inverse import Curvature, Inverse, invert
 from unison.kfac.layers import Layer, Method
-from unison.kfac.packing import triangle_size, unpacked
+from unison.kfac.packing import FOLDED, Packing
 
 BYTES_AT_ONCE = 2 << 30  # of factors that are being inverted
 
@@ -29,52 +29,46 @@ class LayerState:
 
     # --- curvature -------------------------------------------------------------------------------
 
-    def update(self, vector: Tensor, num_tokens: float, num_labels: float) -> None:
+    def update(
+        self, vector: Tensor, num_tokens: float, num_labels: float, packing: Packing = FOLDED
+    ) -> None:
         """Average new factors in; nothing if there were no labels.
 
         Args:
             vector: The sums of all ranks, and after them the two numbers: see `counts_of`.
             num_tokens: Tokens that the layer saw; means nothing for a diagonal.
             num_labels: Labels that the loss was made of.
+            packing: How matrices lie in the vector.
         """
         if num_labels == 0:
             return
-        new = self._means(vector[:-1], max(num_tokens, 1.0), num_labels)
         beta = self._config.decay
-        for side, value in new.items():
+        sums = self._sums(vector[:-1], packing)
+        for side, value in sums.items():
+            # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
+            share = (1 - beta) / (max(num_tokens, 1.0) if side == "a" else num_labels)
             before = self._averages.get(side)
             if before is None:
-                self._averages[side] = value.mul_(1 - beta)
+                self._averages[side] = value * share
             else:
-                before.mul_(beta).add_(value, alpha=1 - beta)
+                before.mul_(beta).add_(value, alpha=share)
         self._weight = beta * self._weight + (1 - beta)
 
-    def _means(self, sums: Tensor, num_tokens: float, num_labels: float) -> dict[str, Tensor]:
-        """Divide, once: inputs by the tokens that the layer saw, the rest by the labels."""
+    def _sums(self, vector: Tensor, packing: Packing) -> dict[str, Tensor]:
         layer = self.layer
         if layer.method is Method.DIAGONAL:
-            return {"d": sums / num_labels}
-        sums = sums[:-1]
-        size = triangle_size(layer.d_in)
-        found = {"a": unpacked(sums[:size] / num_tokens, layer.d_in)}
-        if len(sums) > size:
-            found["g"] = unpacked(sums[size:] / num_labels, layer.d_out)
+            return {"d": vector}
+        vector = vector[:-1]
+        size = packing.size(layer.d_in)
+        found = {"a": packing.unpack(vector[:size], layer.d_in)}
+        if len(vector) > size:
+            found["g"] = packing.unpack(vector[size:], layer.d_out)
         return found
 
     @property
     def factors(self) -> dict[str, Tensor]:
         """The factors as they are inverted: `a` and `g`, or `d`; nothing before the first."""
-        return {side: value / self._weight for side, value in self._averages.items()}
-
-    @property
-    def curvature(self) -> Curvature | None:
-        """What is to be inverted; None for a layer without curvature."""
-        factors = self.factors
-        if not factors:
-            return None
-        if "d" in factors:
-            factors = {"d": factors["d"].reshape(self.layer.d_out, self.layer.d_in)}
-        return Curvature(self.layer.name, factors)
+        return _factors_of([self])[0]
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -126,11 +120,26 @@ def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_togeth
         NotInvertible: Naming the first layer that has none, and the remedy.
     """
     for group in _groups(states):
-        found = [(state, state.curvature) for state in group]
-        wanted = [(state, each) for state, each in found if each is not None]
-        inverses = invert([each for _, each in wanted], config, is_together=is_together)
-        for (state, _), inverse in zip(wanted, inverses, strict=True):
+        known = [state for state in group if state._averages]
+        curvatures = [
+            Curvature(state.layer.name, _as_matrices(state.layer, factors))
+            for state, factors in zip(known, _factors_of(known), strict=True)
+        ]
+        inverses = invert(curvatures, config, is_together=is_together)
+        for state, inverse in zip(known, inverses, strict=True):
             state._inverse = inverse
+
+
+def _factors_of(states: Sequence[LayerState]) -> list[dict[str, Tensor]]:
+    """The factors of some layers; on a GPU few launches for all of them."""
+    averages = [value for state in states for value in state._averages.values()]
+    weights = [state._weight for state in states for _ in state._averages]
+    divided = iter(torch._foreach_div(averages, weights) if averages else ())
+    return [{side: next(divided) for side in state._averages} for state in states]
+
+
+def _as_matrices(layer: Layer, factors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {"d": factors["d"].reshape(layer.d_out, layer.d_in)} if "d" in factors else factors
 
 
 def _groups(states: Iterable[LayerState]) -> Iterator[list[LayerState]]:
