@@ -1,5 +1,7 @@
 """A pass as a CUDA graph: the gradients of the same pass without one."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,7 +15,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a s
 TOKENS, RECORDS = 16, 24
 
 
-def private(device: str, *, batch_size: int, noise: float = 0.0, **settings):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters, **settings):
+    return torch.optim.AdamW(parameters, lr=1e-2, capturable=True, fused=True, **settings)
+
+
+def private(device: str, *, batch_size: int, noise: float = 0.0, optimizer=sgd, **settings):
     """A small model made private, and its loader of ids and labels."""
     config = preset("gpt2", num_layers=2, d_model=64, num_heads=2, context_length=TOKENS)
     model = build(config, device=device)
@@ -22,7 +32,7 @@ def private(device: str, *, batch_size: int, noise: float = 0.0, **settings):
     engine = PrivacyEngine(secure_noise=False, accountant="rdp")
     model, optimizer, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=optimizer(model.parameters()),
         data_loader=DataLoader(TensorDataset(ids, labels), batch_size=batch_size, shuffle=True),
         noise_multiplier=noise,
         max_grad_norm=1.0,
@@ -32,7 +42,13 @@ def private(device: str, *, batch_size: int, noise: float = 0.0, **settings):
     return engine, model, optimizer, loader
 
 
-def trained(*, is_recorded: bool, num_steps: int, **settings):
+def nothing(num_done: int, optimizer) -> None:
+    pass
+
+
+def trained(
+    *, is_recorded: bool, num_steps: int, with_optimizer: bool = False, change=nothing, **settings
+):
     """Parameters and the last norms after a few steps, by a graph or without."""
     engine, model, optimizer, loader = private("cuda", **settings)
     run, num_done = None, 0
@@ -44,13 +60,31 @@ def trained(*, is_recorded: bool, num_steps: int, **settings):
                 model(ids, labels=labels).mean().backward()
             else:
                 if run is None:
-                    run = engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels)
+                    run = engine.capture_graph(
+                        lambda x, y: model(x, labels=y), ids, labels, with_optimizer=with_optimizer
+                    )
                 run(ids, labels)
-            optimizer.step()
+            if not (is_recorded and with_optimizer):
+                optimizer.step()
             num_done += bool(loader.current.is_last)
+            if loader.current.is_last:
+                change(num_done, optimizer)
             if num_done == num_steps:
                 break
+    assert engine.ledger.num_intents == engine.ledger.num_commits == num_steps
     return [each.detach().clone() for each in model.parameters()], engine.per_sample_norms()
+
+
+def other_rate(num_done: int, optimizer) -> None:
+    """A number, which the graph holds: it has to be recorded again."""
+    if num_done == 3:
+        optimizer.param_groups[0]["lr"] /= 4
+
+
+def loaded_again(num_done: int, optimizer) -> None:
+    """The same state in other tensors, as a checkpoint would put there."""
+    if num_done == 3:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @pytest.mark.gpu
@@ -75,6 +109,70 @@ def test_a_recorded_pass_is_the_pass(settings, noise):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("change", [nothing, other_rate, loaded_again])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 4, "poisson_sampling": False},
+        {"batch_size": 8, "max_physical_batch_size": 6},
+    ],
+    ids=["one pass", "several passes"],
+)
+def test_a_recorded_step_is_the_step(settings, optimizer, change, noise):
+    settings = {**settings, "noise": noise, "optimizer": optimizer, "change": change}
+    expected, _ = trained(is_recorded=True, num_steps=6, **settings)
+    found, _ = trained(is_recorded=True, num_steps=6, with_optimizer=True, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_rate_that_is_a_tensor_may_change():
+    rates = [torch.tensor(1e-2, device="cuda") for _ in range(2)]
+    found = []
+    for with_optimizer, rate in zip((False, True), rates, strict=True):
+        found.append(
+            trained(
+                is_recorded=True,
+                num_steps=6,
+                with_optimizer=with_optimizer,
+                batch_size=4,
+                poisson_sampling=False,
+                noise=1.0,
+                optimizer=lambda parameters, rate=rate: torch.optim.AdamW(
+                    parameters, lr=rate, capturable=True, fused=True
+                ),
+                change=lambda _, optimizer: optimizer.param_groups[0]["lr"].mul_(0.5),
+            )[0]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_step_leaves_its_gradients_and_no_key():
+    engine, model, _, loader = private(
+        "cuda", batch_size=4, noise=1.0, poisson_sampling=False, optimizer=adamw
+    )
+    run = None
+    for ids, labels in loader:
+        ids, labels = ids.cuda(), labels.cuda()
+        run = run or engine.capture_graph(
+            lambda x, y: model(x, labels=y), ids, labels, with_optimizer=True
+        )
+        model.zero_grad()
+        run(ids, labels)
+        assert all(each.grad is not None for each in model.parameters())
+    assert run is not None
+    recording = next(iter(run._step._recordings.values()))
+    assert recording.recipes.count_nonzero() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_other_shapes_are_refused():
     engine, model, _, loader = private("cuda", batch_size=4, poisson_sampling=False)
     ids, labels = next(iter(loader))
@@ -88,3 +186,21 @@ def test_a_cpu_has_no_graphs():
     ids, labels = next(iter(loader))
     with pytest.raises(UnsupportedOperation, match="on one CUDA device"):
         engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels)
+
+
+def test_an_optimizer_that_counts_on_the_host_is_refused():
+    engine, model, _, loader = private("cpu", batch_size=4, optimizer=torch.optim.AdamW)
+    ids, labels = next(iter(loader))
+    with pytest.raises(UnsupportedOperation, match="capturable=True"):
+        engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels, with_optimizer=True)
+
+
+def test_hooks_of_an_optimizer_that_is_recorded_are_refused():
+    engine, model, optimizer, loader = private("cpu", batch_size=4)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    ids, labels = next(iter(loader))
+    with pytest.raises(UnsupportedOperation, match="SGD has step hooks"):
+        engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels, with_optimizer=True)
+    handle.remove()
+    with pytest.raises(UnsupportedOperation, match="on one CUDA device"):
+        engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels, with_optimizer=True)

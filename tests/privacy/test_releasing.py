@@ -9,7 +9,7 @@ from torch import nn
 
 from unison.privacy.mechanism import Release
 from unison.privacy.owners.base import Owned
-from unison.privacy.releasing import Releasing
+from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.sampling import Poisson
 from unison.rng import Key
 
@@ -37,13 +37,8 @@ def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtyp
     owner: Any = Alone([Owned("w", parameter, (4, 2), 0, 8), Owned("v", unused, (3,), 0, 3)])
     values = torch.randn(num_samples, 4, 2).to(dtype)
     weights = torch.rand(num_samples, dtype=torch.float64) / 2
-    made = Releasing(owner).gradients(
-        {"w": (values, weights)},
-        key=Key.from_seed(0),
-        release=WITHOUT_NOISE,
-        divisor=8.0,
-        num_samples=num_samples,
-    )
+    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 8.0, num_samples)
+    made = Releasing(owner).gradients({"w": (values, weights)}, terms)
     gradients = {owned.name: gradient for owned, gradient in made}
     expected = (weights.view(-1, 1, 1) * values.double()).sum(0) / 8
     torch.testing.assert_close(gradients["w"].view(4, 2).double(), expected, rtol=1e-6, atol=1e-7)

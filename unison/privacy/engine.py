@@ -37,6 +37,7 @@ from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.ranks import Ranks, open_on_ranks, show_shards
+from unison.privacy.recorded import RecordedPass
 from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling
 from unison.privacy.schedules import Schedule
@@ -302,7 +303,9 @@ class PrivacyEngine:
         """
         return self._attached.check(args, kwargs)
 
-    def capture_graph(self, loss_of: LossOf, *example: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def capture_graph(
+        self, loss_of: LossOf, *example: torch.Tensor, with_optimizer: bool = False
+    ) -> Callable[..., torch.Tensor]:
         """Record a pass as a CUDA graph: what a GPU does then costs Python next to nothing.
 
         ```python
@@ -310,7 +313,7 @@ class PrivacyEngine:
         for x, y in loader:
             optimizer.zero_grad()
             loss = run(x, y)  # forward, backward, clipping, noise
-            optimizer.step()
+            optimizer.step()  # with_optimizer=True: `run` takes this step, too
         ```
 
         Recording runs the model a few times; it spends no budget and changes no parameter. Batches
@@ -320,17 +323,21 @@ class PrivacyEngine:
         Args:
             loss_of: One loss per row [rows], of tensors.
             example: A batch as `loss_of` takes it, on the GPU.
+            with_optimizer: Whether the noise and `optimizer.step()` are a graph as well, which
+                `run` replays after the last batch of a step: do not call `optimizer.step()` then.
+                It must be `capturable`, and a learning rate that changes often a tensor:
+                `AdamW(..., lr=torch.tensor(1e-4), capturable=True, fused=True)`. With a number it
+                is recorded again after each change.
 
         Returns:
             A function of a batch of the loader, to be called once for each. It returns the mean
             loss of its rows, which like any loss is not covered by ε.
 
         Raises:
-            UnsupportedOperation: The module is sharded, trained in granules, or not on one GPU.
+            UnsupportedOperation: The module is sharded, trained in granules, or not on one GPU; or
+                the optimizer cannot be recorded.
         """
-        training = self._attached
-        graph = training.capture_graph(loss_of, example)
-        return lambda *batch: training.replay(graph, batch)
+        return RecordedPass(self._attached, loss_of, example, with_optimizer=with_optimizer)
 
     def get_epsilon(self, delta: float) -> float:
         """Return ε at δ of what the ledger holds."""

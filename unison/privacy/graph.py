@@ -3,7 +3,8 @@
 [Note: what a graph holds] Hundreds of small kernels cost Python and the driver more time than the
 GPU needs to run them. A CUDA graph records them once, with their addresses, and repeats them. What
 changes from step to step must therefore lie at a fixed place: the batch, and how many of its rows
-are real. What is not recorded: the ledger, the noise, and the optimizer, a few launches more.
+are real. What is not recorded: the ledger, the noise, and the optimizer, a few launches more;
+`step_graph` records the last two where the user asks for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,7 @@ class GraphedPass:
         self.loss = torch.zeros((), device=device)
         self.norms = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self.shares: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # as shares of weight 1
         self._graph, self._tables = torch.cuda.CUDAGraph(), Tables(device)
         self._record(device)
 
@@ -93,6 +95,31 @@ class GraphedPass:
                 place[len(x) :].zero_()
         self._num_real.fill_(num_real)
         self._graph.replay()
+
+    def added(self, *, is_first: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """Add what the last replay's sums are made of to those of the replays before it.
+
+        Args:
+            is_first: Whether there are none.
+
+        Returns:
+            The sums as shares of weight 1, at the same place every time.
+        """
+        if not self._sums:
+            one = torch.ones(1, dtype=torch.float64, device=self.loss.device)
+            for name, (values, _) in self.shares.items():
+                self._sums[name] = values.new_empty(1, *values.shape[1:], dtype=torch.float32), one
+        by_length: dict[int, list[str]] = {}
+        for name, (values, _) in self.shares.items():
+            by_length.setdefault(len(values), []).append(name)
+        for names in by_length.values():
+            combine(
+                [self.shares[name][0] for name in names],
+                stacked([self.shares[name][1] for name in names]),
+                [self._sums[name][0] for name in names],
+                add=not is_first,
+            )
+        return self._sums
 
     def _record(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
@@ -152,35 +179,6 @@ class GraphedPass:
         shares = sums.shares()
         assert shares is not None
         self.shares = shares
-
-
-def add_shares(
-    shares: Mapping[str, tuple[Tensor, Tensor]], sums: dict[str, Tensor]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Add what a pass's sums are made of to the sums of the passes before it.
-
-    Args:
-        shares: X and weights by name, see `GraphedPass.shares`.
-        sums: By name, float32; empty before the first pass.
-
-    Returns:
-        The sums, as shares of weight 1.
-    """
-    if not sums:
-        for name, (values, _) in shares.items():
-            sums[name] = torch.zeros(values.shape[1:], device=values.device)
-    by_length: dict[int, list[str]] = {}
-    for name, (values, _) in shares.items():
-        by_length.setdefault(len(values), []).append(name)
-    for names in by_length.values():
-        combine(
-            [shares[name][0] for name in names],
-            stacked([shares[name][1] for name in names]),
-            [sums[name] for name in names],
-            add=True,
-        )
-    one = torch.ones(1, dtype=torch.float64, device=next(iter(sums.values())).device)
-    return {name: (total.unsqueeze(0), one) for name, total in sums.items()}
 
 
 def _check_example(example: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kernels import many
-from unison.kernels.many.table import places_of, sent
+from unison.kernels.many.table import on_device, places_of, sent
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT
 from unison.privacy.mechanism import Release
@@ -121,17 +121,40 @@ def release_all(
     Returns:
         Gradients in the order given, each flat, in the memory of one tensor per dtype.
     """
-    device = shares.values[0].device
-    noise = None
-    if release.noise_std > 0:
-        _check_on_grid(release, num_samples)
-        recipes = sent(recipes_of(shares.names, key, release), device)
-        noise = many.NoiseDraw(recipes, shares.starts)
-    outs = _empty_gradients(shares, device)
+    recipes = recipes_for(shares.names, key, release, num_samples)
+    if recipes is not None:
+        recipes = sent(recipes, shares.values[0].device)
+    return release_by(shares, recipes, divisor)
+
+
+def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[Tensor]:
+    """The part of `release_all` that the device does.
+
+    Args:
+        shares: As there.
+        recipes: See `recipes_of`, on the device; zeros afterwards. None for no noise.
+        divisor: A public constant.
+    """
+    noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
+    outs = _empty_gradients(shares, shares.values[0].device)
     many.release(shares.values, _weights(shares), noise, divisor, outs)
-    if noise is not None:
-        noise.recipes.zero_()  # in stream order: the key does not stay behind in device memory
+    if recipes is not None:
+        recipes.zero_()  # in stream order: the key does not stay behind in device memory
     return outs
+
+
+def recipes_for(
+    names: Sequence[str], key: Key, release: Release, num_samples: int
+) -> Tensor | None:
+    """See `recipes_of`; None where a step has no noise.
+
+    Raises:
+        BadInput: If so many samples are too much for the noise's grid.
+    """
+    if release.noise_std == 0:
+        return None
+    _check_on_grid(release, num_samples)
+    return recipes_of(names, key, release)
 
 
 def recipes_of(names: Sequence[str], key: Key, release: Release) -> Tensor:
@@ -197,7 +220,7 @@ def _weights(shares: Shares) -> Tensor:
     if len(each) == 1:
         return table.expand(len(shares.weights), -1).contiguous()
     index = torch.tensor([rows[id(weights)] for weights in shares.weights])
-    return table[sent(index, table.device)]
+    return table[on_device(index, table.device)]
 
 
 def noisy_count(statistic: float, *, key: Key, release: Release) -> float:

@@ -1,17 +1,35 @@
 """From clipped sums to private gradients: noise and division of everything that a rank owns."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unison.privacy.mechanism import Release
-from unison.privacy.noise import Shares, can_release, finalise, release_all
+from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
 from unison.privacy.owners import Owned, Owner
+from unison.privacy.step_graph import StepGraph
 from unison.rng import Key
 
 Own = Mapping[str, tuple[Tensor, Tensor]]
 """What the sum of each used parameter is made of, see `Clipping.shares`."""
+
+
+class Terms(NamedTuple):
+    """On which terms a logical batch is released.
+
+    Attributes:
+        key: The key of this step's noise.
+        release: What this step applies.
+        divisor: A public constant.
+        num_samples: Samples in the logical batch.
+    """
+
+    key: Key
+    release: Release
+    divisor: float
+    num_samples: int
 
 
 class Releasing:
@@ -24,18 +42,14 @@ class Releasing:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
 
-    def gradients(
-        self, own: Own | None, *, key: Key, release: Release, divisor: float, num_samples: int
-    ) -> Iterator[tuple[Owned, Tensor]]:
+    def gradients(self, own: Own | None, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         """Make the gradients of everything that this rank owns.
 
         Args:
             own: Where this rank has all of the sums; else the owner has them.
-            key: The key of this step's noise.
-            release: What this step applies.
-            divisor: A public constant.
-            num_samples: Samples in the logical batch.
+            terms: Noise and division.
         """
+        key, release, divisor, num_samples = terms
         all_owned, made = self._made_of(own)
         shares = Shares.of(all_owned, made)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
@@ -57,6 +71,25 @@ class Releasing:
                 dtype=owned.parameter.dtype,
                 box=owned.box,
             )
+            yield owned, gradient
+
+    def step(self, graph: StepGraph, own: Own, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
+        """The same by a graph that takes the optimizer's step as well.
+
+        Args:
+            graph: Of both.
+            own: What the sums are made of: the same object, with the same tensors, whenever it is
+                of the same kind.
+            terms: Noise and division.
+        """
+        key, release, divisor, num_samples = terms
+        names = [each.name for each in self._owner.owned]
+        recipes = recipes_for(names, key, release, num_samples)
+        found = graph.replay(
+            id(own), lambda: Shares.of(*self._made_of(own)), recipes=recipes, divisor=divisor
+        )
+        for owned, gradient in found:
+            owned.parameter.grad = None  # what it held is trained on: nothing is added to it
             yield owned, gradient
 
     def _made_of(self, own: Own | None) -> tuple[Sequence[Owned], list[tuple[Tensor, Tensor]]]:

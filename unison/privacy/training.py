@@ -5,11 +5,10 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -24,22 +23,23 @@ from unison.privacy.clip_rules import CLIP_RULES
 from unison.privacy.dealing import Dealing, Part, sum_exact
 from unison.privacy.diagnostics import BatchNorms, Diagnostics
 from unison.privacy.given import GivenGradients
-from unison.privacy.graph import GraphedPass, LossOf, add_shares
+from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
-from unison.privacy.owners import Owner
+from unison.privacy.owners import Owned, Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.refuse import refuse_retrained
-from unison.privacy.releasing import Releasing
+from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.running import ClippingSettings, PassSums
+from unison.privacy.step_graph import is_recording
 from unison.rng import Key, NoiseClock
 
 
 @dataclass(eq=False)
-class _Batch:
-    """The logical batch under way."""
+class LogicalBatch:
+    """A logical batch under way."""
 
     release: Release
     next_pass: int
@@ -47,7 +47,6 @@ class _Batch:
     positions: list[Tensor]  # where they stand in the logical batch [samples]
     rates: list[Any]  # the optimizer's learning rates when it began
     key: Key | None = None  # of its noise, once the ledger holds its intent
-    sums: dict[str, Tensor] = field(default_factory=dict)  # of recorded passes
 
 
 class PrivateTraining:
@@ -73,9 +72,9 @@ class PrivateTraining:
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
         self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
-        self._owner, self._dealing = owner, dealing
+        self._owner, self.owned, self._dealing = owner, owner.owned, dealing
         self._parameters = {each.name: each.parameter for each in owner.owned}
-        self._batch: _Batch | None = None
+        self._batch: LogicalBatch | None = None
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
         self._uncommitted: int | None = None
@@ -92,7 +91,7 @@ class PrivateTraining:
         )
         loader.present = dealing.present
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
-        self._releasing = Releasing(owner)
+        self.releasing = Releasing(owner)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -120,7 +119,7 @@ class PrivateTraining:
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         self._check_trainable()
-        self._batch = _Batch(
+        self._batch = LogicalBatch(
             release=self.mechanism.begin(step),
             next_pass=0,
             norms=[],
@@ -134,7 +133,7 @@ class PrivateTraining:
         self.mechanism.abandon()
         self._batch = None
 
-    def _running(self, batch: PhysicalBatch) -> _Batch:
+    def running(self, batch: PhysicalBatch) -> LogicalBatch:
         """The logical batch that a pass belongs to, which must be the next one of it."""
         running = self._batch
         if running is None or running.release.step != batch.step:
@@ -151,7 +150,7 @@ class PrivateTraining:
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
     ) -> Mapping[str, Tensor]:
         """One coefficient per row: 0 for padding, and a mean over samples undone."""
-        running = self._running(batch)
+        running = self.running(batch)
         clip_norm = running.release.max_grad_norm
         factor = self._dealing.loss_factor(part, self._loss_reduction)
         whole = self._owner.whole_norms(norms)
@@ -179,7 +178,7 @@ class PrivateTraining:
                 own[id(each)] = scaled_up if is_real is None else scaled_up.where(is_real, 0.0)
         return {name: own[id(each)] for name, each in by_name.items()}
 
-    def _is_all(self, batch: PhysicalBatch, running: _Batch) -> bool:
+    def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
         """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
         is_only_pass = batch.is_last and running.next_pass == 0
         return is_only_pass and self._owner.is_alone and takes(*self._parameters.values())
@@ -190,26 +189,27 @@ class PrivateTraining:
         The intent is written before the sums of the last pass go over ranks: that exchange ends on
         no rank before every rank has come to it, the one that writes the ledger included.
         """
-        running, plan = self._running(batch), self._dealing.plan
+        running, plan = self.running(batch), self._dealing.plan
         assert plan is not None
         if batch.is_last:
-            self._open_release(running)
+            self.open_release(running)
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
         if batch.is_last:
-            self._release(running, batch.logical_size, own)
+            terms = self.terms(running, batch.logical_size)
+            self.release(running, batch.logical_size, self.releasing.gradients(own, terms))
         elif not self._has_warned and self._learning_rates() != running.rates:
             self._warn_of_scheduler()
 
-    def _open_release(self, running: _Batch) -> None:
+    def open_release(self, running: LogicalBatch) -> None:
         """Count a logical batch, before anything of its noise is drawn."""
         self.ledger.intend(running.release)
         running.key = self._clock.advance(running.release.step)
 
-    def capture_graph(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
-        """See `PrivacyEngine.capture_graph`."""
+    def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
+        """Record a pass; see `PrivacyEngine.capture_graph`."""
         if not (self._owner.is_alone and takes(*self._parameters.values())):
             raise UnsupportedOperation(
                 "capture_graph needs all parameters on one CUDA device and no granules; sharded "
@@ -232,50 +232,29 @@ class PrivateTraining:
             ),
         )
 
-    def replay(self, graph: GraphedPass, batch: Sequence[Tensor]) -> Tensor:
-        """Run a recorded pass on the batch in the user's hands, and return its loss."""
-        current = self.loader.current
-        if current is None:
-            raise BadInput("expected a batch of the loader that make_private returned")
-        running = self._running(current)
-        if running.release.max_grad_norm != graph.clip_norm:
-            raise BadInput(
-                f"the graph was recorded for max_grad_norm={graph.clip_norm}, and this step has "
-                f"{running.release.max_grad_norm}: record another"
-            )
-        if current.is_last:
-            self._open_release(running)
-        graph.replay(batch, current.num_samples)
-        running.norms.append(graph.norms[: current.num_samples].clone())
-        first = current.first_position
-        running.positions.append(torch.arange(first, first + current.num_samples))
-        is_only = current.is_last and running.next_pass == 0
-        own = graph.shares if is_only else add_shares(graph.shares, running.sums)
-        running.next_pass += 1
-        if current.is_last:
-            self._release(running, current.logical_size, own)
-        return graph.loss.clone()
+    def terms(self, running: LogicalBatch, num_samples: int) -> Terms:
+        """On which terms a logical batch is released, once its intent is written."""
+        assert running.key is not None
+        release = running.release
+        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
+        return Terms(running.key, release, divisor, num_samples)
 
-    def _release(
+    def release(
         self,
-        running: _Batch,
+        running: LogicalBatch,
         num_samples: int,
-        own: Mapping[str, tuple[Tensor, Tensor]] | None,
+        gradients: Iterable[tuple[Owned, Tensor]],
     ) -> None:
-        """Noise, division, `.grad`, of what this rank owns.
+        """Put private gradients where the optimizer finds them; the logical batch is over.
 
         Args:
             running: The logical batch.
             num_samples: How many samples it has.
-            own: What the sums of each used parameter are made of, where this rank has all of it;
-                else the owner has them.
+            gradients: Of everything that this rank owns, with noise, divided.
         """
         release, self._batch = running.release, None
         assert running.key is not None
-        divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
-        for owned, gradient in self._releasing.gradients(
-            own, key=running.key, release=release, divisor=divisor, num_samples=num_samples
-        ):
+        for owned, gradient in gradients:
             self._given.give(owned, gradient)
         self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
@@ -296,6 +275,8 @@ class PrivateTraining:
     # --- the optimizer ---------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if is_recording():
+            return
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise BadInput(
                 "optimizer.step(closure) would release a batch several times; call step()"
@@ -303,6 +284,11 @@ class PrivateTraining:
         self._given.check(self._parameters)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not is_recording():
+            self.commit()
+
+    def commit(self) -> None:
+        """Note in the ledger that the last release was trained on."""
         if self._uncommitted is not None:
             self.ledger.commit(self._uncommitted)
             self._uncommitted = None

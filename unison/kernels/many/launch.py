@@ -34,6 +34,7 @@ _DTYPES = {
     torch.float64: tl.float64,
 }
 _SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
+_SAMPLES_AT_ONCE = 4
 _MOST_KNOWN = 16  # sets of tensors
 
 
@@ -208,7 +209,8 @@ def release(
                 table(SECURE, device), batch, 1.0 / divisor,
                 SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
                 NOISY=is_noisy, DTYPE=_DTYPES[group.dtype], ADD=add, ALIGNED=group.is_aligned,
-                TILE=size, num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
+                TILE=size, AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
+                num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
             )  # fmt: skip
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory

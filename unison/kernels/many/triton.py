@@ -103,10 +103,31 @@ def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
 
 
 @triton.jit
+def _weighted(
+    values, stride, weights, batch, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """Return Σ_b w_b X_b of a tile, samples one after the other, float32.
+
+    Some are read at once: a tile of one sample is too little to be waited for by itself.
+    """
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    nothing = tl.zeros((TILE,), dtype=tl.float32)
+    for first in range(0, batch, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            sample = first + i
+            weight = tl.load(weights + sample, mask=sample < batch, other=0.0)
+            # A sample of weight 0 is not read: it may hold NaN, or not be there.
+            is_read = mask & (nothing + weight != 0.0)
+            x = tl.load(values + sample.to(tl.int64) * stride + at, mask=is_read, other=0.0)
+            total += weight * x.to(tl.float32)
+    return total
+
+
+@triton.jit
 def release_kernel(
     table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
     SEGMENTS: tl.constexpr, DEGREE: tl.constexpr, NOISY: tl.constexpr, DTYPE: tl.constexpr,
-    ADD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    ADD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
 
@@ -125,13 +146,13 @@ def release_kernel(
     mask = at < _number(row, NUMEL, ALIGNED)
     if NOISY and not ALIGNED:
         mask = mask & (at >= 0)
-    total = tl.zeros((TILE,), dtype=tl.float32)
-    nothing = tl.zeros((TILE,), dtype=tl.float32)
-    for sample in range(batch):
-        weight = tl.load(weights + tensor * batch + sample)
-        # A sample of weight 0 is not read: it may hold NaN, or not be there.
-        x = _values(row, sample, at, mask & (nothing + weight != 0.0), ALIGNED)
-        total += weight * x
+    stride, own_weights = _number(row, STRIDE, ALIGNED), weights + tensor * batch
+    if tl.load(row + KIND) == SINGLE:
+        singles = _pointer(row, VALUES, tl.float32, ALIGNED)
+        total = _weighted(singles, stride, own_weights, batch, at, mask, TILE, AT_ONCE)
+    else:
+        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED)
+        total = _weighted(halves, stride, own_weights, batch, at, mask, TILE, AT_ONCE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     if ADD:
         total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)

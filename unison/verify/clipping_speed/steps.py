@@ -181,22 +181,19 @@ class Private:
         self._optimizer.step()
 
     def record(self) -> Step:
-        """Return the step with `PrivacyEngine.capture_graph`; optimizer and noise are beside it."""
+        """Return the step with `PrivacyEngine.capture_graph`, which holds the optimizer too."""
         plan = self.plan()
         if (plan.num_backwards, plan.num_forwards) != (1, 1):
             raise UnsupportedOperation("two passes are not recorded")
         example = [x.clone() for x in next(self._batches)]  # its step is taken below
         self._optimizer.zero_grad(set_to_none=True)
         run = self._engine.capture_graph(
-            lambda ids, labels: self._model(ids, labels=labels), *example
+            lambda ids, labels: self._model(ids, labels=labels), *example, with_optimizer=True
         )
         batches = itertools.chain([example], self._batches)
 
         def replay() -> None:
-            ids, labels = next(batches)
-            self._optimizer.zero_grad(set_to_none=True)
-            run(ids, labels)
-            self._optimizer.step()
+            run(*next(batches))
 
         return replay
 
