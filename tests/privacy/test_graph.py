@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
 from unison.privacy import PrivacyEngine
+from unison.privacy.recorded import RecordedPass
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a seed")
 
@@ -166,8 +167,10 @@ def test_a_recorded_step_leaves_its_gradients_and_no_key():
         model.zero_grad()
         run(ids, labels)
         assert all(each.grad is not None for each in model.parameters())
-    assert run is not None
+    assert isinstance(run, RecordedPass)
+    assert run._step is not None
     recording = next(iter(run._step._recordings.values()))
+    assert recording.recipes is not None
     assert recording.recipes.count_nonzero() == 0
 
 

@@ -1,14 +1,17 @@
 """What `make_private` is given: checked, with the remedy, and read where it is not said."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unison.errors import BadInput
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
+from unison.rng import Key
 
 _HINTS = {
     "criterion": "the loss is the user's own; no wrapper is needed, in any mode",
@@ -115,3 +118,26 @@ def refuse_opacus_values(clipping: Any, max_grad_norm: Any) -> None:
             f"max_grad_norm must be one number or a schedule, found {max_grad_norm!r}; "
             "clip_rule='per_layer' clips each of L parameters to C / sqrt(L)"
         )
+
+
+def make_key(seed: int | None, group: dist.ProcessGroup | None, *, is_secure: bool) -> Key:
+    """The run's key: the operating system's, the same on all ranks of a group, or a seed's.
+
+    Raises:
+        BadInput: If a seed is given for a secret key, or none for the other.
+    """
+    if is_secure:
+        if seed is not None:
+            raise BadInput(
+                "seed= makes noise and sampling predictable, and secure_noise=True asks for the "
+                "opposite. For a run that can be repeated: PrivacyEngine(secure_noise=False)"
+            )
+        return Key.shared(group)
+    if seed is None:
+        raise BadInput("secure_noise=False needs make_private(seed=...)")
+    warnings.warn(
+        "noise and sampling come from a seed: the run can be repeated, and whoever knows the seed "
+        "can remove the noise. Nothing that it gives is private",
+        stacklevel=4,
+    )
+    return Key.from_seed(seed)

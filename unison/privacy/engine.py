@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +19,7 @@ from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.arguments import (
     batch_size_of,
     check_optimizer,
+    make_key,
     refuse_opacus_values,
     refuse_unknown,
     sampling_of,
@@ -36,13 +36,12 @@ from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.owners import full_shapes, owner_of
-from unison.privacy.ranks import Ranks, open_on_ranks, show_shards
+from unison.privacy.ranks import open_on_ranks, show_shards
 from unison.privacy.recorded import RecordedPass
 from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling
 from unison.privacy.schedules import Schedule
 from unison.privacy.training import PrivateTraining
-from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -192,7 +191,7 @@ class PrivacyEngine:
                 rounded_elements=sum(each.numel for each in owner.owned),
             )
             ranks = owner.ranks
-            key = self._make_key(seed, owner.everyone)
+            key = make_key(seed, owner.everyone.group, is_secure=self.secure_noise)
             loader = PrivateLoader(
                 data_loader,
                 sampling,
@@ -393,21 +392,3 @@ class PrivacyEngine:
         if self._training is None:
             raise BadInput("the engine is not attached to a module: call make_private first")
         return self._training
-
-    def _make_key(self, seed: int | None, ranks: Ranks) -> Key:
-        if self.secure_noise:
-            if seed is not None:
-                raise BadInput(
-                    "seed= makes noise and sampling predictable, and secure_noise=True asks for "
-                    "the opposite. For a run that can be repeated: "
-                    "PrivacyEngine(secure_noise=False)"
-                )
-            return Key.shared(ranks.group)
-        if seed is None:
-            raise BadInput("secure_noise=False needs make_private(seed=...)")
-        warnings.warn(
-            "noise and sampling come from a seed: the run can be repeated, and whoever knows the "
-            "seed can remove the noise. Nothing that it gives is private",
-            stacklevel=3,
-        )
-        return Key.from_seed(seed)
