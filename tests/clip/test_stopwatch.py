@@ -8,7 +8,7 @@ import torch
 
 from tests.clip.test_calibration_costs import ALL_PARTS, MADE_BY, FakeTimer, linear, table
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MACHINES, Layer, Use, kernel_costs, plan_clipping
+from unison.clip import MACHINES, Layer, Use, kernel_costs, plan_clipping, stopwatch
 from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import Calibration
 from unison.clip.cost_file import CostFile
@@ -129,3 +129,36 @@ def test_on_the_gpu(itemsize, tmp_path):
     again = Calibration("GPU", timer, CostFile(tmp_path, MADE_BY))
     assert plan_clipping(layers, machine="cuda", timed=again) == found
     assert timer.asked == []
+
+
+class FakeEvent:
+    """An event of a GPU that begins as soon as it has waited long enough for the host."""
+
+    waited = 0
+    needed = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return FakeEvent.waited < FakeEvent.needed
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other) -> float:
+        return 100.0 if self.query() else 5.0
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(0, 0.001), (30_000_000, 0.001), (10**12, 0.02)])
+def test_a_slow_host_is_not_what_is_timed(monkeypatch, needed, expected):
+    def sleep(cycles: int) -> None:
+        FakeEvent.waited = cycles
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    FakeEvent.needed = needed
+    assert stopwatch._event_seconds(lambda: None, 5) == pytest.approx(expected)

@@ -37,8 +37,8 @@ MOST_BYTES = 4 << 30
 _REPEATS = 5
 _LONG = 0.02  # seconds of a run that need not be repeated
 _HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple of the best norm
-# Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms.
-_CYCLES_AHEAD = 4_000_000
+# Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms; at most 64.
+_CYCLES_AHEAD, _MOST_CYCLES_AHEAD = 4_000_000, 128_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +255,18 @@ def event_seconds(run: Run) -> float:
 
 def _event_seconds(run: Run, repeats: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_CYCLES_AHEAD)
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
+    cycles = _CYCLES_AHEAD
+    while True:
+        torch.cuda._sleep(cycles)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        is_late = begin.query()  # the GPU has begun, and waits for a host that is slow
+        end.record()
+        end.synchronize()
+        cycles *= 2
+        if not is_late or cycles > _MOST_CYCLES_AHEAD:
+            return begin.elapsed_time(end) / 1e3 / repeats
 
 
 def _is_recording(device: torch.device) -> bool:
