@@ -72,7 +72,7 @@ class Passes:
 def result_of(clipping: Clipping) -> dict[str, Tensor]:
     norms = clipping.norms()
     coefficients = dict.fromkeys(norms, torch.linspace(0.5, 1, BATCH, dtype=torch.float64))
-    shares = {name: (x.clone(), w) for name, x, w in clipping.shares(coefficients)}
+    shares = {name: (x.clone(), w) for name, (x, w) in clipping.shares(coefficients).items()}
     found = {f"{name} {i}": part for name, each in shares.items() for i, part in enumerate(each)}
     return {**found, "squared": norms.squared, "upper": norms.upper}
 

@@ -297,13 +297,6 @@ def test_tiles_of_tensors():
     assert (tensors.dtype, first.dtype) == (torch.int32, torch.int64)
 
 
-def test_places_do_not_overlap_and_are_aligned():
-    places, end = table.places_of([1, 64, 0, 65])
-    assert places == [0, 64, 128, 128]
-    assert end == 256
-    assert table.places_of([]) == ([], 0)
-
-
 def test_tables_of_a_graph_are_filled_at_the_end():
     tables = table.Tables(torch.device("cpu"), capacity=64)
     with table.tables_kept(tables):
@@ -363,7 +356,7 @@ def test_kernels_read_tables_that_were_filled_later():
     values, tables = draw(2, [(24,), (7,)]), table.Tables(torch.device("cpu"))
     weights, found, expected = weights_of(2, 2), outs_like(values), outs_like(values)
     recorded = []
-    release = launch.kernels.release_kernel
+    release = launch._launch_release._kernel
 
     class Recorder:
         def __getitem__(self, grid):
@@ -371,18 +364,36 @@ def test_kernels_read_tables_that_were_filled_later():
 
     with as_on_cuda():
         launch.release(values, weights, None, 1.0, expected)
-        launch.kernels.release_kernel = Recorder()
+        launch._launch_release._kernel = Recorder()
         try:
             with table.tables_kept(tables):
                 # Weights of the two launches are looked up by tables, which are empty as yet.
                 launch.release(values, weights.expand(2, 2), None, 1.0, found)
         finally:
-            launch.kernels.release_kernel = release
+            launch._launch_release._kernel = release
         tables.fill()
         for (grid, args, options), row in zip(recorded, weights, strict=True):
             given = [*args[:4], row.unsqueeze(0), *args[5:]]
             release[grid](*given, **options)
     assert_all_same_bits(found, expected)
+
+
+@interpreted
+def test_tensors_that_were_asked_about_are_not_asked_again():
+    from unison.kernels import many
+
+    values, others = draw(3), draw(3)
+    with as_on_cuda():
+        facts = many.Facts(values)
+        asked = many.Asked(others, facts, many.is_fast(values))
+        assert facts == many.Facts(others)
+        assert hash(facts) == hash(many.Facts(others))
+        assert facts != many.Facts(draw(2))
+        assert_same_bits(many.squares(asked), many.squares(others))
+        weights, found, expected = weights_of(len(values), 3), outs_like(others), outs_like(others)
+        many.combine(asked, weights, found)
+        many.combine(others, weights, expected)
+        assert_all_same_bits(found, expected)
 
 
 # ---- without kernels -----------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """From what sums are made of to gradients."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from unison.clip.kept import SharesByName
+from unison.kernels import many
 from unison.privacy.mechanism import Release
+from unison.privacy.noise import Cut
 from unison.privacy.owners.base import Owned
 from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.sampling import Poisson
@@ -43,3 +46,43 @@ def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtyp
     expected = (weights.view(-1, 1, 1) * values.double()).sum(0) / 8
     torch.testing.assert_close(gradients["w"].view(4, 2).double(), expected, rtol=1e-6, atol=1e-7)
     assert not gradients["v"].any()
+
+
+SHAPES = [(3,), (8, 8), (), (64,), (5, 8), (16, 8), (2, 3), (0, 8), (4, 2, 8), (2, 2, 8), (65,)]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float32]], ids=str)
+def test_memories_of_gradients(dtypes):
+    """In the parameters' shapes, at multiples of 64 elements, and none over another."""
+    every = [dtypes[i % len(dtypes)] for i in range(len(SHAPES))]
+    parameters = [nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(SHAPES, every, strict=True)]
+    cut = Cut(parameters)
+    assert cut.is_for(parameters)
+    assert not cut.is_for(parameters[1:])
+    assert not cut.is_for([each.double() for each in parameters])
+    found = cut.empty(torch.device("cpu"))
+    for i, (gradient, parameter) in enumerate(zip(found, parameters, strict=True)):
+        assert gradient.shape == parameter.shape
+        assert gradient.dtype == parameter.dtype
+        assert gradient.is_contiguous()
+        assert gradient.storage_offset() % 64 == 0
+        gradient.fill_(i)
+    assert all((gradient == i).all() for i, gradient in enumerate(found))
+
+
+def test_values_that_are_known_are_released_in_their_order():
+    """And every parameter gets its own all the same."""
+    parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("b", "c", "a")}
+    owned = [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
+    one = torch.ones(1, dtype=torch.float64)
+    values = [torch.full((1, 3), float(i)) for i in range(3)]
+    own = SharesByName(zip("abc", [(value, one) for value in values], strict=True))
+    own.asked = many.Asked(values, many.Facts(values), False)
+    releasing = Releasing(cast(Any, Alone(owned)))
+    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
+    found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
+    assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 1, "c": 2}
+    del own["b"]  # then they are not all
+    own.asked = None
+    found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
+    assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 0, "c": 2}

@@ -3,14 +3,12 @@
 The only code that intercepts a pass. It leaves records, as data, by parameter name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from unison.capture.again import (
     Repeats,
@@ -22,7 +20,8 @@ from unison.capture.again import (
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression
 from unison.capture.fallback import is_in_place, per_sample_fallback
-from unison.capture.names import Places
+from unison.capture.marks import marked
+from unison.capture.names import Place, Places
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
@@ -33,10 +32,8 @@ from unison.capture.tracked import (
     Source,
     Tracked,
     all_plain,
-    find_tracked,
     memory_of,
     plain,
-    refuse_gradient,
     refuse_gradients,
 )
 from unison.capture.use import OnProduct, OnRecord, Use
@@ -64,6 +61,7 @@ class Capture:
             returns whether this one should be: then the gradient is kept, and `on_record` gets an
             equal record in `again`.
         known: Where the module's parameters lie, from an earlier capture of it.
+        is_current: Whether that was looked at just now, and nobody else's code has run since.
         streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
             gets products of them.
         is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
@@ -85,12 +83,14 @@ class Capture:
         on_record: OnRecord,
         on_product: OnProduct | None = None,
         known: Places | None = None,
+        is_current: bool = False,
         streams: bool = False,
         is_light: bool = False,
         alike: Alike | None = None,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
         self._places = Places(module) if known is None else known
+        self._is_current = is_current
         self.streams, self.is_light = streams, is_light
         self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
@@ -121,7 +121,7 @@ class Capture:
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
         """
-        placed = self._places.now()
+        placed = self._places.last if self._is_current else self._places.now()
         refuse_compiled(self._places.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
@@ -131,46 +131,36 @@ class Capture:
             with placing(self):
                 yield self
             return
-        tracked: dict[int, Tracked] = {}
-        hidden: list[tuple[dict[str, Any], str, Any]] = []
-        guards: list[RemovableHandle] = []
-        try:
-            for module, attribute, parameter, name in placed:
-                if not parameter.requires_grad:
-                    continue
-                attributes = module.__dict__
-                # What another context put in the parameter's place is what is computed with.
-                before = attributes.get(attribute)
-                if id(parameter) not in tracked:
-                    value = parameter if before is None else before
-                    tracked[id(parameter)] = self._tracked(value, name)
-                    if is_guarded:
-                        hook = partial(refuse_gradient, name)
-                        guards.append(parameter.register_hook(hook))
-                hidden.append((attributes, attribute, before))
-                attributes[attribute] = tracked[id(parameter)]
+        self._places.relay.call = self.call
+        with self._marking(placed, is_guarded) as tracked:
             if self._alike is not None:
                 self._sites = sites_of(self._alike.kind, self._places.sites)
             with flat_weights_renewed(self._places.modules):
                 yield self
-            refuse_gradients(tracked.values())
-        finally:
-            for attributes, attribute, before in hidden:
-                if before is None:
-                    attributes.pop(attribute, None)
-                else:
-                    attributes[attribute] = before
-            for guard in guards:
-                guard.remove()
+            refuse_gradients(tracked)
+
+    @contextmanager
+    def _marking(self, placed: Sequence[Place], is_guarded: bool) -> Iterator[Collection[Tracked]]:
+        """Put the marks of an earlier pass in their places for this block, or others."""
+        marks = self._places.marks
+        if marks is not None and not is_guarded and marks.put():
+            try:
+                yield marks.tracked
+            finally:
+                marks.remove()
+            return
+        with marked(placed, self._tracked, is_guarded=is_guarded) as (tracked, self._places.marks):
+            yield tracked
 
     def _tracked(self, value: Tensor, name: str) -> Tracked:
         """Mark a parameter, or take the mark that an earlier capture left."""
         kept = self._places.tracked.get(id(value))
         if kept is not None and kept.memory == memory_of(value):
-            kept.listener = self
             return kept
-        made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
-        if isinstance(value, nn.Parameter) and not is_in_parts(value):
+        can_keep = isinstance(value, nn.Parameter) and not is_in_parts(value)
+        listener = self._places.relay if can_keep else self
+        made = Tracked.of(value, (Source(name, tuple(value.shape)),), listener)
+        if can_keep:
             made.memory = memory_of(value)
             self._places.tracked[id(value)] = made
             self._places.sites = {}  # they may hold the mark that was there before
@@ -219,10 +209,12 @@ class Capture:
 
     # --- what tracked tensors call ---------------------------------------------------------------
 
-    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that touches a tracked tensor."""
+    def call(
+        self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
         if self._sites is not None:
-            site = self._sites.find(func, find_tracked(args, kwargs))
+            site = self._sites.find((func, id(first)))
             x = None if site is None else site.input_of(args, kwargs)
             if site is not None and x is not None and is_usual(self._outer):
                 return self._run_known(site, x)
@@ -276,7 +268,7 @@ class Capture:
         assert self._alike is not None
         output = site.run(x)
         self.used.update(site.names)
-        site.hook(output, x, self, self._alike.keeper)
+        site.wait(output, x, self, self._alike.keeper)
         return output
 
     def _call_of(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:

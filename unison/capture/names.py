@@ -1,7 +1,8 @@
 """Names of parameters as the model itself gives them."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain, compress
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,6 +33,18 @@ def places(module: nn.Module) -> Iterator[Place]:
                 yield Place(child, attribute, parameter, name)
 
 
+class Relay:
+    """Hears of operations on marks that stay, and tells the capture of the pass under way.
+
+    Attributes:
+        call: That capture's own.
+    """
+
+    __slots__ = ("call",)
+
+    call: Callable[..., Any]
+
+
 class Places:
     """The places of a module's parameters, looked up again only when something has changed.
 
@@ -43,35 +56,56 @@ class Places:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._found: list[Place] = []
-        self.modules: list[tuple[str, nn.Module]] = []  # by name, as of the last look
-        self.tracked: dict[int, Any] = {}  # what a capture keeps of them for the next one
-        self.sites: dict[Hashable, Any] = {}  # likewise of their uses, by kind of pass
-        self._held: list[int] = []
+        self.last: list[Place] = []  # as of the last look
+        self.modules: list[tuple[str, nn.Module]] = []  # by name, likewise
+        # What a capture keeps for the next one: marks by the parameter's id, all of them with
+        # their places, who hears of them, and their uses by kind of pass.
+        self.tracked: dict[int, Any] = {}
+        self.marks: Any = None
+        self.relay = Relay()
+        self.sites: dict[Hashable, Any] = {}
+        self._held: tuple[list[int], list] = [], []
+        self._flags: list[bool] = []
+        self._trained: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self.now())
 
     def now(self) -> list[Place]:
         """Return all places as they are now."""
-        if not self._found or _held_by(self.modules) != self._held:
-            self._found = list(places(self._module))
+        if not self.last or not _is_held(self.modules, *self._held):
+            self.last = list(places(self._module))
             self.modules = list(self._module.named_modules())
             self._held = _held_by(self.modules)
-            self.tracked, self.sites = {}, {}
-        return self._found
+            self.tracked, self.sites, self.marks, self._flags = {}, {}, None, []
+        return self.last
 
     def trained(self) -> tuple[str, ...]:
         """Return the names of all places whose parameters take gradients."""
-        return tuple([name for _, _, parameter, name in self.now() if parameter.requires_grad])
+        flags = [place.parameter.requires_grad for place in self.now()]
+        if flags != self._flags:
+            names = [place.name for place in self.last]
+            self._flags, self._trained = flags, tuple(compress(names, flags))
+        return self._trained
 
 
-def _held_by(modules: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Return who the children and parameters of modules are, in order.
+def _is_held(modules: Sequence[tuple[str, nn.Module]], lengths: list[int], parts: list) -> bool:
+    """Whether children and parameters of modules are what `_held_by` returned."""
+    held = _held(modules)
+    return list(map(len, held)) == lengths and all(map(is_, _parts(held), parts))
 
-    Whoever remembers it has to hold modules and parameters, so that no other takes over an address.
-    """
+
+def _held_by(modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[int], list]:
+    """Return how many children and parameters each module has, and who they are, in order."""
+    held = _held(modules)
+    return list(map(len, held)), list(_parts(held))
+
+
+def _held(modules: Sequence[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
     held: list[dict[str, Any]] = [module._modules for _, module in modules]
-    held += [module._parameters for _, module in modules]
-    parts = chain.from_iterable([each.values() for each in held])
-    return [*map(len, held), *map(id, parts)]
+    return held + [module._parameters for _, module in modules]
+
+
+def _parts(held: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    # One after the other: hundreds of views at once would call Python's garbage collector.
+    return chain.from_iterable(each.values() for each in held if each)

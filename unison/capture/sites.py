@@ -11,7 +11,6 @@ A site knows how the records of its use were taken, too: whoever takes them may 
 which makes of the gradient what is kept of it, and nothing in between.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +77,7 @@ class Site:
         layout: Where samples lie in what comes out.
         uses: The parameters, each with the builder of its record.
         names: The parameters' names.
+        maker: What makes of the gradient what is kept of it, once it is known.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Site:
         self._named = dict(zip(keywords, plain[num_placed:], strict=True))
         self._run, self.layout, self.uses = DIRECT[func], use.layout, use.uses
         self.names = [tracked.of_parameters[0] for tracked, _ in use.uses]
-        self._maker: Maker | None = None
+        self.maker: Maker | None = None
         self._is_tried = False
 
     def input_of(self, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -126,7 +126,7 @@ class Site:
         """Run the function on plain tensors."""
         return self._run(*self._before, x, *self._after, **self._named)
 
-    def hook(self, output: Tensor, x: Tensor, capture: Taker, keeper: Callable[[], Keeper]) -> None:
+    def wait(self, output: Tensor, x: Tensor, capture: Taker, keeper: Callable[[], Keeper]) -> None:
         """Wait for the gradient of the output; as `unison.capture.tap.hook` does.
 
         Args:
@@ -135,35 +135,59 @@ class Site:
             capture: Who takes records of this pass.
             keeper: Returns who takes gradients as a maker makes them.
         """
-        saved: Tensor | None = x
-        version = x._version
-
-        def record(g: Tensor) -> None:
-            nonlocal saved
-            if saved is None:
-                refuse_second()
-            if saved._version != version:
-                refuse_changed()
-            x, saved = saved, None
-            maker = self._maker
-            is_plain = maker is not None and not torch.is_grad_enabled()
-            if is_plain and maker(keeper(), g, x):  # type: ignore[misc]
-                return
-            Use(capture, self.layout, self.uses).record(g, (x.detach(),))
-            if not self._is_tried:
-                self._is_tried = True
-                uses = [
-                    PlainUse(tracked.of_parameters[0], tuple(tracked.value.shape), builder)
-                    for tracked, builder in self.uses
-                ]
-                self._maker = keeper().maker_of(uses, self.layout, g, x)
-
+        waiting: Any = _Waiting(self, x, capture, keeper)
         # As `Tensor.register_hook`, but for a handle that nobody would hold.
         hooks: Any = output._backward_hooks
         if hooks is None:
-            hooks = output._backward_hooks = OrderedDict()
+            output._backward_hooks = _Hooks({waiting: waiting})
             output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
-        hooks[record] = record
+        else:
+            hooks[waiting] = waiting
+
+    def record(self, g: Tensor, x: Tensor, capture: Taker, keeper: Callable[[], Keeper]) -> None:
+        """Make records of the use, and ask once how it may be taken without them."""
+        Use(capture, self.layout, self.uses).record(g, (x.detach(),))
+        if not self._is_tried:
+            self._is_tried = True
+            uses = [
+                PlainUse(tracked.of_parameters[0], tuple(tracked.value.shape), builder)
+                for tracked, builder in self.uses
+            ]
+            self.maker = keeper().maker_of(uses, self.layout, g, x)
+
+
+class _Hooks(dict):
+    """Hooks of a tensor: a dictionary that handles of other hooks can refer to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Waiting:
+    """The hook of an output, with what went in.
+
+    An object and no closure: those of hundreds of uses wait for the backward pass, and Python's
+    garbage collector counts every cell of theirs.
+    """
+
+    __slots__ = ("_capture", "_keeper", "_saved", "_site", "_version")
+
+    def __init__(self, site: Site, x: Tensor, capture: Taker, keeper: Callable[[], Keeper]) -> None:
+        self._site, self._capture, self._keeper = site, capture, keeper
+        self._saved: Tensor | None = x
+        self._version = x._version
+
+    def __call__(self, g: Tensor) -> None:
+        x = self._saved
+        if x is None:
+            refuse_second()
+        if x._version != self._version:
+            refuse_changed()
+        # Autograd keeps a hook until the whole graph goes: what is saved must go as it is used.
+        self._saved = None
+        site = self._site
+        maker = site.maker
+        if maker is None or _is_recorded() or not maker(self._keeper(), g, x):
+            site.record(g, x, self._capture, self._keeper)
 
 
 _is_recorded = torch.is_grad_enabled
@@ -208,10 +232,8 @@ class Sites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[Callable[..., Any], int], Site] = {}
-
-    def find(self, func: Callable[..., Any], first: Tracked) -> Site | None:
-        """Return what is known of a function and the first parameter of a call."""
-        return self._sites.get((func, id(first)))
+        # With a function and the id of the first mark among its arguments: the site, or None.
+        self.find = self._sites.get
 
     def learn(
         self,

@@ -12,9 +12,10 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -57,8 +58,10 @@ class Source:
 class Listener(Protocol):
     """Who is told of operations."""
 
-    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that touches a tracked tensor."""
+    def call(
+        self, func: Callable[..., Any], first: "Tracked", args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
         ...
 
 
@@ -130,7 +133,8 @@ class Tracked(Tensor):
     ) -> Any:
         """Hand the call to the capture."""
         kwargs = kwargs or {}
-        return find_tracked(args, kwargs).listener.call(func, args, kwargs)
+        first = find_tracked(args, kwargs)
+        return first.listener.call(func, first, args, kwargs)
 
 
 def memory_of(value: Tensor) -> tuple:
@@ -147,12 +151,17 @@ def refuse_gradient(name: str, _: Tensor | None = None) -> NoReturn:
     )
 
 
-def refuse_gradients(tracked: Iterable[Tracked]) -> None:
+def refuse_gradients(tracked: Collection[Tracked]) -> None:
     """Raise if a gradient came past the capture, where all passes are over."""
     with torch._C.DisableTorchFunctionSubclass():
+        if all(map(_is_nothing, map(_gradient_of, tracked))):  # a line of Python for none of them
+            return
         for each in tracked:
             if each.grad is not None:
                 refuse_gradient(each.of_parameters[0])
+
+
+_gradient_of, _is_nothing = attrgetter("grad"), partial(is_, None)
 
 
 def find_tracked(args: tuple, kwargs: dict[str, Any]) -> Tracked:

@@ -164,7 +164,9 @@ class NormTable(Mapping[str, SampleNorms]):
 
     def scaled(self, factor: float) -> "NormTable":
         """Return the norms of gradients that are `factor` times as long."""
-        return NormTable(list(self), self.squared * factor**2, self.upper * factor**2)
+        made = NormTable((), self.squared * factor**2, self.upper * factor**2)
+        made._index = self._index
+        return made
 
     def total(self) -> SampleNorms:
         """Return the norms over all parameters together."""

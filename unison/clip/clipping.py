@@ -1,16 +1,17 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from unison.capture.sites import Maker, PlainUse
+from unison.capture.sites import PlainUse
 from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
+from unison.clip.kept import SharesByName, set_of
 from unison.clip.layers import describe
 from unison.clip.matrix import tensors_of, wide_dtype
 from unison.clip.measured import (
@@ -27,10 +28,10 @@ from unison.clip.measured import (
 from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
-from unison.clip.quick import maker_of
+from unison.clip.quick import KeptMaker, maker_of
 from unison.clip.storage import Storage
 from unison.clip.used import UsedParameter
-from unison.kernels.many import combine, squares
+from unison.kernels.many import Asked, combine, squares
 from unison.ops import Dense, Layout, Product, Record, Streamed
 
 
@@ -58,6 +59,9 @@ class Clipping:
         self._parameters: dict[str, UsedParameter] = {}
         # Per-sample gradients of parameters that are known to be used once, as makers made them.
         self._kept: dict[str, Tensor] = {}
+        self._makers: list[KeptMaker] = []
+        # All that was measured at once, in order of names; until it is handed out.
+        self._asked: tuple[Sequence[str], Asked] | None = None
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
 
     def take(self, name: str, record: Record | Streamed) -> None:
@@ -81,7 +85,7 @@ class Clipping:
 
     def maker_of(
         self, uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor
-    ) -> Maker | None:
+    ) -> KeptMaker | None:
         """Return what takes uses like this one from now on; see [Note: known uses] of the capture.
 
         Called by it after `take` has got the use's records.
@@ -91,12 +95,14 @@ class Clipping:
         is_only = all(self.plan.num_uses(use.name) == 1 for use in uses)
         return maker_of(uses, layout, g, x) if is_kept and is_only else None
 
-    def room_for(self, names: Collection[str]) -> dict[str, Tensor] | None:
+    def room_for(self, maker: KeptMaker) -> dict[str, Tensor] | None:
         """Return where to keep per-sample gradients by name; None if there are some already."""
-        if self._coefficients is not None:
-            return None
+        names = maker.names
         is_free = self._kept.keys().isdisjoint(names) and self._parameters.keys().isdisjoint(names)
-        return self._kept if is_free else None
+        if not is_free or self._coefficients is not None:
+            return None
+        self._makers.append(maker)
+        return self._kept
 
     def _parameter(self, name: str) -> UsedParameter:
         """The uses of a parameter until now."""
@@ -153,15 +159,15 @@ class Clipping:
 
     def _measure_kept(self, waiting: Sequence[UsedParameter]) -> NormTable:
         """Measure the per-sample gradients that lie there, all of them at once."""
-        found = dict(self._kept)
-        found.update((each.name, each.kept) for each in waiting if each.kept is not None)
+        others = {each.name: each.kept for each in waiting if each.kept is not None}
+        found = {**self._kept, **others}
         if not found:
             return NormTable.of({}, self.num_samples)
-        names = sorted(found)
-        values = [found[name] for name in names]
-        numel = max([value.numel() for value in values]) // max(1, self.num_samples)
-        norms = bound(squares(values), self.num_samples, numel)
-        return NormTable(names, norms.squared, norms.upper)
+        kept = set_of(self._makers, found, others)
+        values = kept.asked(found)
+        self._asked = kept.names, values
+        norms = bound(squares(values), self.num_samples, kept.numel // max(1, self.num_samples))
+        return NormTable(kept.names, norms.squared, norms.upper)
 
     def _norms(self) -> Iterator[tuple[str, SampleNorms]]:
         for name, parameter in self._parameters.items():
@@ -208,6 +214,7 @@ class Clipping:
                 f"was used by the first pass, and {parameter.num_missing} of those uses did not "
                 "come again in the second: the model is not the same in both"
             )
+        self._asked = None  # it would hold what is given back here
         wanted = [*self._kept, *self._parameters] if names is None else names
         for name in [each for each in wanted if each in self._kept]:
             self._parameter(name).is_waiting = False
@@ -223,25 +230,42 @@ class Clipping:
             assert parameter.clipped is not None
             yield name, parameter.clipped
 
-    def shares(self, coefficients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def shares(self, coefficients: Mapping[str, Tensor]) -> SharesByName:
         """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
 
         For who adds them up, noises and casts them in one go. Where per-sample gradients were kept,
         X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1.
         """
-        one = None
+        made = self._shares_at_once(coefficients)
+        if made is not None:
+            return made
+        made, one = SharesByName(), None
         kept, self._kept = self._kept, {}
-        for name, value in kept.items():
-            yield name, value, coefficients[name]
+        made.update((name, (value, coefficients[name])) for name, value in kept.items())
         for name in list(self._parameters):
-            kept = self._parameters[name].kept
-            if kept is not None:
+            value = self._parameters[name].kept
+            if value is not None:
                 del self._parameters[name]
-                yield name, kept, coefficients[name]
+                made[name] = value, coefficients[name]
                 continue
             ((_, total),) = self.clipped_sums(coefficients, [name])
             one = torch.ones(1, dtype=torch.float64, device=total.device) if one is None else one
-            yield name, total.unsqueeze(0), one
+            made[name] = total.unsqueeze(0), one
+        return made
+
+    def _shares_at_once(self, coefficients: Mapping[str, Tensor]) -> SharesByName | None:
+        """Hand out what was measured at once, if there is nothing else."""
+        asked, self._asked = self._asked, None
+        if asked is None or any(each.kept is None for each in self._parameters.values()):
+            return None
+        names, values = asked
+        if len(names) != len(self._kept) + len(self._parameters):
+            return None
+        self._kept, self._parameters = {}, {}
+        weights = [coefficients[name] for name in names]
+        made = SharesByName(zip(names, zip(values, weights, strict=True), strict=True))
+        made.asked = values
+        return made
 
     def _combine(
         self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]

@@ -5,14 +5,14 @@ done here, by the same functions on the same tensors: `materialize` of one use o
 bias, and of a norm's gain and offset.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from unison.capture.sites import Maker, PlainUse
+from unison.capture.sites import PlainUse
 from unison.clip.measured import can_multiply, kept_dtype
 from unison.kernels import affine
 from unison.ops import Layout, Product
@@ -25,8 +25,8 @@ Kept = dict[str, Tensor]
 class Room(Protocol):
     """Who keeps gradients: a clipping."""
 
-    def room_for(self, names: Collection[str]) -> Kept | None:
-        """Return where to keep the only gradients of these parameters; None if it has some."""
+    def room_for(self, maker: "KeptMaker") -> Kept | None:
+        """Return where a maker keeps the gradients of its parameters; None if there are some."""
         ...
 
 
@@ -34,7 +34,7 @@ Step = Callable[[Kept, Tensor, Tensor], None]
 """(where per-sample gradients are kept by name, g, x), both [batch, tokens, features]."""
 
 
-def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> Maker | None:
+def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> "KeptMaker | None":
     """Return what makes the kept gradients of such a use; None if it needs records.
 
     Args:
@@ -50,25 +50,48 @@ def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> 
     steps = _steps(uses, rows, inputs)
     if steps is None:
         return None
-    names = frozenset([use.name for use in uses])
-    shape, dtype, device, shapes = g.shape, g.dtype, g.device, (rows.shape, inputs.shape)
-    is_flat = shapes != (g.shape, x.shape)
+    return KeptMaker(frozenset([use.name for use in uses]), steps, (g, x), (rows, inputs))
 
-    def make(keeper: Room, g: Tensor, x: Tensor) -> bool:
-        is_known = type(g) is Tensor and g.dtype is dtype and g.device == device
-        is_known = is_known and g.shape == shape
+
+class KeptMaker:
+    """Makes the kept gradients of one use in every pass: of the same shapes, strides and dtypes.
+
+    Args:
+        names: Of the parameters that were used.
+        steps: What to do.
+        given: g and x of a use, contiguous.
+        rows: The same two as [batch, tokens, features].
+    """
+
+    __slots__ = ("_device", "_dtype", "_in_rows", "_shape", "_steps", "names")
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        steps: Sequence[Step],
+        given: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor],
+    ) -> None:
+        self.names, self._steps = names, steps
+        g, x = given
+        self._shape, self._dtype, self._device = g.shape, g.dtype, g.device
+        shapes = rows[0].shape, rows[1].shape
+        self._in_rows = None if shapes == (g.shape, x.shape) else shapes
+
+    def __call__(self, keeper: Room, g: Tensor, x: Tensor) -> bool:
+        """Keep the gradients of a use, if all is as it was; a site compares x."""
+        is_known = type(g) is Tensor and g.dtype is self._dtype and g.device == self._device
+        is_known = is_known and g.shape == self._shape
         if not (is_known and g.is_contiguous() and x.is_contiguous()):
             return False
-        kept = keeper.room_for(names)
+        kept = keeper.room_for(self)
         if kept is None:
             return False
-        if is_flat:
-            g, x = g.view(shapes[0]), x.view(shapes[1])
-        for step in steps:
+        if self._in_rows is not None:
+            g, x = g.view(self._in_rows[0]), x.view(self._in_rows[1])
+        for step in self._steps:
             step(kept, g, x)
         return True
-
-    return make
 
 
 def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:

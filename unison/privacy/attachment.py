@@ -210,6 +210,7 @@ class Attachment:
                 on_record=partial(self._take_record, rows.granule),
                 on_product=clipping.take_product if num_forwards == 2 else None,
                 known=self.places,
+                is_current=True,
                 streams=num_forwards == 1,
                 is_light=num_forwards == num_backwards == 1,
                 alike=Alike((id(plan), num_rows), partial(self._clipping, rows.granule)),
@@ -260,6 +261,7 @@ class Attachment:
                 self._learned[key] = self._learned_of(inputs, samples)
             finally:
                 self._is_learning = False
+            self.places.now()  # the module has run since
         return self._learned[key]
 
     def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:

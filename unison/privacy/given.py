@@ -1,6 +1,6 @@
 """Gradients in the optimizer's hands: those that were clipped and noised, and no others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from weakref import ref
 
 from torch import Tensor, nn
@@ -19,19 +19,24 @@ class GivenGradients:
         # Torch's own weak references are for those who keep what they get; here it is compared.
         self._given: dict[str, ref[Tensor]] = {}
 
-    def give(self, owned: Owned, gradient: Tensor) -> None:
-        """Put a gradient where the optimizer finds it.
+    def give(self, gradients: Iterable[tuple[Owned, Tensor]]) -> None:
+        """Put gradients where the optimizer finds them.
 
         As torch does: added to what is there, whose own noise was drawn and counted.
+
+        Args:
+            gradients: As `Owned.as_gradient` returns them.
         """
-        parameter, gradient = owned.parameter, owned.as_gradient(gradient)
-        before = parameter.grad
-        if before is None:
-            parameter.grad = gradient
-            self._given[owned.name] = ref(gradient)
-        else:
-            self._require_own(owned.name, before)
-            before.add_(gradient)
+        given = self._given
+        for owned, gradient in gradients:
+            parameter = owned.parameter
+            before = parameter.grad
+            if before is None:
+                parameter.grad = gradient
+                given[owned.name] = ref(gradient)
+            else:
+                self._require_own(owned.name, before)
+                before.add_(gradient)
 
     def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Require every gradient to be one that was given.

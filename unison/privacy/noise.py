@@ -7,7 +7,8 @@ tell which parameters were used.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter, eq, is_
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kernels import many
-from unison.kernels.many.table import on_device, places_of, sent
+from unison.kernels.many.table import on_device, sent
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT
 from unison.privacy.mechanism import Release
@@ -74,26 +75,23 @@ class Shares(NamedTuple):
         names: The parameters' canonical names.
         values: [n, ...] each: per-sample gradients, or the one sum of them.
         weights: [n] each: coefficients, or the number 1.
-        dtypes: Of the gradients.
+        like: Parameters, of whose shapes and dtypes the gradients are.
         starts: First of the parameter's elements that this is.
     """
 
-    names: list[str]
-    values: list[Tensor]
-    weights: list[Tensor]
-    dtypes: list[torch.dtype]
-    starts: list[int]
+    names: Sequence[str]
+    values: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    like: Sequence[Tensor]
+    starts: Sequence[int]
 
     @classmethod
-    def of(cls, owned: Sequence[Owned], made: Sequence[tuple[Tensor, Tensor]]) -> "Shares":
+    def of(
+        cls, owned: Sequence[Owned], values: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> "Shares":
         """Return the shares of what a rank owns, given values and weights of each."""
-        return cls(
-            [each.name for each in owned],
-            [values for values, _ in made],
-            [weights for _, weights in made],
-            [each.parameter.dtype for each in owned],
-            [each.start for each in owned],
-        )
+        names, starts = [each.name for each in owned], [each.start for each in owned]
+        return cls(names, values, weights, [each.parameter for each in owned], starts)
 
 
 def can_release(shares: Shares) -> bool:
@@ -119,7 +117,7 @@ def release_all(
         num_samples: Samples in the logical batch: they bound the sum.
 
     Returns:
-        Gradients in the order given, each flat, in the memory of one tensor per dtype.
+        Gradients in the order given; those of vectors, or of matrices as wide, in one memory.
     """
     recipes = recipes_for(shares.names, key, release, num_samples)
     if recipes is not None:
@@ -136,7 +134,7 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[T
         divisor: A public constant.
     """
     noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
-    outs = _empty_gradients(shares, shares.values[0].device)
+    outs = _empty_gradients(shares.like, shares.values[0].device)
     many.release(shares.values, _weights(shares), noise, divisor, outs)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
@@ -180,45 +178,85 @@ def _check_on_grid(release: Release, num_samples: int) -> None:
         )
 
 
-def _empty_gradients(shares: Shares, device: torch.device) -> list[Tensor]:
-    """Return flat tensors of the gradients' sizes, those of one dtype in one memory."""
-    numels = [values.numel() // values.shape[0] for values in shares.values]
-    outs: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(shares.dtypes):
-        which = [i for i, each in enumerate(shares.dtypes) if each is dtype]
-        sizes, places, total = _cut(tuple([numels[i] for i in which]))
-        memory = torch.empty(total, dtype=dtype, device=device)
-        pieces = torch.unsafe_split_with_sizes(memory, sizes)  # views, of which autograd knows not
-        outs.update(zip(which, [pieces[place] for place in places], strict=True))
-    return [outs[i] for i in range(len(numels))]
+def _empty_gradients(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of the same shapes and dtypes as these."""
+    known = next((each for each in _known if each.is_for(like)), None)
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = Cut(like)
+        _known.append(known)
+    return known.empty(device)
 
 
-@lru_cache(maxsize=16)
-def _cut(numels: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Return how a memory is cut into tensors of these sizes, which pieces they are, its length.
+class Cut:
+    """How memories are cut into gradients.
 
-    Between two tensors is a piece for nobody, where the next would begin at no multiple of 64.
+    Tensors that are alike in all dimensions but the first are pieces of one memory, which are made
+    at once, in their shapes. A vector is followed by a piece for nobody, where the next would begin
+    at no multiple of 64; a matrix whose next would is made as a vector.
+
+    Args:
+        like: Tensors of the gradients' shapes and dtypes.
     """
-    begins, end = places_of(numels)
-    sizes, places = [], []
-    for numel, begin, after in zip(numels, begins, [*begins[1:], end], strict=True):
-        places.append(len(sizes))
-        sizes.append(numel)
-        if after > begin + numel:
-            sizes.append(after - begin - numel)
-    return sizes, places, end
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._shapes, self._dtypes = [each.shape for each in like], [each.dtype for each in like]
+        groups: dict[tuple, list[int]] = {}
+        for i, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
+            is_whole = len(shape) > 1 and shape.numel() > 0 and shape.numel() % _ALIGNED == 0
+            groups.setdefault((dtype, tuple(shape[1:]) if is_whole else ()), []).append(i)
+        # Of each memory: dtype, shape, lengths of its pieces along the first dimension.
+        self._memories: list[tuple[torch.dtype, tuple[int, ...], list[int]]] = []
+        # Of each gradient: which of all pieces it is, and its shape if that is not the piece's.
+        self._places: list[tuple[int, torch.Size | None]] = [(0, None)] * len(like)
+        num_pieces = 0
+        for (dtype, rest), which in groups.items():
+            sizes: list[int] = []
+            for i in which:
+                shape = self._shapes[i]
+                is_made_flat = not rest and len(shape) != 1
+                self._places[i] = num_pieces + len(sizes), shape if is_made_flat else None
+                sizes.append(shape[0] if rest else shape.numel())
+                if not rest and shape.numel() % _ALIGNED:
+                    sizes.append(-shape.numel() % _ALIGNED)
+            self._memories.append((dtype, (sum(sizes), *rest), sizes))
+            num_pieces += len(sizes)
+
+    def is_for(self, like: Sequence[Tensor]) -> bool:
+        """Whether gradients of these shapes and dtypes are cut so."""
+        return (
+            len(like) == len(self._shapes)
+            and all(map(is_, map(_dtype_of, like), self._dtypes))
+            and all(map(eq, map(_shape_of, like), self._shapes))
+        )
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Return the gradients, with nothing in them."""
+        pieces: list[Tensor] = []
+        for dtype, shape, sizes in self._memories:
+            memory = torch.empty(shape, dtype=dtype, device=device)
+            pieces += torch.unsafe_split_with_sizes(memory, sizes)  # views, unknown to autograd
+        return [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._places]
+
+
+_ALIGNED = 64  # elements: where a gradient begins
+_MOST_KNOWN = 16
+_known: list[Cut] = []
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 
 
 def _weights(shares: Shares) -> Tensor:
     """Return the weights of all shares [shares, most], float32, in few launches."""
+    first = shares.weights[0]
+    if all(map(is_, shares.weights, repeat(first))):
+        return first.float().expand(len(shares.weights), -1).contiguous()
     most = max([values.shape[0] for values in shares.values])
     each = {id(weights): weights for weights in shares.weights}
     rows = {key: i for i, key in enumerate(each)}
     table = torch.stack(
         [F.pad(w, (0, most - w.shape[0])) if w.shape[0] < most else w for w in each.values()]
     ).float()
-    if len(each) == 1:
-        return table.expand(len(shares.weights), -1).contiguous()
     index = torch.tensor([rows[id(weights)] for weights in shares.weights])
     return table[on_device(index, table.device)]
 

@@ -1,11 +1,13 @@
 """From clipped sums to private gradients: noise and division of everything that a rank owns."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unison.clip.kept import SharesByName
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
 from unison.privacy.owners import Owned, Owner
@@ -14,6 +16,8 @@ from unison.rng import Key
 
 Own = Mapping[str, tuple[Tensor, Tensor]]
 """What the sum of each used parameter is made of, see `Clipping.shares`."""
+Made = tuple[Sequence[Owned], Sequence[Tensor], Sequence[Tensor]]
+"""(what this rank owns, values of each, weights of each)"""
 
 
 class Terms(NamedTuple):
@@ -41,6 +45,8 @@ class Releasing:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
+        self._by_name = sorted(owner.owned, key=attrgetter("name"))
+        self._names = [each.name for each in self._by_name]
 
     def gradients(self, own: Own | None, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         """Make the gradients of everything that this rank owns.
@@ -50,8 +56,8 @@ class Releasing:
             terms: Noise and division.
         """
         key, release, divisor, num_samples = terms
-        all_owned, made = self._made_of(own)
-        shares = Shares.of(all_owned, made)
+        all_owned, values, weights = self._in_order_of(own) or self._made_of(own)
+        shares = Shares.of(all_owned, values, weights)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
         is_flat = own is not None or all(type(each) is Owned for each in all_owned)
         # What this rank has of its own is per-sample gradients, which are yet to be clipped.
@@ -59,9 +65,9 @@ class Releasing:
             gradients = release_all(
                 shares, key=key, release=release, divisor=divisor, num_samples=num_samples
             )
-            yield from zip(all_owned, gradients, strict=True)
+            yield from zip(all_owned, _as_gradients(all_owned, gradients), strict=True)
             return
-        for owned, (total, _) in zip(all_owned, made, strict=True):
+        for owned, total in zip(all_owned, values, strict=True):
             gradient = finalise(
                 total.squeeze(0),
                 name=owned.name,
@@ -71,7 +77,7 @@ class Releasing:
                 dtype=owned.parameter.dtype,
                 box=owned.box,
             )
-            yield owned, gradient
+            yield owned, owned.as_gradient(gradient)
 
     def step(self, graph: StepGraph, own: Own, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         """The same by a graph that takes the optimizer's step as well.
@@ -90,19 +96,37 @@ class Releasing:
         )
         for owned, gradient in found:
             owned.parameter.grad = None  # what it held is trained on: nothing is added to it
-            yield owned, gradient
+            yield owned, owned.as_gradient(gradient)
 
-    def _made_of(self, own: Own | None) -> tuple[Sequence[Owned], list[tuple[Tensor, Tensor]]]:
+    def _in_order_of(self, own: Own | None) -> Made | None:
+        """What `_made_of` returns, in order of names: that of values which kernels know already."""
+        asked = own.asked if isinstance(own, SharesByName) else None
+        if own is None or asked is None or list(own) != self._names:
+            return None
+        return self._by_name, asked, [weights for _, weights in own.values()]
+
+    def _made_of(self, own: Own | None) -> Made:
         """What this rank owns, and what the sums of it are made of: values and weights of each."""
         if own is not None:
             owned = self._owner.owned
-            return owned, [own.get(each.name) or _unused(each) for each in owned]
+            made = [own.get(each.name) or _unused(each) for each in owned]
+            return owned, [values for values, _ in made], [weights for _, weights in made]
         found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
         ones = {
             device: torch.ones(1, dtype=torch.float64, device=device)
             for device in {total.device for _, total in found}
         }
-        return [each for each, _ in found], [(total, ones[total.device]) for _, total in found]
+        totals = [total for _, total in found]
+        return [each for each, _ in found], totals, [ones[total.device] for total in totals]
+
+
+def _as_gradients(owned: Sequence[Owned], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return `as_gradient` of each, which are tensors of one device in the parameters' shapes."""
+    devices = set(map(Tensor.get_device, [each.parameter for each in owned]))
+    is_there = devices == {gradients[0].get_device()}
+    if is_there and not any(type(each) is not Owned or each.is_part for each in owned):
+        return gradients
+    return [each.as_gradient(some) for each, some in zip(owned, gradients, strict=True)]
 
 
 def _unused(owned: Owned) -> tuple[Tensor, Tensor]:

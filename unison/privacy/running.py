@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unison.capture import Capture, Surroundings
 from unison.clip import Clipping, SampleNorms
+from unison.clip.kept import SharesByName
 from unison.privacy.dealing import Part
 from unison.privacy.passes import PhysicalBatch
 
@@ -75,7 +76,7 @@ class PassSums:
         sums = dict(part.clipping.clipped_sums(part.coefficients, names))
         return [sums.get(name) for name in names]
 
-    def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+    def shares(self) -> SharesByName | None:
         """Hand out what the sums are made of, if all rows were computed together.
 
         See `Clipping.shares`; None, if there are several granules.
@@ -84,8 +85,7 @@ class PassSums:
             return None
         ((_, part),) = self._parts.items()
         assert part.coefficients is not None
-        shares = part.clipping.shares(part.coefficients)
-        return {name: (values, weights) for name, values, weights in shares}
+        return part.clipping.shares(part.coefficients)
 
 
 Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]

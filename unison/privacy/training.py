@@ -254,8 +254,7 @@ class PrivateTraining:
         """
         release, self._batch = running.release, None
         assert running.key is not None
-        for owned, gradient in gradients:
-            self._given.give(owned, gradient)
+        self._given.give(gradients)
         self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
         self.mechanism.finish(

@@ -99,10 +99,10 @@ def _sums_like(
     is_empty = batch * num_parts * features == 0
 
     def run(x: Tensor, g: Tensor) -> Tensor:
-        out = torch.empty(shape, device=x.device)
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
         if is_empty:
             return out.zero_()
-        of_parts = torch.empty(parts, device=x.device)
+        of_parts = torch.empty(parts, dtype=torch.float32, device=x.device)
         launch(x, g, of_parts)
         add(of_parts, out)
         return out
@@ -150,7 +150,7 @@ def _column_sums_like(given: torch.Size, strides: tuple[int, int]) -> Callable[[
     shape, is_empty = (batch, features), batch * features == 0
 
     def run(g: Tensor) -> Tensor:
-        out = torch.empty(shape, device=g.device)
+        out = torch.empty(shape, dtype=torch.float32, device=g.device)
         if not is_empty:
             launch(g, out)
         return out

@@ -8,29 +8,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 
 from torch import Tensor
 
 from unison.kernels.available import has_triton
 from unison.kernels.many import reference
+from unison.kernels.many.asked import Asked, Facts
 from unison.kernels.many.table import KINDS
 
-__all__ = ["NoiseDraw", "combine", "is_fast", "release", "squares"]
+__all__ = ["Asked", "Facts", "NoiseDraw", "combine", "is_fast", "release", "squares"]
 
 
 def is_fast(values: Sequence[Tensor]) -> bool:
     """Whether the kernels take these tensors: on CUDA, bfloat16 or float32, samples contiguous."""
-    return bool(values) and has_triton() and all(map(_is_taken, values))
+    if isinstance(values, Asked):
+        return values.is_fast
+    # Question by question, and not tensor by tensor: no line of Python runs for each of hundreds.
+    if not (values and has_triton() and _are_on_cuda(values)):
+        return False
+    are_kinds = KINDS.keys() >= set(map(_dtype_of, values))
+    return are_kinds and (all(map(Tensor.is_contiguous, values)) or all(map(is_dense, values)))
 
 
-def _is_taken(x: Tensor) -> bool:
-    # Quicker questions first.
-    return x.is_cuda and x.dtype in KINDS and (x.is_contiguous() or is_dense(x))
+def _are_on_cuda(values: Sequence[Tensor]) -> bool:
+    return all(map(_is_on_cuda, values))
+
+
+_is_on_cuda, _dtype_of = attrgetter("is_cuda"), attrgetter("dtype")
 
 
 def is_dense(x: Tensor) -> bool:
     """Whether each sample of x [samples, ...] lies in one piece of memory."""
-    return (x.ndim == 2 and x.stride(1) == 1) or x[:1].is_contiguous()
+    return x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1) or x[:1].is_contiguous()
 
 
 def squares(values: Sequence[Tensor]) -> Tensor:

@@ -6,13 +6,17 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import reduce
+from operator import attrgetter, or_
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from unison.kernels.launcher import Launcher
 from unison.kernels.many import triton as kernels
+from unison.kernels.many.asked import facts_of
 from unison.kernels.many.table import (
     FIRST,
     KIND,
@@ -91,10 +95,11 @@ def _groups(
     """
     key = (
         size,
-        tuple([(x.shape, x.stride(), x.dtype) for x in values]),
-        tuple([address % 16 for address in at]),
-        None if outs is None else tuple([(out.numel(), out.dtype) for out in outs]),
-        None if out_at is None else tuple([address % 16 for address in out_at]),
+        facts_of(values),
+        _alignments(at),
+        None if outs is None else tuple(map(Tensor.numel, outs)),
+        None if outs is None else tuple(map(_dtype_of, outs)),
+        None if out_at is None else _alignments(out_at),
         None if starts is None else tuple(starts),
     )
     found = _known.get(key)
@@ -104,6 +109,14 @@ def _groups(
         begins = [0] * len(values) if starts is None else starts
         found = _known[key] = _grouped(values, at, outs, out_at, begins, size)
     return found
+
+
+_dtype_of = attrgetter("dtype")
+
+
+def _alignments(addresses: Sequence[int]) -> tuple[int, ...]:
+    """Return how far each address is above a multiple of 16; nothing if all are multiples."""
+    return tuple([each % 16 for each in addresses]) if reduce(or_, addresses, 0) % 16 else ()
 
 
 def _grouped(values, at, outs, out_at, starts: Sequence[int], size: int) -> list[_Group]:
@@ -145,38 +158,37 @@ def _stride(x: Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else 0
 
 
+_launch_squares, _launch_total = Launcher(kernels.squares_kernel), Launcher(kernels.total_kernel)
+_launch_release = Launcher(kernels.release_kernel)
+
+
 def squares(values: Sequence[Tensor]) -> Tensor:
     """See `unison.kernels.many.squares`."""
     device, batch = values[0].device, values[0].shape[0]
-    out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
-    if batch == 0:
-        return out
-    addresses = [x.data_ptr() for x in values]
-    for group in _groups(values, addresses):
+    out = None
+    addresses = list(map(Tensor.data_ptr, values))
+    for group in _groups(values, addresses) if batch else ():
         num = len(group.numels)
         tensors, first = tile_map(group.numels, _SQUARE_TILE, device)
-        parts = torch.empty(batch, len(tensors), device=device)
+        num_tiles = len(tensors)
+        parts = torch.empty(batch, num_tiles, device=device)
         totals = torch.empty(num, batch, dtype=torch.float64, device=device)
-        with torch.cuda.device(device):
-            kernels.squares_kernel[(len(tensors), batch)](
-                on_device(group.filled(addresses, None), device), tensors, first, parts,
-                len(tensors),
-                ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
-            )  # fmt: skip
-            kernels.total_kernel[(num, batch)](
-                parts,
-                first,
-                totals,
-                num,
-                len(tensors),
-                BLOCK=256,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+        _launch_squares(
+            (num_tiles, batch),
+            (on_device(group.filled(addresses, None), device), tensors, first, parts),
+            (num_tiles,),
+            ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+        _launch_total(
+            (num, batch), (parts, first, totals), (num, num_tiles),
+            BLOCK=256, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
         if group.which is None:
             return totals
+        if out is None:
+            out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
         out.index_copy_(0, on_device(group.which, device), totals)
-    return out
+    return values[0].new_empty(len(values), batch, dtype=torch.float64) if out is None else out
 
 
 def release(
@@ -193,7 +205,7 @@ def release(
     device, batch = values[0].device, weights.shape[1]
     is_noisy = noise is not None
     size = _NOISY_TILE if is_noisy else _COMBINE_TILE
-    at, out_at = [x.data_ptr() for x in values], [out.data_ptr() for out in outs]
+    at, out_at = list(map(Tensor.data_ptr, values)), list(map(Tensor.data_ptr, outs))
     for group in _groups(values, at, outs, out_at, noise.starts if is_noisy else None, size):
         index = None if group.which is None else on_device(group.which, device)
         tensors, first = tile_map(group.numels, size, device)
@@ -201,16 +213,17 @@ def release(
         if noise is not None and index is not None:
             recipes = recipes[index]
         assert group.dtype is not None
-        with torch.cuda.device(device):
-            kernels.release_kernel[(len(tensors),)](
-                on_device(group.filled(at, out_at), device),
-                recipes, tensors, first,
-                weights if index is None else weights[index],
-                table(SECURE, device), batch, 1.0 / divisor,
-                SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
-                NOISY=is_noisy, DTYPE=_DTYPES[group.dtype], ADD=add, ALIGNED=group.is_aligned,
-                TILE=size, AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
-                num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
-            )  # fmt: skip
+        _launch_release(
+            (len(tensors), 1),
+            (
+                on_device(group.filled(at, out_at), device), recipes, tensors, first,
+                weights if index is None else weights[index], table(SECURE, device),
+            ),
+            (batch, 1.0 / divisor),
+            SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
+            NOISY=is_noisy, DTYPE=_DTYPES[group.dtype], ADD=add, ALIGNED=group.is_aligned,
+            TILE=size, AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
+            num_warps=4 if is_noisy else 8, enable_fp_fusion=False,
+        )  # fmt: skip
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory

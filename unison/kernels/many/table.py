@@ -113,12 +113,3 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def places_of(numels: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each of several tensors begins in one, at multiples of 64, and its length."""
-    places, end = [], 0
-    for numel in numels:
-        places.append(end)
-        end += -(-numel // 64) * 64
-    return places, end

@@ -1,0 +1,154 @@
+"""Marks that stay: put in their places again, and made anew where anything has changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unison.capture import Capture, learn_axes
+from unison.capture.names import Places
+from unison.capture.tracked import Tracked
+from unison.errors import UnsupportedOperation
+
+
+class Model(nn.Module):
+    """Two layers that share a weight, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.second(self.first(x).tanh())).square().mean(1)
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def batch() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Passes:
+    """Captures of one module that leave each other what they know."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.places = model, Places(model)
+
+    def marks(self) -> dict[str, Any]:
+        """Run a pass, and return what lay in the places."""
+        self.records: list[str] = []
+        capture = Capture(
+            self.model,
+            3,
+            axes=learn_axes(self.model, run, batch()),
+            on_record=lambda name, _: self.records.append(name),
+            known=self.places,
+        )
+        with capture.installed():
+            found = {
+                f"{name}.{attribute}": child.__dict__[attribute]
+                for name, child in self.model.named_modules()
+                for attribute in child._parameters
+                if attribute in child.__dict__
+            }
+            run(self.model, batch()).sum().backward()
+        assert not any(name in vars(m) for m in self.model.modules() for name in m._parameters)
+        return found
+
+
+NAMES = {"first.weight", "first.bias", "second.weight", "second.bias"}
+
+
+def test_the_same_marks_are_put_again():
+    passes = Passes(Model())
+    before = passes.marks()
+    expected = sorted(passes.records)
+    assert before.keys() == NAMES
+    assert before["first.weight"] is before["second.weight"]
+    for _ in range(2):
+        after = passes.marks()
+        assert all(after[name] is before[name] for name in NAMES)
+        assert sorted(passes.records) == expected
+
+
+def replace_values(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def transpose_values(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.t()
+
+
+def replace_parameter(model: Model) -> None:
+    model.first.weight = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("change", [replace_values, transpose_values, replace_parameter])
+def test_another_memory_is_marked_anew(change):
+    model = Model()
+    passes = Passes(model)
+    before = passes.marks()["first.weight"]
+    change(model)
+    after = passes.marks()["first.weight"]
+    assert after is not before
+    assert after.value.data_ptr() == model.first.weight.data_ptr()
+    assert after.value.stride() == model.first.weight.stride()
+
+
+def test_what_is_trained_is_looked_up_every_time():
+    model = Model()
+    passes = Passes(model)
+    passes.marks()
+    model.first.bias.requires_grad_(False)
+    model.frozen.bias.requires_grad_(True)
+    found = passes.marks()
+    assert found.keys() == NAMES - {"first.bias"} | {"frozen.bias"}
+    assert set(passes.records) == {"first.weight", "second.bias", "frozen.bias"}
+
+
+def test_what_others_put_in_a_place_stays_there():
+    model = Model()
+    passes = Passes(model)
+    before = passes.marks()
+    other = model.first.bias.detach() + 1
+    model.first.__dict__["bias"] = other
+    capture = Capture(
+        model, 3, axes=learn_axes(model, run, batch()), on_record=print, known=passes.places
+    )
+    with capture.installed():
+        found = model.first.__dict__["bias"]
+        assert isinstance(found, Tracked)
+        assert found is not before["first.bias"]
+        assert torch.equal(found.value, other)
+    assert model.first.__dict__.pop("bias") is other
+    assert passes.marks()["first.bias"] is before["first.bias"]
+
+
+class Past(torch.autograd.Function):
+    """An operation that torch functions do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return g, torch.ones(4, 4) * (g * x).sum()
+
+
+def test_gradients_past_marks_that_stay_are_refused():
+    model = Model()
+    passes = Passes(model)
+    passes.marks()
+    axes = learn_axes(model, run, batch())
+    capture = Capture(model, 3, axes=axes, on_record=lambda *_: None, known=passes.places)
+    refused = pytest.raises(UnsupportedOperation, match=r"gradient reached 'first\.weight'")
+    with refused, capture.installed():
+        Past.apply(batch(), model.first.weight).sum().backward()  # type: ignore[union-attr]
