@@ -8,8 +8,10 @@ and digest, whatever holds the parameters. One run of the fast reducer shows how
 """
 
 import argparse
+import multiprocessing
 import os
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +112,19 @@ def measure(case: Case) -> dict[str, Any]:
         }
 
 
+def run(case: Case) -> dict[str, Any]:
+    return run_on_local_ranks(measure, case, num_ranks=case.num_ranks)
+
+
 def bits_figures() -> dict[str, Any]:
     # The variable is read when cuBLAS starts, in the ranks, which inherit it.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    runs = {}
-    for case in CASES:
-        runs[case.name] = run_on_local_ranks(measure, case, num_ranks=case.num_ranks)
-        print(case.name, runs[case.name]["digest"], runs[case.name]["losses"], flush=True)
+    # Side by side, each with ranks of its own: what they wait for is mostly the start of processes.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(CASES), mp_context=spawn) as pool:
+        runs = dict(zip([case.name for case in CASES], pool.map(run, CASES), strict=True))
+    for name, found in runs.items():
+        print(name, found["digest"], found["losses"], flush=True)
     alone = runs[CASES[0].name]
     return {
         "runs": {

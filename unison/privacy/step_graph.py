@@ -99,6 +99,7 @@ class StepGraph:
     ) -> _Recording:
         device = shares.values[0].device
         place = None if recipes is None else torch.zeros_like(recipes, device=device)
+        release_by(shares, place, divisor)  # compiles and looks up what a recording cannot
         graph, tables = torch.cuda.CUDAGraph(), Tables(device)
         with tables_kept(tables), torch.cuda.graph(graph):
             gradients = release_by(shares, place, divisor)
