@@ -43,7 +43,7 @@ def compiled(kernel, options, types=(), **constants):
 def many_cases():
     from unison.kernels.many import launch, triton as k
     secure = {"SEGMENTS": SECURE.num_segments, "DEGREE": SECURE.num_coefficients - 1}
-    plain = {"enable_fp_fusion": False}
+    plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": launch._SAMPLES_AT_ONCE}
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
             "ALIGNED": aligned, "TILE": launch._SQUARE_TILE}
@@ -52,10 +52,10 @@ def many_cases():
                 "num_warps": 4 if is_noisy else 8, **plain}, {}, {
                 **secure, "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
                 "ALIGNED": aligned,
-                "TILE": launch._NOISY_TILE if is_noisy else launch._COMBINE_TILE}
+                "TILE": launch._NOISY_TILE if is_noisy else launch._COMBINE_TILE, **at_once}
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
         **secure, "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
-        "TILE": launch._COMBINE_TILE}
+        "TILE": launch._COMBINE_TILE, **at_once}
     yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
 
 def other_cases():

@@ -9,6 +9,7 @@ the divisor. A learning rate that is a tensor may change without.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -160,9 +161,14 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
             f"{name} counts its steps on the host, which a CUDA graph cannot repeat: build it with "
             "capturable=True, or capture_graph(..., with_optimizer=False)"
         )
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    if any(len(hooks) > 1 for hooks in own) or any(everybody):
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+        _global_optimizer_post_hooks.values(),
+    )
+    # Our own know of recordings, or have nothing to say of private training.
+    if not all(each.__module__.startswith("unison.") for each in hooks):
         raise UnsupportedOperation(
             f"{name} has step hooks, which a CUDA graph would call once and never again: remove "
             "them, or capture_graph(..., with_optimizer=False)"
