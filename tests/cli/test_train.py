@@ -147,21 +147,29 @@ def trained(unison, text, tmp_path):
     return run
 
 
+ORDERED = ["--reducer", "ordered"]
+
+
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_train_as_one_does(trained):
-    ordered = ["--reducer", "ordered"]
-    runs = {
-        "one": trained("one", *ordered),
-        "two": trained("two", *ordered, "--nproc", "2"),
-        "joined": trained("joined", *ordered, python=TORCHRUN),
-        "ddp": trained("ddp", "--nproc", "2", "--shard", "ddp"),
-    }
-    results = {name: result for name, (result, _) in runs.items()}
-    losses = {name: found for name, (_, found) in runs.items()}
-    assert [results[name]["world_size"] for name in runs] == [1, 2, 2, 2]
-    assert losses["one"] == losses["two"] == losses["joined"]
-    assert len({results[name]["digest"] for name in ("one", "two", "joined")}) == 1
-    assert losses["ddp"] == pytest.approx(losses["one"], rel=1e-5)
+    one, losses_of_one = trained("one", *ORDERED)
+    two, losses_of_two = trained("two", *ORDERED, "--nproc", "2")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert losses_of_one == losses_of_two
+    assert one["digest"] == two["digest"]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("forked_ranks")
+def test_other_ways_to_two_ranks_train_as_one_does(trained):
+    one, losses_of_one = trained("one", *ORDERED)
+    joined, losses_of_joined = trained("joined", *ORDERED, python=TORCHRUN)
+    assert joined["world_size"] == 2
+    assert losses_of_joined == losses_of_one
+    assert joined["digest"] == one["digest"]
+    ddp, losses_of_ddp = trained("ddp", "--nproc", "2", "--shard", "ddp")
+    assert ddp["world_size"] == 2
+    assert losses_of_ddp == pytest.approx(losses_of_one, rel=1e-5)
 
 
 def test_presets_are_listed_with_their_sizes(unison):

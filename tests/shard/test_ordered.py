@@ -59,8 +59,7 @@ def test_more_ranks():
     config = replace(ODD, vocab_size=251, d_model=68)  # odd as well, and quick on 8 ranks
     case = {"config": config, "counts": (8, 3)}
     alone = run_on_ranks(1, run, case)[0]
-    for size in (5, 6):
-        assert run_on_ranks(size, run, case)[0] == alone
+    assert run_on_ranks(5, run, case)[0] == alone
     split_between_pairs = {**case, "options": {"reshard_after_forward": 2}}
     assert run_on_ranks(8, run, split_between_pairs)[0] == alone
 

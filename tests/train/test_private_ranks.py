@@ -115,6 +115,7 @@ def test_a_stopped_run_goes_on_with_other_ranks(text, tmp_path, before, after):
     assert (result.steps, result.privacy.num_counted) == (6, 7)
 
 
+@pytest.mark.full
 def test_a_budget_ends_a_resumed_run_on_all_ranks(text, tmp_path):
     """Ranks that count differently would part: one waits, the other is done."""
     run = tmp_path / "run"

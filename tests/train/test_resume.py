@@ -42,7 +42,7 @@ def steady(run: Path) -> list[dict]:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_goes_on_as_if_it_had_not_stopped(text, tmp_path, stop_at, monkeypatch, num_ranks):
     straight = train(config_of(tmp_path / "straight", text, checkpoint_every=0))
     assert not (tmp_path / "straight" / "checkpoints").exists()
