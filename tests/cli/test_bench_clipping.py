@@ -49,7 +49,7 @@ def test_all_of_it_on_a_cpu(bench, tmp_path):
         assert all(row["peak_bytes"] > 0 for row in each["rows"].values())
         assert each["rows"]["ghost"]["passes"] == [2, 1]
         assert [verdict["how"] for verdict in each["auto"]] == ["eager"]
-    assert len(figures["visits"]) == 8
+    assert len(figures["visits"]) == 4
     written = json.loads(file.read_text())
     assert written["figures"] == figures
     assert {"command", "commit", "hardware", "versions"} <= set(written)
