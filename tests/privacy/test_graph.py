@@ -207,3 +207,18 @@ def test_hooks_of_an_optimizer_that_is_recorded_are_refused():
     handle.remove()
     with pytest.raises(UnsupportedOperation, match="on one CUDA device"):
         engine.capture_graph(lambda x, y: model(x, labels=y), ids, labels, with_optimizer=True)
+
+
+def test_a_step_is_not_taken_twice():
+    engine, model, optimizer, loader = private("cpu", batch_size=4, poisson_sampling=False)
+    batches = iter(loader)
+    for is_by_graph in (True, False):
+        ids, labels = next(batches)
+        optimizer.zero_grad()
+        model(ids, labels=labels).mean().backward()
+        engine._attached.commit(is_by_graph=is_by_graph)
+        if is_by_graph:
+            with pytest.raises(BadInput, match=r"leave optimizer\.step"):
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -6,7 +6,6 @@ writes its own layers, and whoever owns a layer later reads that one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,8 @@ from unison.kfac.owners.gather import tensors_from
 from unison.kfac.state import LayerState
 from unison.shard.state.agree import from_rank_0, gather_objects
 from unison.shard.state.entries import FlatPart
-from unison.shard.state.folder import begin, commit, discard, partial_of, settle, sync
-from unison.shard.state.manifest import (
-    MANIFEST_FILE,
-    Chunk,
-    Manifest,
-    SavedFile,
-    SavedTensor,
-    read_manifest,
-    versions,
-)
+from unison.shard.state.folder import settle
+from unison.shard.state.manifest import Manifest, SavedTensor, read_manifest
 
 GRAFT = "graft."  # what the grafted optimizer remembers, among the tensors of a layer
 
@@ -96,7 +87,7 @@ def save_layers(
         extra: What else is written, as JSON can hold it; that of rank 0 is.
         ranks: Everyone.
     """
-    from unison.shard.state.transfer import write_parts
+    from unison.shard.state.transfer import write_folder
 
     parts = {
         _key(layers[index], key): FlatPart(tuple(each.shape), 0, each.reshape(-1))
@@ -107,31 +98,7 @@ def save_layers(
     tensors = {
         key: each for of_rank in gather_objects(ranks, mine) for key, each in of_rank.items()
     }
-
-    def on_written(chunks: dict[str, list[Chunk]], files: dict[str, SavedFile]) -> None:
-        manifest = Manifest(
-            world_size=ranks.size,
-            tensors={
-                key: replace(each, chunks=tuple(chunks.get(key, ())))
-                for key, each in tensors.items()
-            },
-            files=files,
-            optimizer=None,
-            extra=extra,
-            versions=versions(),
-        )
-        path = partial_of(folder) / MANIFEST_FILE
-        path.write_text(manifest.to_json())
-        sync(path)
-        commit(folder)
-
-    from_rank_0(ranks, lambda: begin(folder))
-    try:
-        write_parts(partial_of(folder), parts, ranks, on_written)
-    except BaseException:
-        if ranks.rank == 0:
-            discard(folder)
-        raise
+    write_folder(folder, parts, tensors, ranks, optimizer=None, extra=extra)
 
 
 def open_layers(folder: Path, ranks: Ranks) -> Manifest:

@@ -57,11 +57,12 @@ class RecordedPass:
         """Noise, division, `.grad`; and the optimizer's step, if that is asked for."""
         training, step = self._training, self._step
         terms, releasing = training.terms(running, num_samples), training.releasing
-        if step is None or not step.has_begun:
-            training.release(running, num_samples, releasing.gradients(own, terms))
-        else:
+        if step is not None and step.has_begun:
             training.release(running, num_samples, releasing.step(step, own, terms))
-            training.commit()
-        if step is not None and not step.has_begun:
-            training.optimizer.step()
-            step.has_begun = True
+        else:
+            training.release(running, num_samples, releasing.gradients(own, terms))
+        if step is not None:
+            if not step.has_begun:
+                training.optimizer.step()
+                step.has_begun = True
+            training.commit(is_by_graph=True)

@@ -78,6 +78,7 @@ class PrivateTraining:
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
         self._uncommitted: int | None = None
+        self._is_taken = False  # the step of the last release, by a graph
         self._trained: tuple[str, ...] | None = None  # names of what is, when it was last checked
         self._has_warned = False
         self._attachment = Attachment(
@@ -252,7 +253,7 @@ class PrivateTraining:
             num_samples: How many samples it has.
             gradients: Of everything that this rank owns, with noise, divided.
         """
-        release, self._batch = running.release, None
+        release, self._batch, self._is_taken = running.release, None, False
         assert running.key is not None
         self._given.give(gradients)
         self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
@@ -280,14 +281,20 @@ class PrivateTraining:
             raise BadInput(
                 "optimizer.step(closure) would release a batch several times; call step()"
             )
+        if self._is_taken:
+            raise BadInput(
+                "capture_graph(..., with_optimizer=True) takes the optimizer's step: leave "
+                "optimizer.step() out, or it would be taken twice"
+            )
         self._given.check(self._parameters)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recording():
             self.commit()
 
-    def commit(self) -> None:
-        """Note in the ledger that the last release was trained on."""
+    def commit(self, *, is_by_graph: bool = False) -> None:
+        """Note in the ledger that the last release was trained on, and by whom."""
+        self._is_taken = is_by_graph
         if self._uncommitted is not None:
             self.ledger.commit(self._uncommitted)
             self._uncommitted = None

@@ -1,7 +1,6 @@
 """Checkpoints: every rank writes its part, and any number of ranks reads them back."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ from unison.shard.ranks import Ranks
 from unison.shard.state.agree import from_rank_0, require_same, together
 from unison.shard.state.dtypes import dtype_name
 from unison.shard.state.entries import Entry, FlatPart, entries_of, ranks_of
-from unison.shard.state.folder import begin, commit, discard, partial_of, settle, sha256_of, sync
+from unison.shard.state.folder import settle, sha256_of
 from unison.shard.state.installation import Installation, SavedState, prepare
 from unison.shard.state.manifest import (
-    MANIFEST_FILE,
-    Chunk,
     Manifest,
-    SavedFile,
     SavedTensor,
     check_json,
     read_manifest,
-    versions,
 )
 from unison.shard.state.optimizer_state import (
     ElementState,
@@ -57,7 +52,7 @@ def save_checkpoint(
         BadInput: On every rank, if something cannot be saved, or another thing has the name.
         CheckpointFailed: On every rank, if any could not write.
     """
-    from unison.shard.state.transfer import write_parts
+    from unison.shard.state.transfer import write_folder
 
     folder, extra = Path(folder), extra or {}
     ranks = ranks_of(module)
@@ -68,33 +63,11 @@ def save_checkpoint(
     described |= {key: (each.shape, str(each.dtype)) for key, each in tensors.items()}
     require_same(ranks, described, what="what is to be saved")
 
-    def on_written(chunks: dict[str, list[Chunk]], files: dict[str, SavedFile]) -> None:
-        manifest = Manifest(
-            world_size=ranks.size,
-            tensors={
-                key: replace(each, chunks=tuple(chunks.get(key, ())))
-                for key, each in tensors.items()
-            },
-            files=files,
-            optimizer=None if held is None else _optimizer_to_json(held),
-            extra=extra,
-            versions=versions(),
-        )
-        path = partial_of(folder) / MANIFEST_FILE
-        path.write_text(manifest.to_json())
-        sync(path)
-        commit(folder)
-
     if ranks.rank > 0:  # buffers may differ between ranks; rank 0's count
         for key in _model_parts(entry for entry in entries if not entry.is_parameter):
             del parts[key]
-    from_rank_0(ranks, lambda: begin(folder))
-    try:
-        write_parts(partial_of(folder), parts, ranks, on_written)
-    except BaseException:
-        if ranks.rank == 0:
-            discard(folder)
-        raise
+    saved = None if held is None else _optimizer_to_json(held)
+    write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra)
 
 
 def load_checkpoint(

@@ -7,18 +7,74 @@ torch.distributed.checkpoint takes most of a second.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from unison.errors import UnisonError
 from unison.shard.ranks import Ranks
-from unison.shard.state.agree import CheckpointFailed
+from unison.shard.state.agree import CheckpointFailed, from_rank_0
 from unison.shard.state.entries import FlatPart
 from unison.shard.state.files import FileReader, FileWriter
-from unison.shard.state.manifest import Chunk, Manifest, SavedFile
+from unison.shard.state.folder import begin, commit, discard, partial_of, sync
+from unison.shard.state.manifest import (
+    MANIFEST_FILE,
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    versions,
+)
 from unison.shard.state.planners import FlatLoadPlanner, FlatSavePlanner
+
+
+def write_folder(
+    folder: Path,
+    parts: dict[str, FlatPart],
+    tensors: dict[str, SavedTensor],
+    ranks: Ranks,
+    *,
+    optimizer: dict[str, Any] | None,
+    extra: dict[str, Any],
+) -> None:
+    """Write a checkpoint's folder, which appears when everything is on the disk; a collective.
+
+    Args:
+        folder: The checkpoint's, which every rank can reach by this name.
+        parts: What this rank holds; see `write_parts`.
+        tensors: All tensors of all ranks, without chunks.
+        ranks: Who takes part.
+        optimizer: The manifest's, as JSON can hold it.
+        extra: Likewise.
+    """
+
+    def on_written(chunks: dict[str, list[Chunk]], files: dict[str, SavedFile]) -> None:
+        manifest = Manifest(
+            world_size=ranks.size,
+            tensors={
+                key: replace(each, chunks=tuple(chunks.get(key, ())))
+                for key, each in tensors.items()
+            },
+            files=files,
+            optimizer=optimizer,
+            extra=extra,
+            versions=versions(),
+        )
+        path = partial_of(folder) / MANIFEST_FILE
+        path.write_text(manifest.to_json())
+        sync(path)
+        commit(folder)
+
+    from_rank_0(ranks, lambda: begin(folder))
+    try:
+        write_parts(partial_of(folder), parts, ranks, on_written)
+    except BaseException:
+        if ranks.rank == 0:
+            discard(folder)
+        raise
 
 
 def write_parts(
