@@ -83,3 +83,50 @@ def test_what_the_kernel_takes():
 
     x, g = draw((3, 17, 20))
     assert not affine.is_taken(x, g)  # on the CPU
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "widths", [(32, 5, 129, 64), (7,), (20,) * 8, (1 << 5, 2, 3, 40, 33, 31, 2, 96)], ids=str
+)
+@interpreted
+def test_columns_of_many(widths, dtype):
+    """Every number of tensors, each with programs of its own: the bits of single launches."""
+    from unison.kernels.affine import triton as kernels
+
+    for samples, tokens in ((3, 17), (1, 1), (2, 40)):
+        gs = [torch.randn(samples, tokens, width).to(dtype) for width in widths]
+        found = kernels.column_sums_of_many(gs)
+        assert [each.is_contiguous() for each in found] == [True] * len(gs)
+        for each, g in zip(found, gs, strict=True):
+            assert_same_bits(each, kernels.column_sums(g))
+            assert_close(each, g.double().sum(1))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("is_centred", [True, False])
+@pytest.mark.parametrize("has_offset", [True, False])
+@interpreted
+def test_sums_of_many(count, is_centred, has_offset):
+    from unison.kernels.affine import triton as kernels
+
+    options = {"is_centred": is_centred, "has_offset": has_offset}
+    for shape in ((2, 17, 20), (1, 1, 5)):
+        xs = [torch.randn(shape).bfloat16() for _ in range(count)]
+        gs = [torch.randn(shape).bfloat16() for _ in range(count)]
+        found = kernels.sums_of_many(xs, gs, 1e-5, **options)
+        assert all(each.is_contiguous() for each in found)
+        single = [kernels.sums(x, g, 1e-5, **options) for x, g in zip(xs, gs, strict=True)]
+        expected = [part.contiguous() for each in single for part in each.unbind(1)]
+        for left, right in zip(found, expected, strict=True):
+            assert_same_bits(left, right)
+
+
+@interpreted
+def test_many_of_no_samples():
+    from unison.kernels.affine import triton as kernels
+
+    x = torch.randn(0, 4, 5)
+    found = kernels.sums_of_many([x], [x], 1e-5, is_centred=True, has_offset=True)
+    assert [each.shape for each in found] == [(0, 5), (0, 5)]
+    assert kernels.column_sums_of_many([x, x])[1].shape == (0, 5)

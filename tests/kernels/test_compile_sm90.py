@@ -20,6 +20,7 @@ POINTERS = {
     "recipes": "*i64", "coefficients": "*fp64", "parts": "*fp32",
     "keys": "*i64", "order": "*i64", "squares": "*fp32", "masses": "*fp32", "out": "*fp32",
     "g": "*bf16", "x": "*bf16", "left": "*bf16", "right": "*bf16",
+    **{f"{name}{i}": "*bf16" for name in "gx" for i in range(8)},
 }
 FLOATS = ("divisor", "factor", "eps")
 
@@ -34,7 +35,7 @@ def compiled(kernel, options, types=(), **constants):
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name in ("rows", "columns", "features")
-        or re.fullmatch("s[lrgxot]*[bt]", name)
+        or re.fullmatch("s[lrgxot]*[bt]|f[0-7]", name)
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, places, aligned)
@@ -68,9 +69,17 @@ def other_cases():
         yield f"rows {add}", lookup.rows_kernel, {"num_warps": 4}, {
             "table": "*bf16" if add else "*fp32"}, {"ADD": add, "FEATURES": 2048}
     yield "weighted rows", lookup.weighted_kernel, {"num_warps": 4}, {}, {"FEATURES": 2048}
-    yield "affine", affine._sums_kernel, {"num_warps": 8}, {}, {
-        "CENTRED": True, "OFFSET": True, "TOKENS": affine._TOKENS, "ROWS": affine._ROWS,
-        "FEATURES": 2048}
+    for name, kernel in (
+        ("affine", affine._sums_kernel), ("affine many", affine._many_sums_kernel)
+    ):
+        yield name, kernel, {"num_warps": 8}, {}, {
+            "CENTRED": True, "OFFSET": True, "TOKENS": affine._TOKENS, "ROWS": affine._ROWS,
+            "FEATURES": 2048}
+    for name, kernel in (
+        ("columns", affine._columns_kernel), ("columns many", affine._many_columns_kernel)
+    ):
+        yield name, kernel, {"num_warps": 8}, {}, {
+            "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         sides = {"left": pointer, "right": pointer}
         config = products.choose_config(1280, 5120, dtype)
@@ -121,8 +130,14 @@ def compiled(*names: str) -> dict[str, dict[str, int]]:
 
 def test_aligned_tensors_are_read_wide():
     """The compiler has to believe what the table says, or it would load one by one."""
-    found = compiled("squares True", "release sum True", "release noisy True")
-    assert len(found) == 3
+    found = compiled(
+        "squares True",
+        "release sum True",
+        "release noisy True",
+        "affine many",
+        "columns many",
+    )
+    assert len(found) == 5
     for name, counts in found.items():
         assert counts["wide"] > 0, name
 
@@ -134,10 +149,11 @@ def test_aligned_tensors_are_read_wide():
         (("squares*", "total", "add"), 4),
         (("release*",), 4),
         (("rows*", "affine"), 4),
+        (("affine many", "columns*"), 3),
         (("*bf16*",), 4),
         (("*fp32*",), 4),
     ],
-    ids=["squares", "release", "rows", "bf16", "fp32"],
+    ids=["squares", "release", "rows", "columns", "bf16", "fp32"],
 )
 def test_all_kernels_compile(names, count):
     found = compiled(*names)

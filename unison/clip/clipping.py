@@ -31,6 +31,7 @@ from unison.clip.plan import Plan
 from unison.clip.quick import KeptMaker, maker_of
 from unison.clip.storage import Storage
 from unison.clip.used import UsedParameter
+from unison.clip.waiting import Kept
 from unison.kernels.many import Asked, combine, squares
 from unison.ops import Dense, Layout, Product, Record, Streamed
 
@@ -58,7 +59,7 @@ class Clipping:
         self._storage = storage or Storage()
         self._parameters: dict[str, UsedParameter] = {}
         # Per-sample gradients of parameters that are known to be used once, as makers made them.
-        self._kept: dict[str, Tensor] = {}
+        self._kept = self._no_kept()
         self._makers: list[KeptMaker] = []
         # All that was measured at once, in order of names; until it is handed out.
         self._asked: tuple[Sequence[str], Asked] | None = None
@@ -95,10 +96,13 @@ class Clipping:
         is_only = all(self.plan.num_uses(use.name) == 1 for use in uses)
         return maker_of(uses, layout, g, x) if is_kept and is_only else None
 
-    def room_for(self, maker: KeptMaker) -> dict[str, Tensor] | None:
+    def _no_kept(self) -> Kept:
+        return Kept(is_bounded=self.plan.memory_budget is not None)
+
+    def room_for(self, maker: KeptMaker) -> Kept | None:
         """Return where to keep per-sample gradients by name; None if there are some already."""
         names = maker.names
-        is_free = self._kept.keys().isdisjoint(names) and self._parameters.keys().isdisjoint(names)
+        is_free = self._kept.has_none_of(names) and self._parameters.keys().isdisjoint(names)
         if not is_free or self._coefficients is not None:
             return None
         self._makers.append(maker)
@@ -107,7 +111,7 @@ class Clipping:
     def _parameter(self, name: str) -> UsedParameter:
         """The uses of a parameter until now."""
         if name in self._kept:
-            self._parameters[name] = UsedParameter.of_kept(name, self._kept.pop(name))
+            self._parameters[name] = UsedParameter.of_kept(name, self._kept.made().pop(name))
         return self._parameters.get(name) or self._parameters.setdefault(name, UsedParameter(name))
 
     def _take(self, parameter: UsedParameter, record: Record, *, comes_again: bool) -> None:
@@ -154,13 +158,13 @@ class Clipping:
             return table
         for parameter in waiting:
             parameter.norms = table[parameter.name]
-        found = dict(self._norms()) | {name: table[name] for name in self._kept}
+        found = dict(self._norms()) | {name: table[name] for name in self._kept.found}
         return NormTable.of(dict(sorted(found.items(), key=itemgetter(0))), self.num_samples)
 
     def _measure_kept(self, waiting: Sequence[UsedParameter]) -> NormTable:
         """Measure the per-sample gradients that lie there, all of them at once."""
         others = {each.name: each.kept for each in waiting if each.kept is not None}
-        found = {**self._kept, **others}
+        found = {**self._kept.made(), **others}
         if not found:
             return NormTable.of({}, self.num_samples)
         kept = set_of(self._makers, found, others)
@@ -215,7 +219,7 @@ class Clipping:
                 "come again in the second: the model is not the same in both"
             )
         self._asked = None  # it would hold what is given back here
-        wanted = [*self._kept, *self._parameters] if names is None else names
+        wanted = [*self._kept.found, *self._parameters] if names is None else names
         for name in [each for each in wanted if each in self._kept]:
             self._parameter(name).is_waiting = False
         self._combine(
@@ -240,7 +244,7 @@ class Clipping:
         if made is not None:
             return made
         made, one = SharesByName(), None
-        kept, self._kept = self._kept, {}
+        kept, self._kept = self._kept.made(), self._no_kept()
         made.update((name, (value, coefficients[name])) for name, value in kept.items())
         for name in list(self._parameters):
             value = self._parameters[name].kept
@@ -261,7 +265,7 @@ class Clipping:
         names, values = asked
         if len(names) != len(self._kept) + len(self._parameters):
             return None
-        self._kept, self._parameters = {}, {}
+        self._kept, self._parameters = self._no_kept(), {}
         weights = [coefficients[name] for name in names]
         made = SharesByName(zip(names, zip(values, weights, strict=True), strict=True))
         made.asked = values

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from unison.capture.sites import PlainUse
 from unison.clip.measured import can_multiply, kept_dtype
+from unison.clip.waiting import Kept, biases_like, norms_like
 from unison.kernels import affine
 from unison.ops import Layout, Product
 from unison.ops.linear import of_bias, of_transposed, of_weight
 from unison.ops.norm import Affine
-
-Kept = dict[str, Tensor]
 
 
 class Room(Protocol):
@@ -30,8 +29,9 @@ class Room(Protocol):
         ...
 
 
-Step = Callable[[Kept, Tensor, Tensor], None]
-"""(where per-sample gradients are kept by name, g, x), both [batch, tokens, features]."""
+Step = Callable[[Kept, Tensor, Tensor, Tensor], None]
+"""(where per-sample gradients are kept, g, x, g as autograd has it): g and x are [batch, tokens,
+features]."""
 
 
 def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> "KeptMaker | None":
@@ -87,10 +87,11 @@ class KeptMaker:
         kept = keeper.room_for(self)
         if kept is None:
             return False
+        rows, inputs = g, x
         if self._in_rows is not None:
-            g, x = g.view(self._in_rows[0]), x.view(self._in_rows[1])
+            rows, inputs = g.view(self._in_rows[0]), x.view(self._in_rows[1])
         for step in self._steps:
-            step(kept, g, x)
+            step(kept, rows, inputs, g)
         return True
 
 
@@ -111,24 +112,34 @@ def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:
                 return None
             found.append(partial(_transposed_step if is_transposed else _matrix_step, name))
         elif builder is of_bias and shape == g.shape[2:]:
-            found.append(partial(_bias_step, name, affine.column_sums_like(g)))
+            found.append(_bias_step(name, g))
         else:
             return None
     return found
 
 
-def _matrix_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
-    kept[name] = torch.bmm(g.mT, x)
+def _matrix_step(name: str, kept: Kept, g: Tensor, x: Tensor, _: Tensor) -> None:
+    kept.found[name] = torch.bmm(g.mT, x)
 
 
-def _transposed_step(name: str, kept: Kept, g: Tensor, x: Tensor) -> None:
-    kept[name] = torch.bmm(x.mT, g)
+def _transposed_step(name: str, kept: Kept, g: Tensor, x: Tensor, _: Tensor) -> None:
+    kept.found[name] = torch.bmm(x.mT, g)
 
 
-def _bias_step(
-    name: str, column_sums: Callable[[Tensor], Tensor], kept: Kept, g: Tensor, x: Tensor
-) -> None:
-    kept[name] = column_sums(g)
+def _bias_step(name: str, g: Tensor) -> Step:
+    """Return the step of a bias whose output has a gradient like this one."""
+    if not affine.can_wait(g):
+        return partial(_bias_step_at_once, name)
+    kind, num_bytes = biases_like(g), g.nbytes
+
+    def step(kept: Kept, g: Tensor, _: Tensor, held: Tensor) -> None:
+        kept.wait(kind, (name,), (g,), held, num_bytes)
+
+    return step
+
+
+def _bias_step_at_once(name: str, kept: Kept, g: Tensor, x: Tensor, _: Tensor) -> None:
+    kept.found[name] = affine.column_sums(g)
 
 
 def _affine_step(uses: Sequence[PlainUse], norm: Affine, g: Tensor, x: Tensor) -> Step | None:
@@ -137,10 +148,10 @@ def _affine_step(uses: Sequence[PlainUse], norm: Affine, g: Tensor, x: Tensor) -
     is_whole = [use.builder for use in uses] == wanted and affine.is_taken(x, g)
     if not is_whole or any(use.shape != g.shape[2:] for use in uses):
         return None
-    names = [use.name for use in uses]
-    sums = affine.sums_like(x, g, norm.eps, is_centred=norm.is_centred, has_offset=norm.has_offset)
+    names, num_bytes = [use.name for use in uses], x.nbytes + g.nbytes
+    kind = norms_like(x, g, norm.eps, is_centred=norm.is_centred, has_offset=norm.has_offset)
 
-    def step(kept: Kept, g: Tensor, x: Tensor) -> None:
-        kept.update(zip(names, sums(x, g).unbind(1), strict=True))
+    def step(kept: Kept, g: Tensor, x: Tensor, held: Tensor) -> None:
+        kept.wait(kind, names, (x, g), held, num_bytes)
 
     return step

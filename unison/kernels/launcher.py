@@ -7,6 +7,10 @@ long as small kernels run. Here a launch is looked up by a key that says all of 
 integers themselves), and what was compiled for it is handed to the driver.
 """
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import attrgetter, or_
+
 import torch
 import triton
 from torch import Tensor
@@ -55,9 +59,24 @@ class Launcher:
             with torch.cuda.device(device):
                 self._launch(device, grid, tensors, numbers, constants)
 
-    def prepared(self, grid: tuple[int, int], numbers: tuple[int | float, ...], **constants):
-        """Return a launch that is given its tensors only: for one that comes again and again."""
-        return Prepared(self, grid, numbers, constants)
+    def prepared(
+        self,
+        grid: tuple[int, int],
+        numbers: tuple[int | float, ...],
+        *,
+        asked: Sequence[int] | None = None,
+        **constants,
+    ) -> "Prepared":
+        """Return a launch that is given its tensors only: for one that comes again and again.
+
+        Args:
+            grid: Programs along each axis.
+            numbers: The kernel's arguments after the tensors.
+            asked: Which tensors to ask for their dtypes, if the others have the same ones as
+                these whenever these do; all of them unless given.
+            constants: The kernel's other arguments by name, with Triton's options.
+        """
+        return Prepared(self, grid, numbers, constants, asked)
 
     def known(self, device: int, tensors, numbers, constants) -> tuple | None:
         """Return what was compiled for such a launch; None if it takes an ordinary one."""
@@ -105,13 +124,14 @@ class Prepared:
         grid: Programs along each axis.
         numbers: The kernel's arguments after the tensors.
         constants: The others by name, with Triton's options.
+        asked: Which tensors to ask for their dtypes; None for all.
     """
 
-    __slots__ = ("_constants", "_grid", "_known", "_launcher", "_numbers")
+    __slots__ = ("_asked", "_constants", "_grid", "_known", "_launcher", "_numbers")
 
-    def __init__(self, launcher: Launcher, grid, numbers, constants) -> None:
+    def __init__(self, launcher: Launcher, grid, numbers, constants, asked=None) -> None:
         self._launcher, self._grid = launcher, grid
-        self._numbers, self._constants = numbers, constants
+        self._numbers, self._constants, self._asked = numbers, constants, asked
         # By device, dtypes and alignments: no more than these few.
         self._known: dict[tuple, tuple] = {}
 
@@ -119,7 +139,8 @@ class Prepared:
         """Launch the kernel on the current stream of the first tensor's device."""
         device = tensors[0].get_device()
         addresses = [x.data_ptr() for x in tensors]
-        key = (device, *[x.dtype for x in tensors], *[address % 16 for address in addresses])
+        asked = tensors if self._asked is None else [tensors[i] for i in self._asked]
+        key = (device, *map(_dtype_of, asked), _alignments(addresses))
         known = self._known.get(key)
         if known is None or device != torch._C._cuda_getDevice() or _is_observed():
             self._launch(key, device, tensors)
@@ -141,6 +162,14 @@ class Prepared:
             run, function, metadata, rest = known
             before = (function, metadata, None, None, None)
             self._known[key] = run, before, (*self._numbers, *rest)
+
+
+_dtype_of = attrgetter("dtype")
+
+
+def _alignments(addresses: Sequence[int]) -> tuple[int, ...]:
+    """Return how far each address is above a multiple of 16; nothing if all are multiples."""
+    return tuple([each % 16 for each in addresses]) if reduce(or_, addresses) % 16 else ()
 
 
 def _key(device: int, tensors, addresses, numbers, constants) -> tuple:

@@ -1,6 +1,6 @@
 """Per-sample sums over tokens: for the gain and the offset of a norm, and for biases."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from unison.kernels.available import takes
 
 MAX_FEATURES = 1 << 14  # a row is held in registers
+MOST_AT_ONCE = 8  # tensors that one launch takes
 
 
 def is_taken(x: Tensor, g: Tensor) -> bool:
@@ -35,18 +36,28 @@ def sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
     return _fast().sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
 
 
-def sums_like(
-    x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset: bool
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `sums` for tensors of these shapes, strides and dtypes; it does not ask for them."""
-    return _fast().sums_like(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+def sums_of_many(
+    xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float, *, is_centred: bool, has_offset: bool
+) -> tuple[Tensor, ...]:
+    """Return `sums` of up to `MOST_AT_ONCE` norms, one after the other: [samples, features] each.
+
+    Of every norm Σ_t g_t x̂_t, then Σ_t g_t if asked. All x are contiguous and alike in shape, dtype
+    and device, and so are all g.
+    """
+    return _fast().sums_of_many(xs, gs, eps, is_centred=is_centred, has_offset=has_offset)
 
 
-def column_sums_like(g: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return `column_sums` for tensors of this shape, stride, dtype and device, likewise."""
-    if takes(g) and g.stride(2) == 1:
-        return _fast().column_sums_like(g)
-    return column_sums
+def can_wait(g: Tensor) -> bool:
+    """Whether `column_sums_of_many` takes a contiguous g [samples, tokens, features]."""
+    return takes(g) and g.shape[2] > 1  # a 1 would be compiled in
+
+
+def column_sums_of_many(gs: Sequence[Tensor]) -> list[Tensor]:
+    """Return `column_sums` of up to `MOST_AT_ONCE` tensors, each of which can wait.
+
+    All are contiguous and alike but for the number of features.
+    """
+    return _fast().column_sums_of_many(gs)
 
 
 def column_sums(g: Tensor) -> Tensor:
