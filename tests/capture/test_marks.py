@@ -88,7 +88,18 @@ def replace_parameter(model: Model) -> None:
     model.first.weight = nn.Parameter(torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("change", [replace_values, transpose_values, replace_parameter])
+def replace_dictionary(model: Model) -> None:
+    model.first._parameters = dict(model.first._parameters, weight=nn.Parameter(torch.randn(4, 4)))
+
+
+def replace_everything(model: Model) -> None:
+    model.first.__dict__ = nn.Linear(4, 4).__dict__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_values, transpose_values, replace_parameter, replace_dictionary, replace_everything],
+)
 def test_another_memory_is_marked_anew(change):
     model = Model()
     passes = Passes(model)
@@ -98,6 +109,25 @@ def test_another_memory_is_marked_anew(change):
     assert after is not before
     assert after.value.data_ptr() == model.first.weight.data_ptr()
     assert after.value.stride() == model.first.weight.stride()
+    assert "first.weight" in passes.records
+
+
+def test_another_dtype_is_marked_anew():
+    model = Model()
+    passes = Passes(model)
+    before = passes.marks()
+    model.double()
+    capture = Capture(
+        model,
+        3,
+        axes=learn_axes(model, run, batch().double()),
+        on_record=lambda *_: None,
+        known=passes.places,
+    )
+    with capture.installed():
+        found = model.first.__dict__["weight"]
+        assert found is not before["first.weight"]
+        assert found.value.dtype is torch.float64
 
 
 def test_what_is_trained_is_looked_up_every_time():
@@ -133,22 +163,135 @@ class Past(torch.autograd.Function):
     """An operation that torch functions do not see."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, has_gradient: bool) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.has_gradient = has_gradient
         return x * weight.detach().sum()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        return g, torch.ones(4, 4) * (g * x).sum()
+        return g, torch.zeros(4, 4) * (g * x).sum() if ctx.has_gradient else None, None
 
 
-def test_gradients_past_marks_that_stay_are_refused():
+def past(model: Model, *, has_gradient: bool = True) -> Tensor:
+    x = batch().requires_grad_()
+    return Past.apply(x, model.first.weight, has_gradient).sum()  # type: ignore[union-attr]
+
+
+REFUSED = r"gradient reached 'first\.weight'"
+
+
+def capture_of(passes: Passes) -> Capture:
+    axes = learn_axes(passes.model, run, batch())
+    return Capture(passes.model, 3, axes=axes, on_record=lambda *_: None, known=passes.places)
+
+
+def test_gradients_past_new_marks_are_refused_after_the_pass():
+    model = Model()
+    passes = Passes(model)
+    with pytest.raises(UnsupportedOperation, match=REFUSED), capture_of(passes).installed():
+        past(model).backward()
+    passes.marks()  # what was refused leaves nothing on the mark
+    assert "first.weight" in passes.records
+
+
+def test_gradients_past_marks_that_stay_are_refused_in_the_backward_pass():
     model = Model()
     passes = Passes(model)
     passes.marks()
-    axes = learn_axes(model, run, batch())
-    capture = Capture(model, 3, axes=axes, on_record=lambda *_: None, known=passes.places)
-    refused = pytest.raises(UnsupportedOperation, match=r"gradient reached 'first\.weight'")
-    with refused, capture.installed():
-        Past.apply(batch(), model.first.weight).sum().backward()  # type: ignore[union-attr]
+    for _ in range(2):
+        with capture_of(passes).installed():
+            loss = past(model)
+            with pytest.raises(UnsupportedOperation, match=REFUSED):
+                loss.backward()
+        passes.marks()
+        assert "first.weight" in passes.records
+
+
+def test_gradients_after_the_first_pass_are_refused_by_the_next():
+    model = Model()
+    passes = Passes(model)
+    with capture_of(passes).installed():
+        loss = past(model)
+    loss.backward()
+    with pytest.raises(UnsupportedOperation, match=REFUSED):
+        passes.marks()
+    passes.marks()
+
+
+def test_gradients_between_passes_are_refused_as_they_come():
+    model = Model()
+    passes = Passes(model)
+    passes.marks()
+    with capture_of(passes).installed():
+        loss = past(model)
+    with pytest.raises(UnsupportedOperation, match=REFUSED):
+        loss.backward()
+    passes.marks()
+
+
+def test_a_function_without_a_gradient_for_a_mark_is_let_pass():
+    model = Model()
+    passes = Passes(model)
+    for _ in range(2):
+        with capture_of(passes).installed():
+            past(model, has_gradient=False).backward()
+
+
+def test_gradients_past_marks_of_others_are_refused():
+    model = Model()
+    model.first.__dict__["weight"] = model.first.weight.detach().clone()
+    refused = pytest.raises(UnsupportedOperation, match=REFUSED)
+    with refused, capture_of(Passes(model)).installed():
+        past(model).backward()
+
+
+def test_marks_are_guarded_once():
+    model = Model()
+    passes = Passes(model)
+    marks = passes.marks()
+    for is_trained in (True, False, True, True):
+        model.second.bias.requires_grad_(is_trained)  # those of the others stay
+        passes.marks()
+    kept = [marks[name] for name in NAMES - {"second.bias"}]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert [len(mark._backward_hooks) for mark in kept] == [1, 1, 1]
+
+
+def compile_call(model: Model) -> None:
+    model.first.compile(backend="eager")
+
+
+def compile_forward(model: Model) -> None:
+    model.first.forward = torch.compile(model.first.forward, backend="eager")  # type: ignore[method-assign]
+
+
+def compile_class(model: Model) -> None:
+    class Compiled(nn.Linear):
+        forward = torch.compile(nn.Linear.forward, backend="eager")
+
+    model.first.__class__ = Compiled
+
+
+@pytest.mark.parametrize("change", [compile_call, compile_forward, compile_class])
+def test_what_is_compiled_between_passes_is_refused(change):
+    model = Model()
+    passes = Passes(model)
+    passes.marks()
+    capture = capture_of(passes)
+    change(model)
+    with (
+        pytest.raises(UnsupportedOperation, match="module 'first' is compiled"),
+        capture.installed(),
+    ):
+        pass
+    assert "weight" not in vars(model.first)
+
+
+def test_a_forward_of_the_instance_is_no_compiled_one():
+    model = Model()
+    passes = Passes(model)
+    passes.marks()
+    model.first.forward = lambda x: nn.functional.linear(x, model.first.weight)  # type: ignore[method-assign]
+    assert passes.marks().keys() == NAMES

@@ -82,6 +82,28 @@ def swap_submodules(net: Any) -> None:
     net[0], net[2] = net[2], net[0]
 
 
+def rebind_parameters(net: Any) -> None:
+    net[2]._parameters = {"weight": nn.Parameter(torch.zeros(2, 4)), "bias": None}
+
+
+def rebind_submodules(net: Any) -> None:
+    net[1]._modules = {"0": nn.Linear(4, 4), "1": nn.ReLU()}
+
+
+def rebind_no_submodules(net: Any) -> None:
+    net[1][1]._modules = {"inner": nn.Linear(4, 4)}
+
+
+def rebind_everything(net: Any) -> None:
+    net[0].__dict__ = nn.Linear(3, 4).__dict__
+
+
+def move_parameter(net: Any) -> None:
+    """All parameters in the same order, and one in another module."""
+    moved = net[0]._parameters.pop("bias")
+    net[1][0]._parameters = {"bias": moved, "weight": net[1][0].weight}
+
+
 CHANGES = [
     add_parameter,
     remove_parameter,
@@ -98,6 +120,11 @@ CHANGES = [
     replace_submodule,
     replace_submodule_without_parameters,
     swap_submodules,
+    rebind_parameters,
+    rebind_submodules,
+    rebind_no_submodules,
+    rebind_everything,
+    move_parameter,
 ]
 
 
@@ -148,3 +175,98 @@ def test_a_module_without_parameters_may_get_some():
     assert kept.now() == []
     net.append(nn.Linear(2, 2))
     assert [place.name for place in kept] == ["0.weight", "0.bias"]
+
+
+class Answering(nn.Module):
+    """A module whose class answers for what it holds."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    return {"weight": vars(module).get("held")}
+
+
+Answering._parameters = property(parameters_of, lambda *_: None)  # type: ignore[assignment]
+
+
+def test_a_class_that_answers_for_its_modules_is_asked():
+    net: Any = nn.Sequential(nn.Linear(2, 2), Answering())
+    net[1].__dict__["held"] = parameter()
+    kept = Places(net)
+    assert kept.now()[-1].parameter is net[1].__dict__["held"]
+    net[1].__dict__["held"] = parameter()
+    assert kept.now()[-1].parameter is net[1].__dict__["held"]
+
+
+class Copies:
+    """What a scripted module holds: its values are copied for whoever asks."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def values(self) -> list[Any]:
+        return list(self.held.values())
+
+    def items(self) -> list[tuple[str, Any]]:
+        return list(self.held.items())
+
+
+def test_what_hands_out_copies_is_asked_again():
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held = Copies(net[1]._parameters)
+    net[1].__dict__["_parameters"] = held
+    kept = Places(net)
+    first = kept.now()
+    assert kept.now() is first
+    held.held["weight"] = parameter()
+    assert kept.now()[2].parameter is held.held["weight"]
+
+
+NAMES = ("0.weight", "0.bias", "1.0.weight", "2.weight", "2.bias")
+
+
+def test_what_is_trained_is_the_same_tuple_until_something_changes():
+    net = model()
+    kept = Places(net)
+    assert not kept.are_flags_kept()  # nobody has looked
+    found = kept.trained()
+    assert found == NAMES
+    assert kept.trained() is found
+    assert kept.are_flags_kept()
+    net[2].bias.requires_grad_(False)
+    assert not kept.are_flags_kept()
+    assert kept.trained() == NAMES[:-1]
+    assert kept.are_flags_kept()
+    net[2].bias.requires_grad_(True)  # one that was frozen
+    assert not kept.are_flags_kept()
+    assert kept.trained() == NAMES
+    with torch.no_grad():
+        net[0].weight.requires_grad_(False)
+        assert kept.trained() == NAMES[1:]
+
+
+def test_a_tied_parameter_is_trained_in_all_of_its_places():
+    net = model()
+    tie(net)
+    kept = Places(net)
+    assert kept.trained() == (*NAMES[:3], "1.0.weight", "2.bias")
+    net[1][0].weight.requires_grad_(False)
+    assert kept.trained() == (*NAMES[:2], "2.bias")
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_trained_is_looked_up_after_every_change(change):
+    net = model()
+    kept = Places(net)
+    kept.trained()
+    change(net)
+    assert kept.trained() == tuple(place.name for place in places(net))
+
+
+def test_recurrent_modules_are_known():
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 3))
+    kept = Places(net)
+    kept.now()
+    assert kept.recurrent == [("1", net[1])]

@@ -21,6 +21,8 @@ from unison.clip import (
     NORM_METHODS,
     RULES,
     Arithmetic,
+    GroupCoefficients,
+    NormTable,
     SampleNorms,
     automatic,
     bounded,
@@ -183,6 +185,38 @@ def test_flat_follows_its_table(gen):
     )
     assert found.values[:2].tolist() == [1.0, 1.0]
     assert found.num_dropped.item() == 2
+
+
+def test_a_sample_counts_if_norm_and_bound_are_finite():
+    bad = [torch.nan, torch.inf, -torch.inf]
+    some = torch.tensor([0.0, -0.0, 1.0, 1.7e308, 5e-324, -1.0, *bad], dtype=torch.float64)
+    squared, upper = (each.flatten() for each in torch.meshgrid(some, some, indexing="ij"))
+    norms = SampleNorms(squared, upper)
+    expected = squared.isfinite() & upper.isfinite()
+    for found in (flat(norms, 1.0), automatic(norms, 1.0), per_group({"a": norms}, {"a": 1.0})):
+        assert torch.equal(found.is_finite, expected)
+        assert found.num_dropped.item() == 45
+        values = found.values["a"] if isinstance(found, GroupCoefficients) else found.values
+        assert not values[~expected].any()
+
+
+def test_a_table_of_norms():
+    squared = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
+    table = NormTable(["b", "c", "a"], squared, 2 * squared)
+    assert (list(table), len(table), "c" in table, "d" in table) == (
+        ["b", "c", "a"],
+        3,
+        True,
+        False,
+    )
+    assert table["c"].squared.tolist() == [3, 4]
+    assert table.scaled(1.0) is table
+    scaled = table.scaled(3.0)
+    assert list(scaled) == list(table)
+    assert scaled["a"].upper.tolist() == [90, 108]
+    assert_same_bits(scaled.total().squared, (9 * squared).sum(0))
+    with pytest.raises(KeyError):
+        table["d"]
 
 
 def test_automatic_scales_everything_up_to_the_bound():

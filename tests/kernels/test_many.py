@@ -335,6 +335,73 @@ def test_tensors_that_were_asked_about_are_not_asked_again():
         assert_all_same_bits(found, expected)
 
 
+@interpreted
+def test_tables_are_made_again_only_where_tensors_lie_elsewhere():
+    from unison.kernels import many
+    from unison.kernels.many import launch, reference
+
+    values, weights = draw(2, [(8, 16), (7,), (40,)]), weights_of(3, 2)
+    others, found = [each + 1 for each in values], outs_like(values)
+    made, filled = [], launch._Group._filled
+
+    def num_made_for(values: list[Tensor]) -> int:
+        expected = outs_like(values)
+        many.release(values, weights, None, 1.0, found)
+        reference.release(values, weights, None, [0] * 3, 1.0, expected)
+        assert_all_same_bits(found, expected)
+        squares = reference.squares(values)
+        torch.testing.assert_close(many.squares(values), squares, rtol=1e-6, atol=0.0)
+        return len(made)
+
+    launch._Group._filled = lambda self, *args: made.append(args) or filled(self, *args)
+    try:
+        with as_on_cuda():
+            assert num_made_for(values) == 4  # of two launches each
+            values[0].mul_(2)
+            assert num_made_for(values) == 4
+            assert num_made_for(others) == 8
+            values[1].add_(1)
+            assert num_made_for(values) == 8
+    finally:
+        launch._Group._filled = filled
+
+
+@interpreted
+def test_outputs_that_were_asked_about():
+    from unison.kernels import many
+    from unison.kernels.many import launch
+    from unison.kernels.many.asked import addresses_of
+
+    values, weights = draw(3), weights_of(len(SHAPES), 3)
+    expected = outs_like(values)
+    with as_on_cuda():
+        many.combine(values, weights, expected)
+        for addresses in (None, "theirs"):
+            outs = outs_like(values)
+            known = None if addresses is None else addresses_of(outs)
+            found = many.Asked(outs, many.Facts(outs), False, known)
+            many.combine(values, weights, found)
+            assert_all_same_bits(found, expected)
+            assert found.addresses == addresses_of(outs)
+        assert launch._alignments(b"") == b""
+        offsets = [0, 256, 4, 1 << 40 | 15]
+        addresses = b"".join(each.to_bytes(8, "little") for each in offsets)
+        assert launch._alignments(addresses[:16]) == b""
+        assert list(launch._alignments(addresses)) == [0, 0, 4, 15]
+
+
+def test_equal_facts_are_compared_once():
+    from unison.kernels.many import Facts
+
+    one, other = Facts(draw(2)), Facts(draw(2))
+    assert one._facts is not other._facts
+    assert one == other
+    assert one._facts is other._facts
+    assert hash(one) == hash(other)
+    assert one != Facts(draw(1))
+    assert one != "facts"
+
+
 # ---- without kernels -----------------------------------------------------------------------------
 
 

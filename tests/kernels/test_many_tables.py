@@ -66,3 +66,79 @@ def test_tables_that_are_too_many_are_refused():
         with pytest.raises(UnsupportedOperation, match="more than 32 numbers"):
             table.on_device([1], torch.device("cpu"))
     assert table.on_device([3], torch.device("cpu")).tolist() == [3]  # nothing is recorded now
+
+
+CPU = torch.device("cpu")
+
+
+class Maker:
+    """Makes tables, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+
+    def __call__(self, device: torch.device) -> torch.Tensor:
+        self.num_made += 1
+        made = table.to_send((2, 3), device)
+        assert (made.dtype, tuple(made.shape)) == (torch.int64, (2, 3))
+        return made.fill_(self.num_made)
+
+
+def test_a_table_that_was_sent_is_not_sent_again():
+    kept, make = table.Sent(most=2), Maker()
+    first = kept.table("a", CPU, make)
+    assert kept.table("a", CPU, make) is first
+    second = kept.table("b", CPU, make)
+    assert (int(first[0, 0]), int(second[0, 0]), make.num_made) == (1, 2, 2)
+    kept.table("c", CPU, make)  # and the oldest is forgotten
+    assert kept.table("b", CPU, make) is second
+    assert kept.table("a", CPU, make) is not first
+    assert make.num_made == 4
+
+
+def test_tables_of_a_graph_are_nobody_elses():
+    """They are filled when it is complete: until then whoever found them would read zeros."""
+    kept, make, tables = table.Sent(), Maker(), table.Tables(CPU, capacity=64)
+    with table.tables_kept(tables):
+        recorded = [kept.table("a", CPU, make) for _ in range(2)]
+    assert recorded[0].data_ptr() != recorded[1].data_ptr()
+    outside = kept.table("a", CPU, make)
+    assert int(outside[0, 0]) == 3
+    with table.tables_kept(tables):  # nor does a graph read what others may forget
+        again = kept.table("a", CPU, make)
+    assert again is not outside
+    tables.fill()
+    assert [int(each[0, 0]) for each in (*recorded, again)] == [1, 2, 4]
+
+
+def test_memory_is_not_pinned_while_a_graph_is_recorded(monkeypatch):
+    devices = []
+
+    def make(device: torch.device) -> torch.Tensor:
+        devices.append(device)
+        return torch.zeros(1, dtype=torch.int64)
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(table, "sent", lambda made, device: made)
+    monkeypatch.setattr(table, "_stream_of", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table.Sent().table((), cuda, make)
+    with table.tables_kept(table.Tables(CPU, capacity=16)):
+        table.Sent().table((), cuda, make)
+    assert devices == [cuda, CPU]
+
+
+def test_tables_are_kept_by_stream_and_never_while_one_is_captured(monkeypatch):
+    kept, make, cuda = table.Sent(), Maker(), torch.device("cuda", 0)
+    monkeypatch.setattr(table, "to_send", lambda shape, device: torch.empty(2, 3).long())
+    monkeypatch.setattr(table, "sent", lambda made, device: made)
+    stream, is_capturing = 1, False
+    monkeypatch.setattr(table, "_stream_of", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    first = kept.table("a", cuda, make)
+    stream = 2
+    assert kept.table("a", cuda, make) is not first
+    stream, is_capturing = 1, True
+    assert kept.table("a", cuda, make) is not first
+    is_capturing = False
+    assert kept.table("a", cuda, make) is first

@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.errors import BadInput
-from unison.kernels.random import Cipher
+from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.privacy import noise as noises
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import finalise
 from unison.privacy.sampling import Poisson
-from unison.rng import Key
+from unison.rng import Key, Stream, noise_spacing
 
 RELEASE = Release(
     step=4,
@@ -85,6 +85,21 @@ def test_secret_runs_differ_and_seeded_runs_repeat():
     assert torch.equal(gradient(7), gradient(7))
     assert not torch.equal(gradient(7), gradient(8))
     assert not torch.equal(gradient(None), gradient(None))
+
+
+@pytest.mark.parametrize("noise_multiplier", [3.0, 1e-3])
+def test_recipes_of_many_parameters_are_those_of_each(noise_multiplier):
+    fields = {"sampling": RELEASE.sampling, "noise_multiplier": noise_multiplier}
+    release, key = Release(**RELEASE.to_fields() | fields), Key.from_entropy()
+    names, spacing = ["w", "v", "layers.0.weight"], noise_spacing(release.noise_std)
+    found = noises.recipes_of(names, key, release)
+    for row, name in zip(found, names, strict=True):
+        stream = Stream(key, name, release.step, noises.PURPOSE, Cipher.CHACHA20)
+        floats = (release.noise_std / spacing, spacing)
+        recipe = Recipe(Cipher.CHACHA20, stream.words, Distribution.SECURE_NORMAL, floats)
+        assert torch.equal(row, recipe.pack())
+    found.zero_()  # nobody else has it
+    assert noises.recipes_of(names, key, release).any()
 
 
 # ---- saving and loading --------------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """From what sums are made of to gradients."""
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from tests.harness import assert_same_bits
 from unison.clip.kept import SharesByName
 from unison.kernels import many
+from unison.privacy import noise as noises
+from unison.privacy.cut import Cut
 from unison.privacy.mechanism import Release
-from unison.privacy.noise import Cut
+from unison.privacy.noise import Shares
 from unison.privacy.owners.base import Owned
 from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.sampling import Poisson
@@ -68,6 +73,51 @@ def test_memories_of_gradients(dtypes):
         assert gradient.storage_offset() % 64 == 0
         gradient.fill_(i)
     assert all((gradient == i).all() for i, gradient in enumerate(found))
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [(7,)], [(8, 8)], [(2, 3)], [()], [(0,)]], ids=str)
+def test_what_kernels_know_of_gradients(shapes):
+    """As if each had been asked."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    cut = Cut(parameters)
+    for _ in range(2):
+        found = cut.empty(torch.device("cpu"))
+        assert [each.shape for each in found] == [torch.Size(shape) for shape in shapes]
+        assert found.facts == many.Facts(list(found))
+        addresses = np.frombuffer(found.addresses, np.int64).tolist()
+        is_there = [each.numel() > 0 for each in found]
+        asked = [each.data_ptr() for each in found]
+        assert list(compress(addresses, is_there)) == list(compress(asked, is_there))
+        assert found.home == torch.device("cpu")
+
+
+def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
+    """A module that is cast while it is trained has gradients of its new dtype."""
+    linear = nn.Linear(4, 2)
+    owned = [Owned(n, p, tuple(p.shape), 0, p.numel()) for n, p in linear.named_parameters()]
+    releasing = Releasing(cast(Any, Alone(owned)))
+    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
+    one = torch.ones(1, dtype=torch.float64)
+    own = SharesByName(
+        {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)},
+    )
+    values = [value for value, _ in own.values()]
+    own.asked = many.Asked(values, many.Facts(values), False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
+        linear.to(dtype)
+        for each, gradient in releasing.gradients(own, terms):
+            assert gradient.dtype == each.parameter.dtype == dtype
+            assert gradient.shape == each.parameter.shape
+            assert (gradient == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_weights_that_are_shared_fill_a_table(dtype):
+    weights, names = torch.rand(3, dtype=dtype), ("a", "b")
+    values = [torch.zeros(3, 2) for _ in names]
+    found = noises._weights(Shares(names, values, [weights] * 2, values, (0, 0)))
+    assert found.is_contiguous()
+    assert_same_bits(found, torch.stack([weights, weights]).float())
 
 
 def test_values_that_are_known_are_released_in_their_order():

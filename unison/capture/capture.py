@@ -21,11 +21,11 @@ from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression
 from unison.capture.fallback import is_in_place, per_sample_fallback
 from unison.capture.marks import marked
-from unison.capture.names import Place, Places
+from unison.capture.names import Places
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
-from unison.capture.refuse import refuse_compiled
+from unison.capture.refuse import may_be_compiled, refuse_compiled
 from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
 from unison.capture.tap import can_hook, hook, tap, untapped
 from unison.capture.tracked import (
@@ -120,9 +120,12 @@ class Capture:
 
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
+                Where marks are those of an earlier pass, the backward pass raises the latter.
         """
-        placed = self._places.last if self._is_current else self._places.now()
-        refuse_compiled(self._places.modules)
+        if not self._is_current:
+            self._places.trained()
+        if may_be_compiled(self._places.held.modules, self._places.held.attributes):
+            refuse_compiled(self._places.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
@@ -132,24 +135,29 @@ class Capture:
                 yield self
             return
         self._places.relay.call = self.call
-        with self._marking(placed, is_guarded) as tracked:
+        with self._marking(is_guarded) as unguarded:
             if self._alike is not None:
                 self._sites = sites_of(self._alike.kind, self._places.sites)
-            with flat_weights_renewed(self._places.modules):
+            with flat_weights_renewed(self._places.recurrent):
                 yield self
-            refuse_gradients(tracked)
+            refuse_gradients(unguarded)
 
     @contextmanager
-    def _marking(self, placed: Sequence[Place], is_guarded: bool) -> Iterator[Collection[Tracked]]:
-        """Put the marks of an earlier pass in their places for this block, or others."""
-        marks = self._places.marks
+    def _marking(self, is_guarded: bool) -> Iterator[Collection[Tracked]]:
+        """Put the marks of an earlier pass in their places for this block, or others.
+
+        Returns:
+            Those that take gradients and do not refuse them.
+        """
+        places = self._places
+        marks = places.marks
         if marks is not None and not is_guarded and marks.put():
             try:
-                yield marks.tracked
+                yield ()
             finally:
                 marks.remove()
             return
-        with marked(placed, self._tracked, is_guarded=is_guarded) as (tracked, self._places.marks):
+        with marked(places.last, self._tracked, is_guarded=is_guarded) as (tracked, places.marks):
             yield tracked
 
     def _tracked(self, value: Tensor, name: str) -> Tracked:

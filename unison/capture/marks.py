@@ -1,21 +1,24 @@
 """Marks that stay: tracked parameters, put in their places again in every pass.
 
 [Note: marks that stay] To mark a parameter takes microseconds, and there are hundreds of them. So a
-capture leaves its marks to the next one of the same module, which compares, for all parameters at
-once, what a mark depends on: whether the parameter takes gradients, and where its values lie.
+capture leaves its marks to the next one of the same module. What a mark depends on is compared for
+all parameters at once: by `Places` whether they take gradients, and how their values lie; here,
+where.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, eq
+from itertools import repeat
+from operator import contains, setitem
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture.names import Place
-from unison.capture.tracked import Tracked, refuse_gradient
+from unison.capture.tracked import Tracked, refuse_gradient, refuse_gradients
 
 
 class Marks:
@@ -27,53 +30,39 @@ class Marks:
     """
 
     def __init__(self, placed: Sequence[Place], tracked: dict[int, Tracked]) -> None:
-        self.tracked = list(tracked.values())
-        all_parameters = {id(each.parameter): each.parameter for each in placed}
-        self._all = list(all_parameters.values())
-        self._trained = [each for key, each in all_parameters.items() if key in tracked]
-        self._facts = [list(each) for each in self._facts_now()]
-        places: dict[nn.Module, dict[str, Tracked]] = {}
-        for module, attribute, parameter, _ in placed:
-            if id(parameter) in tracked:
-                places.setdefault(module, {})[attribute] = tracked[id(parameter)]
-        self._places = list(places.items())
+        own = [each for each in placed if id(each.parameter) in tracked]
+        self._parameters = list({id(each.parameter): each.parameter for each in own}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        # Flat, and not module by module: then no line of Python runs for each.
+        self._where = [each.module.__dict__ for each in own]
+        self._names = [each.attribute for each in own]
+        self._marks = [tracked[id(each.parameter)] for each in own]
+        self._unguarded = list(tracked.values())
 
     def put(self) -> bool:
-        """Put the marks in their places, if nothing else is there and all is as it was."""
-        for now, before in zip(self._facts_now(), self._facts, strict=True):
-            if not all(map(eq, now, before)):
-                return False
-        places = [(module.__dict__, marks) for module, marks in self._places]
-        if not all(attributes.keys().isdisjoint(marks) for attributes, marks in places):
+        """Put the marks in their places, if nothing else is there and all is as it was.
+
+        `Places` has looked at all but the addresses, and would have dropped the marks.
+        """
+        if list(map(Tensor.data_ptr, self._parameters)) != self._addresses:
             return False
-        for attributes, marks in places:
-            attributes.update(marks)
+        if any(map(contains, self._where, self._names)):
+            return False
+        if self._unguarded:  # guards take longer than to look once, as after the first pass
+            refuse_gradients(self._unguarded)
+            for each in self._unguarded:
+                each.guard()
+            self._unguarded = []
+        _run(map(setitem, self._where, self._names, self._marks))
         return True
 
     def remove(self) -> None:
         """Give the places back to the parameters."""
-        for module, marks in self._places:
-            attributes = module.__dict__
-            for attribute in marks:
-                attributes.pop(attribute, None)
-
-    def _facts_now(self) -> tuple[Iterator[Any], ...]:
-        """Return all of parameters that marks depend on: who is trained, and `memory_of` each.
-
-        Fact by fact, and not parameter by parameter: then no line of Python runs for each. One
-        after the other: hundreds of shapes at once would call Python's garbage collector.
-        """
-        return (
-            map(_is_trained, self._all),
-            map(Tensor.data_ptr, self._trained),
-            map(_shape_of, self._trained),
-            map(Tensor.stride, self._trained),
-            map(_dtype_of, self._trained),
-        )
+        _run(map(dict.pop, self._where, self._names, repeat(None)))
 
 
-_is_trained, _shape_of = attrgetter("requires_grad"), attrgetter("shape")
-_dtype_of = attrgetter("dtype")
+def _run(calls: Iterator[Any]) -> None:
+    deque(calls, maxlen=0)
 
 
 @contextmanager
@@ -88,7 +77,8 @@ def marked(
         is_guarded: As in `Capture.installed`.
 
     Returns:
-        The marks; and all that it takes to put them there again, if they can stay.
+        The marks, which have no guard; and all that it takes to put them there again, if they can
+        stay.
     """
     tracked: dict[int, Tracked] = {}
     hidden: list[tuple[dict[str, Any], str, Any]] = []

@@ -1,12 +1,30 @@
 """What cannot be captured, refused before it runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import contains
+from typing import Any
 
 from torch import nn
 
 from unison.errors import UnsupportedOperation
 
 _COMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile made
+_CALLED = "_compiled_call_impl"  # of a module that was compiled in place
+
+
+def may_be_compiled(parts: Iterable[nn.Module], attributes: Sequence[dict[str, Any]]) -> bool:
+    """Whether `refuse_compiled` has anything to look for; a fraction of its time.
+
+    Args:
+        parts: All parts of a module.
+        attributes: Each one's own.
+    """
+    return (
+        any(map(contains, attributes, repeat("forward")))
+        or any(map(contains, attributes, repeat(_CALLED)))
+        or any(map(_is_compiled_class, set(map(type, parts))))
+    )
 
 
 def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -20,14 +38,12 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
     Raises:
         UnsupportedOperation: Naming the part.
     """
-    known: set[type] = set()
+    known: dict[type, bool] = {}
     for name, child in modules:
         kind = type(child)
-        is_compiled = child._compiled_call_impl is not None
         if kind not in known:
-            known.add(kind)
-            is_compiled |= kind.__name__ == "OptimizedModule"  # importing it takes a second
-            is_compiled |= hasattr(kind.forward, _COMPILED)
+            known[kind] = _is_compiled_class(kind)
+        is_compiled = known[kind] or getattr(child, _CALLED) is not None
         if "forward" in child.__dict__:
             is_compiled |= hasattr(child.forward, _COMPILED)
         if is_compiled:
@@ -35,3 +51,8 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
                 "does to parameters is not seen; use the model as it was before torch.compile"
             )
+
+
+def _is_compiled_class(kind: type[nn.Module]) -> bool:
+    is_wrapper = kind.__name__ == "OptimizedModule"  # importing it takes a second
+    return is_wrapper or getattr(kind, _CALLED) is not None or hasattr(kind.forward, _COMPILED)

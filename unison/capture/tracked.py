@@ -15,8 +15,7 @@ by another way, and raises.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +72,7 @@ class Tracked(Tensor):
     of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
     listener: Listener
     memory: tuple | None = None  # of a parameter's value, where the mark is used again
+    is_guarded: bool = False  # refuses gradients as they come
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
@@ -88,9 +88,15 @@ class Tracked(Tensor):
     def derived(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
         """Mark something made of tracked tensors; nobody holds it to look for a gradient later."""
         tracked = Tracked.of(value, sources, listener)
-        with torch._C.DisableTorchFunctionSubclass():
-            tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
+        tracked.guard()
         return tracked
+
+    def guard(self) -> None:
+        """Refuse gradients as they come from now on, so that nobody has to look for them."""
+        if not self.is_guarded:
+            self.is_guarded = True
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(partial(refuse_gradient, self.of_parameters[0]))
 
     # --- what parallel plans ask distributed tensors ---------------------------------------------
 
@@ -142,26 +148,27 @@ def memory_of(value: Tensor) -> tuple:
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
-def refuse_gradient(name: str, _: Tensor | None = None) -> NoReturn:
-    """Raise for a gradient that came past the capture; a hook of tensors."""
-    raise UnsupportedOperation(
-        f"a gradient reached {name!r} from an operation that was not seen: a custom "
-        "autograd.Function, or code that kept the parameter elsewhere than in its module. Use "
-        "torch functions on the module's attribute"
-    )
-
-
 def refuse_gradients(tracked: Collection[Tracked]) -> None:
-    """Raise if a gradient came past the capture, where all passes are over."""
+    """Raise if a gradient came past the capture to one that has no guard, and drop it."""
     with torch._C.DisableTorchFunctionSubclass():
-        if all(map(_is_nothing, map(_gradient_of, tracked))):  # a line of Python for none of them
-            return
-        for each in tracked:
-            if each.grad is not None:
-                refuse_gradient(each.of_parameters[0])
+        found = [(each, each.grad) for each in tracked if each.grad is not None]
+        for each, _ in found:
+            each.grad = None
+        for each, gradient in found:
+            refuse_gradient(each.of_parameters[0], gradient)
 
 
-_gradient_of, _is_nothing = attrgetter("grad"), partial(is_, None)
+def refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    """Raise for a gradient that came past the capture; a hook of tensors.
+
+    Autograd calls hooks, with None, where a function was given the tensor and has no gradient.
+    """
+    if gradient is not None:
+        raise UnsupportedOperation(
+            f"a gradient reached {name!r} from an operation that was not seen: a custom "
+            "autograd.Function, or code that kept the parameter elsewhere than in its module. Use "
+            "torch functions on the module's attribute"
+        )
 
 
 def find_tracked(args: tuple, kwargs: dict[str, Any]) -> Tracked:

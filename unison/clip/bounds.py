@@ -59,6 +59,7 @@ third is rounding to float32 before noise; adding noise before rounding makes it
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -138,8 +139,13 @@ class NormTable(Mapping[str, SampleNorms]):
     """
 
     def __init__(self, names: Sequence[str], squared: Tensor, upper: Tensor) -> None:
-        self._index = {name: i for i, name in enumerate(names)}
+        self._names = names
         self.squared, self.upper = squared, upper
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        """Where each name is: made for who asks for one of them, which most never do."""
+        return {name: i for i, name in enumerate(self._names)}
 
     @classmethod
     def of(cls, norms: Mapping[str, SampleNorms], batch: int) -> "NormTable":
@@ -157,16 +163,16 @@ class NormTable(Mapping[str, SampleNorms]):
         return SampleNorms(self.squared[i], self.upper[i])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._names)
 
     def scaled(self, factor: float) -> "NormTable":
         """Return the norms of gradients that are `factor` times as long."""
-        made = NormTable((), self.squared * factor**2, self.upper * factor**2)
-        made._index = self._index
-        return made
+        if factor == 1:
+            return self
+        return NormTable(self._names, self.squared * factor**2, self.upper * factor**2)
 
     def total(self) -> SampleNorms:
         """Return the norms over all parameters together."""

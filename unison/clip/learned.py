@@ -107,25 +107,33 @@ def axes_of(
     return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
 
 
-def kind_of(model: nn.Module, batch: Any, trained: tuple[str, ...] | None = None) -> tuple:
+def kind_of(model: nn.Module, batch: Any) -> tuple:
     """All but the number of samples that decides what a model does with a batch.
 
     Args:
         model: The model.
         batch: A batch, samples first in all of its tensors.
-        trained: Names of the parameters that take gradients, if they are known.
     """
     leaves, spec = tree_flatten(batch)
     kinds = tuple(
         (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
     )
-    if trained is None:
-        trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    return str(spec), kinds, *mode_of(model, trained)
+
+
+def mode_of(model: nn.Module, trained: tuple[str, ...]) -> tuple:
+    """All but its input that decides what a model does.
+
+    Args:
+        model: The model.
+        trained: Names of the parameters that take gradients.
+    """
     autocast = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
     )
-    return str(spec), kinds, model.training, trained, autocast
+    return model.training, trained, autocast
 
 
 def code_of(function: Callable[..., Any]) -> Any:

@@ -28,7 +28,7 @@ from unison.capture.names import Places
 from unison.capture.sites import Alike
 from unison.clip import AUTO, Clipping, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
-from unison.clip.learned import kind_of, learn_layers
+from unison.clip.learned import learn_layers, mode_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.dealing import Dealing
@@ -47,6 +47,7 @@ from unison.privacy.running import (
     RunningPart,
     RunningPass,
 )
+from unison.privacy.trained import Trained
 
 NUM_PROBED = 3  # samples with which it is learned what the module does
 
@@ -86,6 +87,7 @@ class Attachment:
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
         self._pass: RunningPass | None = None
         self._learned: dict[Any, Learned] = {}
+        self.trained = Trained(self.places, owner)
         self._is_learning = False
         with ExitStack() as stack:
             for handle in self._hooks():
@@ -154,6 +156,7 @@ class Attachment:
         """Learn what the module does with a batch, and make sure that it can be clipped.
 
         Raises:
+            BadInput: What is trained is not what was made private.
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
@@ -251,18 +254,18 @@ class Attachment:
         return gate(output, partial(self._on_backward, own_loss))
 
     def _learn(self, inputs: Inputs) -> Learned:
-        kind = (inputs.samples, str(inputs.spec))
-        key = kind_of(self.module, kind, self.places.trained())
-        if key not in self._learned:
+        key = (inputs.kind, mode_of(self.module, self.trained.check()))
+        learned = self._learned.get(key)
+        if learned is None:
             self._is_learning = True
             # A few rows tell all, and the same number on every rank.
             samples = tuple(resized(list(inputs.samples), NUM_PROBED))
             try:
-                self._learned[key] = self._learned_of(inputs, samples)
+                learned = self._learned[key] = self._learned_of(inputs, samples)
             finally:
                 self._is_learning = False
-            self.places.now()  # the module has run since
-        return self._learned[key]
+            self.trained.check()  # the module has run since
+        return learned
 
     def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
         def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
@@ -286,8 +289,8 @@ class Attachment:
             num_rows,
             mode=self.settings.mode,
             memory_budget=self.settings.memory_budget,
-            machine=inputs.samples[0].device.type,
-            timed=self._timed(inputs.samples[0].device),
+            machine=inputs.device.type,
+            timed=self._timed(inputs.device),
             is_alone=self._is_alone,
         )
 

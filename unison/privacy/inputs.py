@@ -50,6 +50,21 @@ class Inputs:
         return cls(leaves, spec, places, dim)
 
     @property
+    def kind(self) -> tuple:
+        """All but the number of samples and their values."""
+        kinds = []
+        for place in self.places:
+            leaf = self.leaves[place]
+            shape = leaf.shape
+            kinds.append((place, shape[: self.dim] + shape[self.dim + 1 :], leaf.dtype))
+        return (str(self.spec), *kinds)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie."""
+        return self.leaves[self.places[0]].device
+
+    @property
     def samples(self) -> tuple[Tensor, ...]:
         """The tensors that hold the samples, samples first; gradients do not reach the user's."""
         return tuple(self.leaves[place].detach().movedim(self.dim, 0) for place in self.places)

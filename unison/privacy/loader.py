@@ -54,8 +54,8 @@ class PrivateLoader:
         present: Called with every batch and what it is; what it returns is handed out.
         before_draw: Called with the number of a logical batch before anything of it is handed out;
             what it raises, the user's loop raises.
-        on_abandon: Called by `abandon` with the last physical batch of a logical batch that was
-            left open.
+        on_abandon: Called by `abandon` with the physical batch handed out last; returns whether its
+            logical batch was given up, and can be drawn again.
 
     Raises:
         BadInput: The loader's settings contradict the sampling.
@@ -98,7 +98,7 @@ class PrivateLoader:
         self.current: PhysicalBatch | None = None
         self.present: Callable[[Any, PhysicalBatch], Any] | None = None
         self.before_draw: Callable[[int], None] | None = None
-        self.on_abandon: Callable[[PhysicalBatch], None] | None = None
+        self.on_abandon: Callable[[PhysicalBatch], bool] | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -156,14 +156,13 @@ class PrivateLoader:
         return iteration
 
     def abandon(self) -> None:
-        """End the iteration under way and give up a logical batch that is open.
+        """End the iteration under way and give up a logical batch that is not trained on yet.
 
         Its step is drawn again by the next iteration.
         """
-        live = self._live()
-        if self.is_open and self.on_abandon is not None:
-            assert self.current is not None
-            self.on_abandon(self.current)
+        live, current = self._live(), self.current
+        if current is not None and self.on_abandon is not None and self.on_abandon(current):
+            self._next_step = current.step  # also where its last physical batch was handed out
         if live is not None:
             live.close()
         self.current = None

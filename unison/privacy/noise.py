@@ -7,19 +7,22 @@ tell which parameters were used.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import repeat
-from operator import attrgetter, eq, is_
+from operator import is_
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kernels import many
-from unison.kernels.many.table import on_device, sent
+from unison.kernels.many.table import on_device, sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random.recipe import KEY_AT
+from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH
+from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.mechanism import Release
 from unison.privacy.owners.base import Owned
 from unison.rng import (
@@ -35,6 +38,7 @@ from unison.rng import (
 
 PURPOSE = "noise"
 _COUNT = "number of samples below the clip norm"  # the name of a stream that no parameter has
+_HOST = torch.device("cpu")
 
 
 def finalise(
@@ -90,7 +94,7 @@ class Shares(NamedTuple):
         cls, owned: Sequence[Owned], values: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> "Shares":
         """Return the shares of what a rank owns, given values and weights of each."""
-        names, starts = [each.name for each in owned], [each.start for each in owned]
+        names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)
         return cls(names, values, weights, [each.parameter for each in owned], starts)
 
 
@@ -106,7 +110,7 @@ def release_all(
     release: Release,
     divisor: float,
     num_samples: int,
-) -> list[Tensor]:
+) -> Gradients:
     """Turn many clipped sums into private gradients at once: see [Note: finalise].
 
     Args:
@@ -119,13 +123,14 @@ def release_all(
     Returns:
         Gradients in the order given; those of vectors, or of matrices as wide, in one memory.
     """
-    recipes = recipes_for(shares.names, key, release, num_samples)
+    device = shares.values[0].device
+    recipes = recipes_for(shares.names, key, release, num_samples, device)
     if recipes is not None:
-        recipes = sent(recipes, shares.values[0].device)
+        recipes = sent(recipes, device)
     return release_by(shares, recipes, divisor)
 
 
-def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[Tensor]:
+def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradients:
     """The part of `release_all` that the device does.
 
     Args:
@@ -134,7 +139,7 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[T
         divisor: A public constant.
     """
     noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
-    outs = _empty_gradients(shares.like, shares.values[0].device)
+    outs = empty_gradients(shares.like, shares.values[0].device)
     many.release(shares.values, _weights(shares), noise, divisor, outs)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
@@ -142,7 +147,11 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[T
 
 
 def recipes_for(
-    names: Sequence[str], key: Key, release: Release, num_samples: int
+    names: Sequence[str],
+    key: Key,
+    release: Release,
+    num_samples: int,
+    device: torch.device = _HOST,
 ) -> Tensor | None:
     """See `recipes_of`; None where a step has no noise.
 
@@ -152,20 +161,36 @@ def recipes_for(
     if release.noise_std == 0:
         return None
     _check_on_grid(release, num_samples)
-    return recipes_of(names, key, release)
+    return recipes_of(names, key, release, device)
 
 
-def recipes_of(names: Sequence[str], key: Key, release: Release) -> Tensor:
-    """Return what each parameter's noise is drawn by: int64 [parameters, RECIPE_LENGTH], CPU."""
-    spacing = noise_spacing(release.noise_std)
-    floats = (release.noise_std / spacing, spacing)
+def recipes_of(
+    names: Sequence[str], key: Key, release: Release, device: torch.device = _HOST
+) -> Tensor:
+    """Return what each parameter's noise is drawn by: int64 [parameters, RECIPE_LENGTH], CPU.
+
+    Args:
+        names: Of the parameters.
+        key: The key of this step's noise.
+        release: What this step applies.
+        device: Where it is going to be sent.
+    """
     cipher = Cipher.CHACHA20
+    words = words_of_streams(key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
+    made = to_send((len(names), RECIPE_LENGTH), device)
+    table = made.numpy()
+    table[:] = _blank_recipe(release.noise_std, cipher)
+    table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
+    return made
+
+
+@lru_cache(maxsize=16)
+def _blank_recipe(std: float, cipher: Cipher) -> np.ndarray:
+    """Return a recipe with nothing in the place of the key: int64 [RECIPE_LENGTH]."""
+    spacing = noise_spacing(std)
+    floats = (std / spacing, spacing)
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
-    table = blank.pack().expand(len(names), -1).contiguous()
-    table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words_of_streams(
-        key, names, step=release.step, purpose=PURPOSE, cipher=cipher
-    )
-    return table
+    return np.array(blank.numbers(), np.int64)
 
 
 def _check_on_grid(release: Release, num_samples: int) -> None:
@@ -178,79 +203,13 @@ def _check_on_grid(release: Release, num_samples: int) -> None:
         )
 
 
-def _empty_gradients(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of the same shapes and dtypes as these."""
-    known = next((each for each in _known if each.is_for(like)), None)
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = Cut(like)
-        _known.append(known)
-    return known.empty(device)
-
-
-class Cut:
-    """How memories are cut into gradients.
-
-    Tensors that are alike in all dimensions but the first are pieces of one memory, which are made
-    at once, in their shapes. A vector is followed by a piece for nobody, where the next would begin
-    at no multiple of 64; a matrix whose next would is made as a vector.
-
-    Args:
-        like: Tensors of the gradients' shapes and dtypes.
-    """
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        self._shapes, self._dtypes = [each.shape for each in like], [each.dtype for each in like]
-        groups: dict[tuple, list[int]] = {}
-        for i, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
-            is_whole = len(shape) > 1 and shape.numel() > 0 and shape.numel() % _ALIGNED == 0
-            groups.setdefault((dtype, tuple(shape[1:]) if is_whole else ()), []).append(i)
-        # Of each memory: dtype, shape, lengths of its pieces along the first dimension.
-        self._memories: list[tuple[torch.dtype, tuple[int, ...], list[int]]] = []
-        # Of each gradient: which of all pieces it is, and its shape if that is not the piece's.
-        self._places: list[tuple[int, torch.Size | None]] = [(0, None)] * len(like)
-        num_pieces = 0
-        for (dtype, rest), which in groups.items():
-            sizes: list[int] = []
-            for i in which:
-                shape = self._shapes[i]
-                is_made_flat = not rest and len(shape) != 1
-                self._places[i] = num_pieces + len(sizes), shape if is_made_flat else None
-                sizes.append(shape[0] if rest else shape.numel())
-                if not rest and shape.numel() % _ALIGNED:
-                    sizes.append(-shape.numel() % _ALIGNED)
-            self._memories.append((dtype, (sum(sizes), *rest), sizes))
-            num_pieces += len(sizes)
-
-    def is_for(self, like: Sequence[Tensor]) -> bool:
-        """Whether gradients of these shapes and dtypes are cut so."""
-        return (
-            len(like) == len(self._shapes)
-            and all(map(is_, map(_dtype_of, like), self._dtypes))
-            and all(map(eq, map(_shape_of, like), self._shapes))
-        )
-
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Return the gradients, with nothing in them."""
-        pieces: list[Tensor] = []
-        for dtype, shape, sizes in self._memories:
-            memory = torch.empty(shape, dtype=dtype, device=device)
-            pieces += torch.unsafe_split_with_sizes(memory, sizes)  # views, unknown to autograd
-        return [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._places]
-
-
-_ALIGNED = 64  # elements: where a gradient begins
-_MOST_KNOWN = 16
-_known: list[Cut] = []
-_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
-
-
 def _weights(shares: Shares) -> Tensor:
     """Return the weights of all shares [shares, most], float32, in few launches."""
     first = shares.weights[0]
     if all(map(is_, shares.weights, repeat(first))):
-        return first.float().expand(len(shares.weights), -1).contiguous()
+        every = first.expand(len(shares.weights), -1)
+        # One launch for both; `contiguous` is for weights that are float32 already.
+        return every.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     most = max([values.shape[0] for values in shares.values])
     each = {id(weights): weights for weights in shares.weights}
     rows = {key: i for i, key in enumerate(each)}

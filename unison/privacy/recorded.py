@@ -39,6 +39,7 @@ class RecordedPass:
                 f"{running.release.max_grad_norm}: record another"
             )
         if current.is_last:
+            training.check_trained()
             training.open_release(running)
         recorded.replay(batch, current.num_samples)
         running.norms.append(recorded.norms[: current.num_samples].clone())

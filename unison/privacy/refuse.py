@@ -1,6 +1,5 @@
-"""What cannot be trained privately, refused: loaders, gradients, parameters that have changed."""
+"""What cannot be trained privately, refused: loaders, and gradients past the capture."""
 
-from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from unison.capture.names import Place
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.draws import Draws
 from unison.privacy.sampling import Shuffled
@@ -148,18 +146,3 @@ def refuse_gradient(name: str, _: Tensor) -> None:
         "kept the parameter elsewhere than in its module. Train in training mode, and use torch "
         "functions on the module's attribute"
     )
-
-
-def refuse_retrained(places: Iterable[Place], trained: Container[str]) -> None:
-    """Make sure that what is trained is what was made private.
-
-    Args:
-        places: Of all parameters.
-        trained: Names of those that were trainable then.
-    """
-    for place in places:
-        if place.parameter.requires_grad != (place.name in trained):
-            raise BadInput(
-                f"{place.name} was frozen or thawed since make_private; detach the engine and make "
-                "the module private again"
-            )

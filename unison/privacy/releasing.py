@@ -1,13 +1,16 @@
 """From clipped sums to private gradients: noise and division of everything that a rank owns."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unison.clip.kept import SharesByName
+from unison.privacy.cut import Gradients
+from unison.privacy.given import Released
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
 from unison.privacy.owners import Owned, Owner
@@ -45,27 +48,41 @@ class Releasing:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
+        self._names = tuple(each.name for each in owner.owned)
         self._by_name = sorted(owner.owned, key=attrgetter("name"))
-        self._names = [each.name for each in self._by_name]
+        self._blank = Shares.of(self._by_name, (), ())  # in order of names, of nothing as yet
+        self._are_whole = _are_whole(self._by_name)
 
-    def gradients(self, own: Own | None, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
-        """Make the gradients of everything that this rank owns.
+    def gradients(self, own: Own | None, terms: Terms) -> Iterable[tuple[Owned, Tensor]]:
+        """Make the gradients of everything that this rank owns, as they are asked for.
 
         Args:
             own: Where this rank has all of the sums; else the owner has them.
             terms: Noise and division.
         """
-        key, release, divisor, num_samples = terms
-        all_owned, values, weights = self._in_order_of(own) or self._made_of(own)
+        # What this rank has of its own is per-sample gradients, which are yet to be clipped.
+        if own is not None:
+            return Released(partial(self._of_own, own, terms))
+        return self._of_totals(terms)
+
+    def _of_own(self, own: Own, terms: Terms) -> tuple[Sequence[Owned], Sequence[Tensor]]:
+        shares = self._in_order_of(own)
+        if shares is not None:
+            gradients = _all_released(shares, terms)
+            return self._by_name, _as_gradients(self._by_name, gradients, self._are_whole)
+        owned, values, weights = self._made_of(own)
+        gradients = _all_released(Shares.of(owned, values, weights), terms)
+        return owned, _as_gradients(owned, gradients, _are_whole(owned))
+
+    def _of_totals(self, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
+        key, release, divisor, _ = terms
+        all_owned, values, weights = self._made_of(None)
         shares = Shares.of(all_owned, values, weights)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
-        is_flat = own is not None or all(type(each) is Owned for each in all_owned)
-        # What this rank has of its own is per-sample gradients, which are yet to be clipped.
-        if own is not None or (is_flat and can_release(shares)):
-            gradients = release_all(
-                shares, key=key, release=release, divisor=divisor, num_samples=num_samples
-            )
-            yield from zip(all_owned, _as_gradients(all_owned, gradients), strict=True)
+        if all(type(each) is Owned for each in all_owned) and can_release(shares):
+            gradients = _all_released(shares, terms)
+            gradients = _as_gradients(all_owned, gradients, _are_whole(all_owned))
+            yield from zip(all_owned, gradients, strict=True)
             return
         for owned, total in zip(all_owned, values, strict=True):
             gradient = finalise(
@@ -89,8 +106,7 @@ class Releasing:
             terms: Noise and division.
         """
         key, release, divisor, num_samples = terms
-        names = [each.name for each in self._owner.owned]
-        recipes = recipes_for(names, key, release, num_samples)
+        recipes = recipes_for(self._names, key, release, num_samples)
         found = graph.replay(
             id(own), lambda: Shares.of(*self._made_of(own)), recipes=recipes, divisor=divisor
         )
@@ -98,12 +114,12 @@ class Releasing:
             owned.parameter.grad = None  # what it held is trained on: nothing is added to it
             yield owned, owned.as_gradient(gradient)
 
-    def _in_order_of(self, own: Own | None) -> Made | None:
-        """What `_made_of` returns, in order of names: that of values which kernels know already."""
+    def _in_order_of(self, own: Own) -> Shares | None:
+        """The shares in order of names, if that is the order of values which kernels know."""
         asked = own.asked if isinstance(own, SharesByName) else None
-        if own is None or asked is None or list(own) != self._names:
+        if asked is None or tuple(own) != self._blank.names:
             return None
-        return self._by_name, asked, [weights for _, weights in own.values()]
+        return self._blank._replace(values=asked, weights=list(map(_weights_of, own.values())))
 
     def _made_of(self, own: Own | None) -> Made:
         """What this rank owns, and what the sums of it are made of: values and weights of each."""
@@ -120,11 +136,24 @@ class Releasing:
         return [each for each, _ in found], totals, [ones[total.device] for total in totals]
 
 
-def _as_gradients(owned: Sequence[Owned], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+_weights_of = itemgetter(1)
+
+
+def _all_released(shares: Shares, terms: Terms) -> Gradients:
+    key, release, divisor, num_samples = terms
+    return release_all(shares, key=key, release=release, divisor=divisor, num_samples=num_samples)
+
+
+def _are_whole(owned: Sequence[Owned]) -> bool:
+    """Whether these are plain parameters, of which this rank holds all."""
+    return all(type(each) is Owned and not each.is_part for each in owned)
+
+
+def _as_gradients(
+    owned: Sequence[Owned], gradients: Gradients, are_whole: bool
+) -> Sequence[Tensor]:
     """Return `as_gradient` of each, which are tensors of one device in the parameters' shapes."""
-    devices = set(map(Tensor.get_device, [each.parameter for each in owned]))
-    is_there = devices == {gradients[0].get_device()}
-    if is_there and not any(type(each) is not Owned or each.is_part for each in owned):
+    if are_whole and gradients.home == gradients[0].device:
         return gradients
     return [each.as_gradient(some) for each, some in zip(owned, gradients, strict=True)]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -30,7 +31,6 @@ from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.refuse import refuse_retrained
 from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.running import ClippingSettings, PassSums
 from unison.privacy.step_graph import is_recording
@@ -79,7 +79,7 @@ class PrivateTraining:
         self._given = GivenGradients()
         self._uncommitted: int | None = None
         self._is_taken = False  # the step of the last release, by a graph
-        self._trained: tuple[str, ...] | None = None  # names of what is, when it was last checked
+        self._asked: tuple[object, bool] | None = None  # whether kernels take parameters, and which
         self._has_warned = False
         self._attachment = Attachment(
             module,
@@ -119,7 +119,8 @@ class PrivateTraining:
             )
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
-        self._check_trainable()
+        # Nothing of the step is lost yet. All is looked at in the forward pass.
+        self._attachment.trained.check(is_quick=True)
         self._batch = LogicalBatch(
             release=self.mechanism.begin(step),
             next_pass=0,
@@ -128,11 +129,16 @@ class PrivateTraining:
             rates=self._learning_rates(),
         )
 
-    def _on_abandon(self, batch: PhysicalBatch) -> None:
+    def _on_abandon(self, batch: PhysicalBatch) -> bool:
+        """Give a logical batch up, unless it is over; return whether it may be drawn again."""
+        running = self._batch
+        if running is None:
+            return False
         self._attachment.drop_pass()
         self._owner.drop()
         self.mechanism.abandon()
         self._batch = None
+        return running.key is None  # else the ledger has counted it: it is not drawn twice
 
     def running(self, batch: PhysicalBatch) -> LogicalBatch:
         """The logical batch that a pass belongs to, which must be the next one of it."""
@@ -159,30 +165,43 @@ class PrivateTraining:
         total = scaled.total()
         by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
         norms_of_rows = total.squared.clamp(min=0).sqrt()
-        assert self._dealing.plan is not None
-        ids = self._dealing.plan.sample_ids
-        if len(self._dealing.parts) > 1:
-            ids = ids.split(part.num_rows)[list(self._dealing.parts).index(part)]
-        # Nothing here may wait for the device: what is padding is known without it.
-        real = part.is_real.nonzero().flatten()
-        is_padded = len(real) < part.num_rows
-        device = total.squared.device
-        where = real.to(device, non_blocking=True) if is_padded else None
-        running.norms.append(norms_of_rows if where is None else norms_of_rows[where])
-        running.positions.append(ids[part.is_real])
-        is_real = part.is_real.to(device, non_blocking=True) if is_padded else None
         # Parameters that are clipped together share one tensor: it is scaled once.
-        own = {}
-        for each in by_name.values():
-            if id(each) not in own:
-                scaled_up = each * factor
-                own[id(each)] = scaled_up if is_real is None else scaled_up.where(is_real, 0.0)
+        own = dict(zip(map(id, by_name.values()), by_name.values(), strict=True))
+        if factor != 1:
+            own = {key: each * factor for key, each in own.items()}
+        plan = self._dealing.plan
+        assert plan is not None
+        # Nothing here may wait for the device: what is padding is known without it.
+        is_padded = not part.is_real.all()
+        if is_padded:
+            device = total.squared.device
+            where = part.is_real.nonzero().flatten().to(device, non_blocking=True)
+            norms_of_rows = norms_of_rows[where]
+            is_real = part.is_real.to(device, non_blocking=True)
+            own = {key: each.where(is_real, 0.0) for key, each in own.items()}
+        if is_padded or plan.is_granular:
+            ids = plan.sample_ids.split(part.num_rows)
+            positions = ids[list(self._dealing.parts).index(part)][part.is_real]
+        else:  # rows that follow each other: to say so takes less than to find out
+            first = plan.granule_ids[0] * plan.granule
+            positions = torch.arange(first, first + part.num_rows)
+        running.norms.append(norms_of_rows)
+        running.positions.append(positions)
+        if len(own) == 1:
+            return dict.fromkeys(by_name, *own.values())
         return {name: own[id(each)] for name, each in by_name.items()}
 
     def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
         """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
         is_only_pass = batch.is_last and running.next_pass == 0
-        return is_only_pass and self._owner.is_alone and takes(*self._parameters.values())
+        return is_only_pass and self._owner.is_alone and self._is_taken_by_kernels()
+
+    def _is_taken_by_kernels(self) -> bool:
+        """Whether kernels take all parameters: asked again where one of them is another."""
+        trained = self._attachment.trained.last
+        if self._asked is None or self._asked[0] is not trained:
+            self._asked = trained, takes(*self._parameters.values())
+        return self._asked[1]
 
     def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it.
@@ -299,11 +318,9 @@ class PrivateTraining:
             self.ledger.commit(self._uncommitted)
             self._uncommitted = None
 
-    def _check_trainable(self) -> None:
-        trained = self._attachment.places.trained()
-        if trained != self._trained:
-            refuse_retrained(self._attachment.places, self._parameters)
-            self._trained = trained
+    def check_trained(self) -> None:
+        """Make sure that what is trained is what was made private, where no forward pass does."""
+        self._attachment.trained.check()
 
     def _learning_rates(self) -> list[Any]:
         return [group.get("lr") for group in self.optimizer.param_groups]

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class BatchPlan:
         """Granules in the logical batch."""
         return self.edges[-1]
 
-    @property
+    @cached_property
     def sample_ids(self) -> Tensor:
         """Position in the global batch of each row of this pass [rows]; -1 for a row of padding."""
         first = torch.tensor(self.granule_ids) * self.granule

@@ -5,18 +5,18 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from functools import reduce
-from operator import attrgetter, or_
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from functools import partial
+from operator import attrgetter
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from unison.kernels.launcher import Launcher
 from unison.kernels.many import triton as kernels
-from unison.kernels.many.asked import facts_of
+from unison.kernels.many.asked import ADDRESS, Asked, addresses_of, facts_of
 from unison.kernels.many.table import (
     FIRST,
     KIND,
@@ -26,8 +26,9 @@ from unison.kernels.many.table import (
     STRIDE,
     VALUES,
     WIDTH,
-    on_device,
+    Sent,
     tile_map,
+    to_send,
 )
 from unison.kernels.random.tables import SECURE, table
 
@@ -42,34 +43,50 @@ _SAMPLES_AT_ONCE = 4
 _MOST_KNOWN = 16  # sets of tensors
 
 
-class _Group(NamedTuple):
+class _Group:
     """Tensors that one launch takes: outputs of one dtype, as aligned as its loads are wide.
 
-    Attributes:
+    Args:
         which: Their indices; None if they are all.
         is_aligned: Whether every tensor begins, and every sample of it, where wide loads may.
         dtype: Of the outputs.
         numels: Elements of a sample, those skipped before its first tile included.
-        table: All of the kernel's table but addresses: int64 [tensors, WIDTH], CPU.
+        table: All of the kernel's table but addresses: int64 [tensors, WIDTH].
     """
 
-    which: list[int] | None
-    is_aligned: bool
-    dtype: torch.dtype | None
-    numels: tuple[int, ...]
-    table: Tensor
+    def __init__(
+        self,
+        which: list[int] | None,
+        is_aligned: bool,
+        dtype: torch.dtype | None,
+        numels: tuple[int, ...],
+        table: np.ndarray,
+    ) -> None:
+        self._which = None if which is None else np.array(which, np.int64)
+        self.is_aligned, self.dtype, self.numels = is_aligned, dtype, numels
+        self._table = table
+        self._tables, self._indices = Sent(), Sent()
 
-    def chosen(self, items: Sequence) -> Sequence:
-        """Those of the group."""
-        return items if self.which is None else [items[i] for i in self.which]
+    def index(self, device: torch.device) -> Tensor | None:
+        """Which of all tensors they are, on a device; None if they are all."""
+        which = self._which
+        if which is None:
+            return None
+        return self._indices.table((), device, lambda _: torch.from_numpy(which))
 
-    def filled(self, values: Sequence[int], outs: Sequence[int] | None) -> Tensor:
-        """The table with the addresses of all tensors and outputs."""
-        table = self.table.clone()
-        table[:, VALUES] = torch.tensor(self.chosen(values), dtype=torch.int64)
-        if outs is not None:
-            table[:, OUT] = torch.tensor(self.chosen(outs), dtype=torch.int64)
-        return table
+    def table(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
+        """The table with the addresses of all tensors and outputs, on a device."""
+        return self._tables.table((values, outs), device, partial(self._filled, values, outs))
+
+    def _filled(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
+        made = to_send(self._table.shape, device)
+        table = made.numpy()
+        table[:] = self._table
+        for column, addresses in ((VALUES, values), (OUT, outs)):
+            if addresses is not None:
+                every = np.frombuffer(addresses, ADDRESS)
+                table[:, column] = every if self._which is None else every[self._which]
+        return made
 
 
 _known: dict[tuple, list[_Group]] = {}
@@ -77,9 +94,9 @@ _known: dict[tuple, list[_Group]] = {}
 
 def _groups(
     values: Sequence[Tensor],
-    at: Sequence[int],
+    at: bytes,
     outs: Sequence[Tensor] | None = None,
-    out_at: Sequence[int] | None = None,
+    out_at: bytes | None = None,
     starts: Sequence[int] | None = None,
     size: int = 1,
 ) -> list[_Group]:
@@ -87,7 +104,7 @@ def _groups(
 
     Args:
         values: X [samples, ...] of each.
-        at: Their addresses.
+        at: Their addresses, see `addresses_of`.
         outs: Where the results go, if anywhere.
         out_at: Addresses of those.
         starts: Each tensor's first element in its parameter; 0 unless given.
@@ -97,8 +114,7 @@ def _groups(
         size,
         facts_of(values),
         _alignments(at),
-        None if outs is None else tuple(map(Tensor.numel, outs)),
-        None if outs is None else tuple(map(_dtype_of, outs)),
+        None if outs is None else _facts_of_outs(outs),
         None if out_at is None else _alignments(out_at),
         None if starts is None else tuple(starts),
     )
@@ -111,15 +127,35 @@ def _groups(
     return found
 
 
+def _facts_of_outs(outs: Sequence[Tensor]) -> Hashable:
+    """Return what launches depend on, and more where that is known without asking."""
+    if isinstance(outs, Asked):
+        return outs.facts
+    return tuple(map(Tensor.numel, outs)), tuple(map(_dtype_of, outs))
+
+
 _dtype_of = attrgetter("dtype")
 
 
-def _alignments(addresses: Sequence[int]) -> tuple[int, ...]:
+def _alignments(addresses: bytes) -> bytes:
     """Return how far each address is above a multiple of 16; nothing if all are multiples."""
-    return tuple([each % 16 for each in addresses]) if reduce(or_, addresses, 0) % 16 else ()
+    found = addresses[::8].translate(_ABOVE_16)
+    return found if any(found) else b""
 
 
-def _grouped(values, at, outs, out_at, starts: Sequence[int], size: int) -> list[_Group]:
+_ABOVE_16 = bytes(byte % 16 for byte in range(256))
+
+
+def _grouped(
+    values: Sequence[Tensor],
+    values_at: bytes,
+    outs: Sequence[Tensor] | None,
+    outs_at: bytes | None,
+    starts: Sequence[int],
+    size: int,
+) -> list[_Group]:
+    at = np.frombuffer(values_at, ADDRESS).tolist()
+    out_at = None if outs_at is None else np.frombuffer(outs_at, ADDRESS).tolist()
     places: dict[tuple, list[int]] = {}
     for i, x in enumerate(values):
         is_aligned = (
@@ -137,11 +173,11 @@ def _grouped(values, at, outs, out_at, starts: Sequence[int], size: int) -> list
         if which is None:
             continue
         numels = [_numel(values[i]) if outs is None else outs[i].numel() for i in which]
-        table = torch.zeros(len(which), WIDTH, dtype=torch.int64)
-        table[:, STRIDE] = torch.tensor([_stride(values[i]) for i in which])
-        table[:, NUMEL] = torch.tensor(numels)
-        table[:, FIRST] = torch.tensor([starts[i] for i in which])
-        table[:, KIND] = torch.tensor([KINDS[values[i].dtype] for i in which])
+        table = np.zeros((len(which), WIDTH), np.int64)
+        table[:, STRIDE] = [_stride(values[i]) for i in which]
+        table[:, NUMEL] = numels
+        table[:, FIRST] = [starts[i] for i in which]
+        table[:, KIND] = [KINDS[values[i].dtype] for i in which]
         skipped = [starts[i] % size for i in which]
         sizes = tuple(numel + begin for numel, begin in zip(numels, skipped, strict=True))
         is_all = len(which) == len(values)
@@ -166,7 +202,7 @@ def squares(values: Sequence[Tensor]) -> Tensor:
     """See `unison.kernels.many.squares`."""
     device, batch = values[0].device, values[0].shape[0]
     out = None
-    addresses = list(map(Tensor.data_ptr, values))
+    addresses = addresses_of(values)
     for group in _groups(values, addresses) if batch else ():
         num = len(group.numels)
         tensors, first = tile_map(group.numels, _SQUARE_TILE, device)
@@ -175,7 +211,7 @@ def squares(values: Sequence[Tensor]) -> Tensor:
         totals = torch.empty(num, batch, dtype=torch.float64, device=device)
         _launch_squares(
             (num_tiles, batch),
-            (on_device(group.filled(addresses, None), device), tensors, first, parts),
+            (group.table(addresses, None, device), tensors, first, parts),
             (num_tiles,),
             ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
@@ -183,11 +219,12 @@ def squares(values: Sequence[Tensor]) -> Tensor:
             (num, batch), (parts, first, totals), (num, num_tiles),
             BLOCK=256, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-        if group.which is None:
+        index = group.index(device)
+        if index is None:
             return totals
         if out is None:
             out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
-        out.index_copy_(0, on_device(group.which, device), totals)
+        out.index_copy_(0, index, totals)
     return values[0].new_empty(len(values), batch, dtype=torch.float64) if out is None else out
 
 
@@ -205,9 +242,9 @@ def release(
     device, batch = values[0].device, weights.shape[1]
     is_noisy = noise is not None
     size = _NOISY_TILE if is_noisy else _COMBINE_TILE
-    at, out_at = list(map(Tensor.data_ptr, values)), list(map(Tensor.data_ptr, outs))
+    at, out_at = addresses_of(values), addresses_of(outs)
     for group in _groups(values, at, outs, out_at, noise.starts if is_noisy else None, size):
-        index = None if group.which is None else on_device(group.which, device)
+        index = group.index(device)
         tensors, first = tile_map(group.numels, size, device)
         recipes = weights if noise is None else noise.recipes
         if noise is not None and index is not None:
@@ -216,7 +253,7 @@ def release(
         _launch_release(
             (len(tensors), 1),
             (
-                on_device(group.filled(at, out_at), device), recipes, tensors, first,
+                group.table(at, out_at, device), recipes, tensors, first,
                 weights if index is None else weights[index], table(SECURE, device),
             ),
             (batch, 1.0 / divisor),

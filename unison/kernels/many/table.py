@@ -5,7 +5,7 @@ arithmetic, so the kernels here take all of them at once: a table on the device 
 a few numbers per tensor, and a map says for every program which row of the table it serves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -113,3 +113,60 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_send(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return a host's table of integers with nothing in it, from which `sent` makes one copy."""
+    return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+class Sent:
+    """Tables that were sent to a device, for who needs the same ones again.
+
+    To send one takes the host as long as some launches. Allocators hand out the same addresses step
+    after step, so that a table of addresses is mostly one of the last.
+
+    Args:
+        most: Tables that are kept.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._tables: dict[Hashable, Tensor] = {}
+
+    def table(
+        self, key: Hashable, device: torch.device, make: Callable[[torch.device], Tensor]
+    ) -> Tensor:
+        """Return a table on a device, which nobody writes to, without waiting for it.
+
+        Args:
+            key: Of all that is in the table.
+            device: Where it lives.
+            make: Makes it on the host, given where it is sent to from there; see `to_send`.
+        """
+        # What is recorded does not run: a table in a graph's memory is no table for anyone else.
+        # Nor may memory be pinned meanwhile.
+        if _recording or _is_capturing(device):
+            return on_device(make(_HOST), device)
+        # On another stream nothing would wait for the copy.
+        key = device, _stream_of(device), key
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) >= self._most:
+                del self._tables[next(iter(self._tables))]  # the oldest
+            found = self._tables[key] = sent(make(device), device)
+        return found
+
+
+_HOST = torch.device("cpu")
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
