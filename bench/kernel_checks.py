@@ -217,7 +217,33 @@ def affine(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         (found,), is_same = runs.repeat(lambda g=g: (kernels.column_sums(g),))
         error = largest_error(found, slope.sum(1))
         runs.add("affine: column sums", shape, error, "largest element", is_same)
+        _check_many_affine(runs, shape, (x, g), (wide, slope))
     return runs.outcomes
+
+
+def _check_many_affine(
+    runs: Runs, shape: str, given: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor]
+) -> None:
+    """Check the same sums of several tensors at once, of different widths too."""
+    from unison.kernels.affine import triton as kernels
+
+    x, g = given
+    xs, gs = [x, x.flip(1).contiguous(), x], [g, g, g.flip(0).contiguous()]
+    cut = [g, g[..., : g.shape[2] // 2].contiguous(), g[..., 2:].contiguous()]
+    found, is_same = runs.repeat(
+        lambda: (
+            *kernels.sums_of_many(xs, gs, 1e-5, is_centred=True, has_offset=True),
+            *kernels.column_sums_of_many(cut),
+        )
+    )
+    normal, slope = F.layer_norm(wide[0], x.shape[2:], eps=1e-5), wide[1]
+    normals, slopes = [normal, normal.flip(1), normal], [slope, slope, slope.flip(0)]
+    pairs = [((b * a).sum(1), b.sum(1)) for a, b in zip(normals, slopes, strict=True)]
+    expected = [each for pair in pairs for each in pair]
+    error = max(map(largest_error, found[:6], expected))
+    runs.add("affine: many norms", shape, error, "largest element", is_same)
+    error = max(map(largest_error, found[6:], [each.double().sum(1) for each in cut]))
+    runs.add("affine: many column sums", shape, error, "largest element", is_same)
 
 
 # ---- many tensors at once ------------------------------------------------------------------------
