@@ -150,6 +150,7 @@ def trained(unison, text, tmp_path):
 ORDERED = ["--reducer", "ordered"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_train_as_one_does(trained):
     one, losses_of_one = trained("one", *ORDERED)

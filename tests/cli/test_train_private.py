@@ -85,6 +85,7 @@ def test_seeded_noise_is_called_what_it_is(unison, text, tmp_path):
     assert "not covered by ε: loss" in out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_and_one_leave_runs_that_agree(unison, text, tmp_path):
     options = [*FAST, *PRIVATE, "--noise-multiplier", "1", "--no-secure-noise"]

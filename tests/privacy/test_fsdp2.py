@@ -105,6 +105,7 @@ def test_kept_in_smaller_shards_after_forward():
     assert run_on_ranks(4, trained_as, case) == [expected] * 4
 
 
+@pytest.mark.full
 def test_copies_of_shards():
     for granule in (None, 2):
         expected = run_on_ranks(1, trained_as, {"granule": granule, "how": "none"})[0]
@@ -147,6 +148,7 @@ def test_one_process_with(name):
         assert relative(found, expected) <= 1e-6
 
 
+@pytest.mark.full
 def test_bf16():
     case = {"options": {"mp_policy": BF16}}
     expected = run_on_ranks(1, trained_as, {"how": "none"})[0]

@@ -40,6 +40,7 @@ def test_hybrid_has_the_bits_of_one_rank(case):
             assert {**alone, **found} == alone
 
 
+@pytest.mark.full
 def test_three_copies_of_two_parts():
     case = {"config": ODD, "counts": (8, 3)}
     alone = run_on_ranks(1, run, 1, case)[0]

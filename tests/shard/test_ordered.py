@@ -55,6 +55,7 @@ def test_granule_is_part_of_the_mechanism():
     assert one["digest"] != two["digest"]
 
 
+@pytest.mark.full
 def test_more_ranks():
     config = replace(ODD, vocab_size=251, d_model=68)  # odd as well, and quick on 8 ranks
     case = {"config": config, "counts": (8, 3)}

@@ -47,6 +47,7 @@ def test_result_of_rank_0_comes_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
 def test_error_of_one_rank_is_the_error_of_all():
     with pytest.raises(Diverged, match="rank 1 saw a NaN"):

@@ -16,24 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unison.capture import (
-    AxisTable,
-    Capture,
-    Surroundings,
-    check_samples_apart,
-    learn_axes,
-    resized,
-)
+from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
 from unison.capture.sites import Alike
-from unison.clip import AUTO, Clipping, Learned, Plan
-from unison.clip.calibration import Calibration, calibration_of
-from unison.clip.learned import learn_layers, mode_of
+from unison.clip import Clipping, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
-from unison.privacy.inputs import Inputs, probe_losses
+from unison.privacy.inputs import Inputs
+from unison.privacy.learning import Learning
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
@@ -48,8 +40,6 @@ from unison.privacy.running import (
     RunningPass,
 )
 from unison.privacy.trained import Trained
-
-NUM_PROBED = 3  # samples with which it is learned what the module does
 
 
 class Attachment:
@@ -86,9 +76,9 @@ class Attachment:
         self._counted: tuple[Plan | None, int, int] = (None, 1, 1)  # passes that a plan takes
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
         self._pass: RunningPass | None = None
-        self._learned: dict[Any, Learned] = {}
         self.trained = Trained(self.places, owner)
-        self._is_learning = False
+        self._learning = Learning(module, settings, owner, self.trained)
+        self._is_repeating = False  # runs the module again, for what was not kept
         with ExitStack() as stack:
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -160,10 +150,15 @@ class Attachment:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
-        return self._plan(self._learn(inputs), num_rows, inputs)
+        return self._learning.plan(self._learning.learn(inputs), num_rows, inputs)
+
+    @property
+    def _is_aside(self) -> bool:
+        """Whether the module runs for our own sake, and not to be trained."""
+        return self._is_repeating or self._learning.is_running
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_learning or not (module.training and torch.is_grad_enabled()):
+        if self._is_aside or not (module.training and torch.is_grad_enabled()):
             return
         batch = self._current()
         if batch is None:
@@ -198,8 +193,8 @@ class Attachment:
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
-        learned = self._learn(inputs)
-        plan = self.plan = self._plan(learned, self._dealing.most_rows, inputs)
+        learned = self._learning.learn(inputs)
+        plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
         _, num_forwards, num_backwards = self._counted
@@ -243,7 +238,7 @@ class Attachment:
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
         running = self._pass
-        if self._is_learning or running is None or not module.training:
+        if self._is_aside or running is None or not module.training:
             return output
         if output is None:  # an exception is on its way
             self.drop_pass()
@@ -252,57 +247,6 @@ class Attachment:
             return output
         own_loss = own_loss_of(output, kwargs)
         return gate(output, partial(self._on_backward, own_loss))
-
-    def _learn(self, inputs: Inputs) -> Learned:
-        key = (inputs.kind, mode_of(self.module, self.trained.check()))
-        learned = self._learned.get(key)
-        if learned is None:
-            self._is_learning = True
-            # A few rows tell all, and the same number on every rank.
-            samples = tuple(resized(list(inputs.samples), NUM_PROBED))
-            try:
-                learned = self._learned[key] = self._learned_of(inputs, samples)
-            finally:
-                self._is_learning = False
-            self.trained.check()  # the module has run since
-        return learned
-
-    def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
-        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
-            output = inputs.run(module, some)
-            losses = probe_losses(output, len(some[0]), self.settings.batch_dim)
-            if losses is None:
-                raise UnsupportedOperation(
-                    f"no part of the module's output holds its {len(some[0])} samples in dimension "
-                    f"{self.settings.batch_dim}, so it cannot be checked that samples do not mix. "
-                    "Return the outputs of each sample beside a loss, as transformers models do"
-                )
-            return losses
-
-        axes: AxisTable = learn_axes(self.module, run, samples)
-        check_samples_apart(self.module, run, samples, axes)
-        layers = self._owner.agreed(learn_layers(self.module, run, samples, axes))
-        return Learned(axes, tuple(layers))
-
-    def _plan(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
-        return learned.plan(
-            num_rows,
-            mode=self.settings.mode,
-            memory_budget=self.settings.memory_budget,
-            machine=inputs.device.type,
-            timed=self._timed(inputs.device),
-            is_alone=self._is_alone,
-        )
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a plan is nobody else's, and may depend on more than shapes."""
-        return not self._owner.is_ordered and self._owner.everyone.size == 1
-
-    def _timed(self, device: torch.device) -> Calibration | None:
-        """What methods take on the device, if plans may depend on it: [Note: calibration]."""
-        is_wanted = self.settings.calibrate and self.settings.mode == AUTO
-        return calibration_of(device) if is_wanted and self._is_alone else None
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -372,8 +316,8 @@ class Attachment:
                 assert part.coefficients is not None
                 part.clipping.begin_second_pass(part.coefficients)
                 stack.enter_context(part.capture.again(surroundings))
-            self._is_learning = True  # the hooks let it pass
-            stack.callback(setattr, self, "_is_learning", False)
+            self._is_repeating = True  # the hooks let it pass
+            stack.callback(setattr, self, "_is_repeating", False)
             self.module(*args, **kwargs)
 
     def _decide(self, running: RunningPass, part: RunningPart) -> None:
@@ -385,7 +329,7 @@ class Attachment:
     def _clipping(self, granule: int) -> Clipping:
         """Who takes the records of a granule now."""
         running = self._pass
-        is_repeated = running is not None and running.phase is Phase.DONE and self._is_learning
+        is_repeated = running is not None and running.phase is Phase.DONE and self._is_repeating
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
         return running.parts[granule].clipping

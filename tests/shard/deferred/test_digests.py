@@ -52,7 +52,7 @@ def deferred_digest(world: World, name: str, is_sharded: bool) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2",
+        pytest.param("gpt2", marks=pytest.mark.full),
         "decoder",
         # Eight processes that import transformers take a while.
         pytest.param("GPT2LMHeadModel", marks=pytest.mark.full),

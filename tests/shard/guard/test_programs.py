@@ -70,7 +70,11 @@ KILLED = """
 
 
 @pytest.mark.parametrize(
-    ("rank", "others"), [(0, "time.sleep(30)"), (1, "dist.all_reduce(torch.ones(3))")]
+    ("rank", "others"),
+    [
+        (0, "time.sleep(30)"),
+        pytest.param(1, "dist.all_reduce(torch.ones(3))", marks=pytest.mark.full),
+    ],
 )
 def test_a_killed_rank_is_named(tmp_path, rank, others):
     # Rank 0 hosts the store, so that the second rank loses both.
@@ -84,6 +88,7 @@ def test_a_killed_rank_is_named(tmp_path, rank, others):
     assert "number 1, barrier() at program.py" in output
 
 
+@pytest.mark.full
 def test_another_shape_does_not_crash(tmp_path):
     # gloo ends the process that receives more than it expects; in processes of its own, because a
     # parked thread of gloo's is left behind.
