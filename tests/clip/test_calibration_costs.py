@@ -16,7 +16,7 @@ from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import Calibration, calibration_of, kind_of, versions
 from unison.clip.cost_file import FOLDER_VARIABLE, CostFile, cache_folder
 from unison.errors import BadInput
-from unison.privacy import attachment
+from unison.privacy import learning
 
 MADE_BY = {"gpu": "GPU of the test", "torch": "1.2.3"}
 ALL_PARTS = ("gram", "tile", "materialize", "rank_one", "kept", "records", "plain_records")
@@ -307,7 +307,7 @@ def timer(monkeypatch) -> FakeTimer:
     """Let engines calibrate the CPU, with times that no CPU would find."""
     timer = FakeTimer(materialize=0.5, rank_one=0.002, plain_records=0.003)
     timed = Calibration("GPU of the test", timer)
-    monkeypatch.setattr(attachment, "calibration_of", lambda device: timed)
+    monkeypatch.setattr(learning, "calibration_of", lambda device: timed)
     return timer
 
 
@@ -348,7 +348,7 @@ def test_the_plan_of_granules_depends_on_shapes_alone(timer):
 
 def test_ranks_that_must_agree_time_nothing(timer):
     engine, *_ = attach()
-    attached = engine._attached._attachment
-    assert attached._timed(torch.device("cpu")) is not None
-    attached._owner = SimpleNamespace(is_ordered=False, everyone=SimpleNamespace(size=2))
-    assert attached._timed(torch.device("cpu")) is None
+    learning_of = engine._attached._attachment._learning
+    assert learning_of._timed(torch.device("cpu")) is not None
+    learning_of._owner = SimpleNamespace(is_ordered=False, everyone=SimpleNamespace(size=2))
+    assert learning_of._timed(torch.device("cpu")) is None

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.capture.names import Places
 from unison.errors import BadInput
+from unison.shard.deal import current_plan
 
 
 def freeze(module: Any) -> None:
@@ -192,3 +193,12 @@ def test_a_step_that_is_over_is_not_given_up():
     private.abandon()
     assert private.next_step == 1
     assert engine.ledger.num_intents == 1
+
+
+def test_a_module_that_is_given_back_leaves_no_plan_behind():
+    """Whoever trains next in this process, without `deal`, would be taken for its loader's user."""
+    engine, module, optimizer, private = attach()
+    train(module, optimizer, private, 1)
+    assert current_plan() is not None
+    engine.detach()
+    assert current_plan() is None

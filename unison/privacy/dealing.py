@@ -18,6 +18,7 @@ from unison.errors import BadInput
 from unison.privacy.passes import PhysicalBatch
 from unison.shard.deal import (
     BatchPlan,
+    current_plan,
     padded_rows,
     plan_batch,
     publish_plan,
@@ -105,6 +106,11 @@ class Dealing:
         if self.granule is None and bool(is_real.all()):
             return batch
         return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+
+    def end(self) -> None:
+        """Let the last batch be no one's current one any more."""
+        if self.plan is not None and current_plan() is self.plan:
+            publish_plan(None)
 
     def _padded(self, leaf: Any, num_samples: int, plan: BatchPlan) -> Any:
         if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:

@@ -104,6 +104,7 @@ class PrivateTraining:
         for handle in self._handles:
             handle.remove()
         self._owner.detach()
+        self._dealing.end()
         self.loader.present = self.loader.before_draw = self.loader.on_abandon = None
         self.ledger.close()
 
