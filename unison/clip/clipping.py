@@ -1,6 +1,5 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import cast
@@ -345,7 +344,7 @@ class Clipping:
         parameter.num_missing -= 1
         if not parameter.num_missing:
             self._finish(parameter, coefficients)
-        elif not parameter.is_fast and _is_worth_adding(parameter.records):
+        elif not parameter.is_fast and parameter.is_worth_adding:
             self._add(parameter, coefficients)
 
     def _add(self, parameter: UsedParameter, coefficients: Tensor) -> None:
@@ -390,12 +389,3 @@ def _signature(record: Record) -> tuple:
         return a.shape, g.shape, record.is_transposed, a.dtype, g.dtype, g.device
     g = record.value if isinstance(record, Dense) else record.g
     return type(record), g.shape, record.shape, g.dtype, g.device
-
-
-def _is_worth_adding(records: Sequence[Record]) -> bool:
-    """Whether a float64 sum is smaller than the records that it would stand for."""
-    return 8 * math.prod(records[-1].shape) <= sum(map(_num_bytes, records))
-
-
-def _num_bytes(record: Record) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_of(record))

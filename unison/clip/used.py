@@ -1,5 +1,6 @@
 """A parameter that a batch has used: what is held of its uses until its clipped sum is made."""
 
+import math
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.clip.bounds import SampleNorms
+from unison.clip.matrix import tensors_of
 from unison.clip.modes import MODES, Choice
 from unison.errors import UnsupportedOperation
 from unison.ops import Dense, Record
@@ -51,6 +53,12 @@ class UsedParameter:
         """Per-sample gradients that compiled kernels take, with those of other parameters."""
         only = self.records[0] if self.is_fast and len(self.records) == 1 else None
         return only.value if isinstance(only, Dense) else None
+
+    @property
+    def is_worth_adding(self) -> bool:
+        """Whether a float64 sum is smaller than the records that it would stand for."""
+        held = sum(each.nbytes for record in self.records for each in tensors_of(record))
+        return 8 * math.prod(self.records[-1].shape) <= held
 
     @classmethod
     def of_kept(cls, name: str, value: Tensor) -> "UsedParameter":

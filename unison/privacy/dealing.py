@@ -46,6 +46,11 @@ class Part:
         """Rows, padding included."""
         return len(self.is_real)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether some of the rows are padding."""
+        return not self.is_real.all()
+
 
 class Dealing:
     """Presents the loader's batches to the module.
@@ -106,6 +111,17 @@ class Dealing:
         if self.granule is None and bool(is_real.all()):
             return batch
         return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+
+    def positions_of(self, part: Part) -> Tensor:
+        """Return where the real rows of a part stand in the logical batch [real rows]."""
+        plan = self.plan
+        assert plan is not None
+        if part.is_padded or plan.is_granular:
+            ids = plan.sample_ids.split(part.num_rows)
+            return ids[list(self.parts).index(part)][part.is_real]
+        # Rows that follow each other: to say so takes less than to find out.
+        first = plan.granule_ids[0] * plan.granule
+        return torch.arange(first, first + part.num_rows)
 
     def end(self) -> None:
         """Let the last batch be no one's current one any more."""

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.privacy.graph import LossOf
+from unison.privacy.running import LogicalBatch
 from unison.privacy.step_graph import StepGraph
-from unison.privacy.training import LogicalBatch, PrivateTraining
+from unison.privacy.training import PrivateTraining
 
 
 class RecordedPass:

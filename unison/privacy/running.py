@@ -1,4 +1,4 @@
-"""A physical batch on its way through the module: what is held of it until its sums are made."""
+"""Batches under way: what is held of a physical and of a logical one until its sums are made."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +12,9 @@ from unison.capture import Capture, Surroundings
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
 from unison.privacy.dealing import Part
+from unison.privacy.mechanism import Release
 from unison.privacy.passes import PhysicalBatch
+from unison.rng import Key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +94,15 @@ Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mappin
 """(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
 AddSums = Callable[[PhysicalBatch, PassSums], None]
 """(batch, what makes the clipped sums), when a backward pass has ended."""
+
+
+@dataclass(eq=False)
+class LogicalBatch:
+    """A logical batch under way."""
+
+    release: Release
+    next_pass: int
+    norms: list[Tensor]  # of this rank's samples, of each part of each pass [samples]
+    positions: list[Tensor]  # where they stand in the logical batch [samples]
+    rates: list[Any]  # the optimizer's learning rates when it began
+    key: Key | None = None  # of its noise, once the ledger holds its intent

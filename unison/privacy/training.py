@@ -6,10 +6,8 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -32,21 +30,9 @@ from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.releasing import Releasing, Terms
-from unison.privacy.running import ClippingSettings, PassSums
+from unison.privacy.running import ClippingSettings, LogicalBatch, PassSums
 from unison.privacy.step_graph import is_recording
 from unison.rng import Key, NoiseClock
-
-
-@dataclass(eq=False)
-class LogicalBatch:
-    """A logical batch under way."""
-
-    release: Release
-    next_pass: int
-    norms: list[Tensor]  # of this rank's samples, of each part of each pass [samples]
-    positions: list[Tensor]  # where they stand in the logical batch [samples]
-    rates: list[Any]  # the optimizer's learning rates when it began
-    key: Key | None = None  # of its noise, once the ledger holds its intent
 
 
 class PrivateTraining:
@@ -170,24 +156,15 @@ class PrivateTraining:
         own = dict(zip(map(id, by_name.values()), by_name.values(), strict=True))
         if factor != 1:
             own = {key: each * factor for key, each in own.items()}
-        plan = self._dealing.plan
-        assert plan is not None
         # Nothing here may wait for the device: what is padding is known without it.
-        is_padded = not part.is_real.all()
-        if is_padded:
+        if part.is_padded:
             device = total.squared.device
             where = part.is_real.nonzero().flatten().to(device, non_blocking=True)
             norms_of_rows = norms_of_rows[where]
             is_real = part.is_real.to(device, non_blocking=True)
             own = {key: each.where(is_real, 0.0) for key, each in own.items()}
-        if is_padded or plan.is_granular:
-            ids = plan.sample_ids.split(part.num_rows)
-            positions = ids[list(self._dealing.parts).index(part)][part.is_real]
-        else:  # rows that follow each other: to say so takes less than to find out
-            first = plan.granule_ids[0] * plan.granule
-            positions = torch.arange(first, first + part.num_rows)
         running.norms.append(norms_of_rows)
-        running.positions.append(positions)
+        running.positions.append(self._dealing.positions_of(part))
         if len(own) == 1:
             return dict.fromkeys(by_name, *own.values())
         return {name: own[id(each)] for name, each in by_name.items()}
