@@ -4,7 +4,7 @@
 them several times, and compares with the same numbers in float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unison
+from bench.kernel_checks_factors import gram, products
 from bench.kernel_errors import (
     LIMITS,
     Outcome,
@@ -22,133 +23,15 @@ from bench.kernel_errors import (
     relative_error,
     same_bits,
 )
-from unison.clip import clipped_gradients, measured
+from unison.clip import clipped_gradients
 from unison.kernels import many
 from unison.kernels.cross_entropy import rows as logit_rows
 from unison.kernels.many import reference as many_reference
 from unison.kernels.random import Cipher, Distribution, Recipe, using_backend
-from unison.ops import Product
 from unison.rng import Key, Stream, noise_spacing
 
 HEAD_LIMIT = 1e-6  # of the chunked head, in float32
 IGNORED = -100
-
-
-def _shapes(setting: Setting) -> list[tuple[int, int, int, int]]:
-    """Samples, tokens, rows, columns: odd, one token, aligned and large."""
-    if setting.is_small:
-        return [(3, 19, 33, 20), (3, 1, 33, 20), (2, 32, 64, 64)]
-    return [(3, 77, 130, 257), (3, 1, 130, 257), (4, 1024, 1280, 1280)]
-
-
-def _draw_factors(
-    setting: Setting, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
-    """Yield shape, left [batch, tokens, rows], right [batch, tokens, columns], and if they cancel.
-
-    Tokens that cancel are pairs of the same left and nearly the opposite right.
-    """
-    generator = setting.generator()
-    draw = lambda *size: torch.randn(size, generator=generator, device=setting.device)  # noqa: E731
-    for batch, tokens, rows, columns in _shapes(setting):
-        left, right = draw(batch, tokens, rows).to(dtype), draw(batch, tokens, columns).to(dtype)
-        yield f"{batch}×{tokens}×{rows}×{columns}", left, right, False
-    batch, tokens, rows, columns = _shapes(setting)[0]
-    left, right = draw(batch, tokens, rows).to(dtype), draw(batch, tokens, columns)
-    opposite = -right + 0.01 * draw(batch, tokens, columns)
-    right = torch.cat([right, opposite], 1).to(dtype)
-    shape = f"{batch}×{2 * tokens}×{rows}×{columns}, cancelling"
-    yield shape, left.repeat(1, 2, 1), right, True
-
-
-def _mass(left: Tensor, right: Tensor) -> Tensor:
-    """Return Σ_t ‖left_t‖‖right_t‖ [batch], float64."""
-    return (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
-
-
-# ---- products and inner products of tokens -------------------------------------------------------
-
-
-def products(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
-    """Check per-sample products: stored, squared, and added up with weights."""
-    from unison.kernels.products import triton as kernels
-
-    runs = Runs(setting, dtype)
-    for shape, left, right, cancels in _draw_factors(setting, dtype):
-        x = left.double().mT @ right.double()  # [batch, rows, columns]
-        squares, mass = x.square().sum((1, 2)), _mass(left, right)
-        scale, relative_to = (mass, "mass") if cancels else (None, "norm")
-
-        def stored(left: Tensor = left, right: Tensor = right, x: Tensor = x):
-            out = torch.empty_like(x, dtype=torch.float32)
-            return out, kernels.per_sample(left, right, out, "ieee")
-
-        (out, parts), is_same = runs.repeat(stored)
-        largest = "largest element"
-        if not cancels:
-            runs.add("products: stored", shape, largest_error(out, x), largest, is_same)
-        error = norm_error(parts.double().sum(1), squares, scale)
-        runs.add("products: norm beside the stored", shape, error, relative_to, is_same)
-
-        (parts,), is_same = runs.repeat(
-            lambda left=left, right=right: (kernels.per_sample(left, right, None, "ieee"),)
-        )
-        error = norm_error(parts.double().sum(1), squares, scale)
-        runs.add("products: norm alone (tile)", shape, error, relative_to, is_same)
-
-        weights = torch.linspace(0.3, 1.7, len(left), device=left.device)
-
-        def added(left: Tensor = left, right: Tensor = right, weights: Tensor = weights):
-            total = left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32)
-            kernels.weighted(left, right, weights, total, "ieee", add=False)
-            return (total,)
-
-        (total,), is_same = runs.repeat(added)
-        if not cancels:
-            expected = torch.einsum("b,bij->ij", weights.double(), x)
-            runs.add("products: weighted", shape, largest_error(total, expected), largest, is_same)
-        _check_kept(runs, shape, left, right, squares)
-    return runs.outcomes
-
-
-def _check_kept(runs: Runs, shape: str, left: Tensor, right: Tensor, squares: Tensor) -> None:
-    """Check what `grad_materialize` does: per-sample gradients are kept, and squared as kept."""
-    product = Product(right, left, False, (left.shape[2], right.shape[2]))
-
-    def kept() -> tuple[Tensor, Tensor]:
-        x = measured.materialize([product])
-        return x, many.squares([x])
-
-    if not measured.is_taken([product]):  # on the CPU
-        return
-    (x, found), is_same = runs.repeat(kept)
-    of_kept = x.double().square().sum((1, 2))
-    name, limit = "clip: norm of what is kept", LIMITS[torch.float32]
-    runs.add(name, shape, norm_error(found[0], of_kept), "norm of what is kept", is_same, limit)
-    if left.shape[1] > 512:  # in few elements the rounding to bfloat16 does not average out
-        runs.add(
-            "clip: norm of what is kept", shape, norm_error(found[0], squares), "norm", is_same
-        )
-
-
-def gram(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
-    """Check squared norms from inner products of tokens, and the mass."""
-    from unison.kernels.gram import triton as kernels
-
-    runs = Runs(setting, dtype)
-    for shape, left, right, cancels in _draw_factors(setting, dtype):
-        squares = (left.double().mT @ right.double()).square().sum((1, 2))
-        mass = _mass(left, right)
-        (found, masses), is_same = runs.repeat(
-            lambda left=left, right=right: kernels.squared_norms(left, right, "ieee")
-        )
-        if cancels:
-            error = float(((found.sum(1) - squares).abs() / mass.square()).max())
-            runs.add("gram: squared norm", shape, error, "mass²", is_same)
-        else:
-            runs.add("gram: norm", shape, norm_error(found.sum(1), squares), "norm", is_same)
-        runs.add("gram: mass", shape, largest_error(masses.sum(1), mass), "mass", is_same)
-    return runs.outcomes
 
 
 # ---- lookups, norms and biases -------------------------------------------------------------------

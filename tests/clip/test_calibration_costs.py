@@ -19,12 +19,19 @@ from unison.errors import BadInput
 from unison.privacy import learning
 
 MADE_BY = {"gpu": "GPU of the test", "torch": "1.2.3"}
-ALL_PARTS = ("gram", "tile", "materialize", "rank_one", "kept", "records", "plain_records")
+TOGETHER = ("factor_norms", "factors")  # of layers that wait for each other
+NORMS = ("gram", "tile", "materialize", "rank_one")
+ALL_PARTS = (*NORMS, "kept", "records", "plain_records", *TOGETHER)
 
 
 def linear(name: str = "up.weight", batch: int = 4, tokens: int = 512, rows: int = 1280) -> Layer:
     use = Use(kind="product", tokens=tokens, rows=rows, columns=1280)
     return Layer(name=name, batch=batch, itemsize=2, uses=(use,))
+
+
+def alone(name: str = "alone.weight", **changes) -> Layer:
+    """A layer that does not wait for others."""
+    return replace(linear(name), **{"itemsize": 4, **changes})
 
 
 def table(name: str = "table.weight") -> Layer:
@@ -60,26 +67,43 @@ def plan(layers: list[Layer], timer: Callable, **settings) -> Plan:
 @pytest.mark.parametrize(
     ("slow", "expected"),
     [
-        (["gram", "tile", "records"], "materialize+kept"),
+        (["gram", "tile", "records", "factors"], "materialize+kept"),
         (["materialize", "tile"], "gram+records"),
-        (["kept", "gram"], "tile+records"),
+        (["kept", "gram", "factor_norms"], "tile+records"),
     ],
 )
 def test_the_choice_is_what_was_fastest(slow, expected):
-    found = plan(
-        [linear(), linear("other.weight", rows=640)], FakeTimer(**dict.fromkeys(slow, 9.0))
-    )
+    layers = [linear(), linear("other.weight", rows=640), alone(), linear("odd.weight", rows=1284)]
+    found = plan(layers, FakeTimer(**dict.fromkeys(slow, 9.0)))
     for layer in found.layers:
         assert str(layer.chosen.choice) == expected
         assert layer.chosen.measured == 2.0
         times = [each.measured for each in layer.alternatives]
         assert times == sorted(times)
     assert found.timed_on == "GPU of the test"
-    assert found.seconds == 4.0
+    assert found.seconds == 8.0
+
+
+@pytest.mark.parametrize("slow", [(*NORMS, "records"), TOGETHER], ids=["alone", "together"])
+def test_what_layers_that_wait_take_is_timed_together(slow):
+    """And what others take is not, nor any other choice of methods."""
+    timer = FakeTimer(**dict.fromkeys(slow, 9.0))
+    layers = [linear(), alone(), linear("odd.weight", rows=1284)]
+    for layer in plan(layers, timer).layers:
+        seconds = {str(each.choice): each.measured for each in layer.alternatives}
+        is_fast = (slow is TOGETHER) != (layer.layer.name == "up.weight")
+        assert seconds["gram+records"] == (2.0 if is_fast else 18.0)
+        assert seconds["tile+records"] == (2.0 if slow is TOGETHER else 18.0)
+        assert seconds["materialize+kept"] == (2.0 if slow is TOGETHER else 10.0)
+        for gradient in ("recomputed", "second_backward"):
+            own = seconds[f"gram+{gradient}"]
+            assert own is not None
+            assert (own > 18.0) == (slow is not TOGETHER)
 
 
 def test_every_choice_is_made_of_parts():
-    for layer in (linear(), linear(tokens=1), table(), replace(linear(), is_checkpointed=True)):
+    layers = [linear(), linear(tokens=1), table(), alone(), linear(rows=1284)]
+    for layer in (*layers, *[replace(each, is_checkpointed=True) for each in layers]):
         timed = {part: float(i + 1) for i, part in enumerate([*ALL_PARTS, "forward"])}
         for option in alternatives_of(layer, "cuda", timed):
             parts = kernel_costs.parts_of(layer, option.choice)
@@ -94,6 +118,35 @@ def test_every_choice_is_made_of_parts():
     assert 0 < once["forward"] < again["forward"]
     assert "forward" not in kernel_costs.parts_of(table(), MODES["ghost"])  # no GEMM of its own
     assert "gram" not in kernel_costs.parts_of(table(), MODES["ghost"])  # rows are added up
+    of_layers = [kernel_costs.parts_of(each, MODES["ghost_bk"]).keys() for each in layers]
+    alone_parts = {"gram", "records"}
+    assert of_layers == [{*TOGETHER}, {*TOGETHER}, {"tile", "records"}, alone_parts, alone_parts]
+
+
+def test_layers_that_wait():
+    use = linear().uses[0]
+    for layer in (
+        linear(),
+        linear(tokens=1),
+        linear(rows=8),
+        replace(linear(), is_float16=True),
+        replace(linear(), is_checkpointed=True),
+        replace(linear(), uses=(replace(use, is_transposed=True),)),
+    ):
+        assert kernel_costs.waits(layer)
+    for layer in (
+        alone(),
+        linear(rows=1284),
+        linear(rows=1),
+        replace(linear(), uses=(replace(use, columns=1284),)),
+        replace(linear(), uses=(use, use)),
+        replace(linear(), uses=(use, *table().uses)),
+        replace(linear(), uses=(replace(use, is_streamed=True),)),
+        table(),
+        vector(),
+        replace(vector(), itemsize=2, uses=(replace(vector().uses[0], columns=8),)),
+    ):
+        assert not kernel_costs.waits(layer)
 
 
 def test_what_takes_a_second_pass_costs_more_than_what_does_not():
@@ -105,7 +158,7 @@ def test_what_takes_a_second_pass_costs_more_than_what_does_not():
 
 def test_the_memory_budget_holds_whatever_was_measured():
     layers = [linear(f"{i}.weight", rows=640 * (1 + i % 3), tokens=512) for i in range(8)]
-    kept_is_best = FakeTimer(gram=9.0, tile=9.0, records=9.0)
+    kept_is_best = FakeTimer(gram=9.0, tile=9.0, records=9.0, factor_norms=9.0, factors=9.0)
     free = plan(layers, kept_is_best)
     assert {str(each.chosen.choice) for each in free.layers} == {"materialize+kept"}
     budget, seconds = free.bytes_needed, [free.seconds]
@@ -123,7 +176,8 @@ def test_the_memory_budget_holds_whatever_was_measured():
 
 def test_what_was_too_slow_to_be_timed_is_not_taken_unless_nothing_else_fits():
     timer = FakeTimer()
-    del timer.seconds["gram"]  # predicted in milliseconds, and a second is what all others took
+    for part in ("gram", *TOGETHER):  # predicted in milliseconds; all others took a second
+        del timer.seconds[part]
     (layer,) = plan([linear()], timer).layers
     assert layer.chosen.choice.norm != "gram"
     assert {each.measured for each in layer.alternatives if each.choice.norm == "gram"} == {None}

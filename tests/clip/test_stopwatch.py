@@ -2,18 +2,29 @@
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.clip.test_calibration_costs import ALL_PARTS, MADE_BY, FakeTimer, linear, table
+from tests.clip.test_calibration_costs import (
+    ALL_PARTS,
+    MADE_BY,
+    TOGETHER,
+    FakeTimer,
+    alone,
+    linear,
+    table,
+)
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import MACHINES, Layer, Use, kernel_costs, plan_clipping, stopwatch
 from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import Calibration
 from unison.clip.cost_file import CostFile
+from unison.clip.matrix import tensors_of
 from unison.clip.modes import CHOICES
 from unison.clip.stopwatch import MOST_BYTES, Limits, Stopwatch, num_bytes, wanted_parts
+from unison.kernels import factored
 
 
 def small(kind: str = "product", batch: int = 2, tokens: int = 5) -> Layer:
@@ -31,6 +42,7 @@ SMALL = {
     "halves": replace(small(), itemsize=2),
     "float16": replace(small(), itemsize=2, is_float16=True),
 }
+WAITING = replace(small(), itemsize=2, uses=(replace(small().uses[0], rows=8, columns=16),))
 
 
 def watch(**settings) -> Stopwatch:
@@ -56,6 +68,40 @@ def test_every_part_of_every_choice_runs(name):
     assert torch.equal(torch.get_rng_state(), before)  # the training's own numbers are untouched
     options = alternatives_of(layer, "cuda", found)
     assert all(option.measured is not None for option in options)
+
+
+@interpreted
+def test_layers_that_wait_are_timed_together():
+    """And each is said to take its part of what all of them took."""
+    cpu, limit = torch.device("cpu"), mock.patch.object(stopwatch, "_MOST_TOGETHER", 3)
+    sums, weighted_sums = [], factored.weighted_sums
+    timed = Stopwatch(cpu, seconds_of=lambda run: 6.0, free_bytes=lambda: 1 << 40)
+
+    def counted(lefts, rights, weights, outs):
+        sums.append(sum(each.nbytes for each in outs))
+        weighted_sums(lefts, rights, weights, outs)
+
+    with as_on_cuda(), limit, mock.patch.object(factored, "weighted_sums", counted):
+        found = timed.time_layer(WAITING)
+        assert found is not None
+        assert set(found) == set(wanted_parts(WAITING)) > set(TOGETHER)
+        assert {part: found[part] for part in TOGETHER} == dict.fromkeys(TOGETHER, 2.0)
+        assert {found[part] for part in found if part not in TOGETHER} == {6.0}
+        assert sums == [3 * 4 * WAITING.numel]
+        # On a GPU that is too small for it, it is what is done there: one layer at a time.
+        with mock.patch.object(factored, "shared_bytes", return_value=100 << 10):
+            assert set((timed.time_layer(WAITING) or {}).values()) == {6.0}
+        assert len(sums) == 1
+
+
+@pytest.mark.parametrize("rows", [64, 1280, 8192, 51200])
+def test_the_memory_of_timing_holds_the_sums_of_all(rows):
+    layer = linear(batch=1, tokens=1, rows=rows)
+    records = stopwatch.draw_records(layer, torch.device("cpu"))
+    (times,) = {times for _, _, times in stopwatch._together(records, torch.ones(1))}
+    assert (times == 64) == (rows == 64)  # no more, however small they are
+    held = sum(each.nbytes for each in tensors_of(records[0]))
+    assert num_bytes(layer) >= held + times * 4 * layer.numel
 
 
 @interpreted
@@ -97,12 +143,15 @@ def test_what_is_hopeless_is_not_timed():
     long = linear(batch=1, tokens=131_072, rows=4096)
     assert kernel_costs.gram_cost(long).seconds(MACHINES["cuda"]) > 0.1
     parts = wanted_parts(long)
-    assert "gram" not in parts
+    assert {"gram", *TOGETHER}.isdisjoint(parts)
     assert {"tile", "materialize", "kept", "records", "forward"} <= set(parts)
-    assert "gram" in wanted_parts(linear())
+    assert {"gram", *TOGETHER} <= set(wanted_parts(linear()))
     assert "rank_one" in wanted_parts(linear(tokens=1))
+    assert {"gram", "records"} <= set(wanted_parts(alone()))
+    assert set(TOGETHER).isdisjoint(wanted_parts(alone()))
     known = {*ALL_PARTS, "forward"}
-    assert set().union(*(kernel_costs.parts_of(linear(), each) for each in CHOICES)) <= known
+    for layer in (linear(), alone()):
+        assert set().union(*(kernel_costs.parts_of(layer, each) for each in CHOICES)) <= known
 
 
 def test_plain_torch_is_not_timed():

@@ -86,14 +86,14 @@ def _end() -> None:
 def as_on_cuda() -> Iterator[None]:
     """Let the library use its kernels for tensors on the CPU."""
     from unison.clip import clipping, measured
-    from unison.kernels import affine, many
+    from unison.kernels import affine, factored, many
     from unison.kernels.available import TAKEN
 
     def takes(*tensors: Tensor) -> bool:
         return all(each.dtype in TAKEN for each in tensors)
 
     with contextlib.ExitStack() as stack:
-        for module in (measured, affine):
+        for module in (measured, affine, factored):
             stack.enter_context(mock.patch.object(module, "takes", takes))
         stack.enter_context(mock.patch.object(many, "_are_on_cuda", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from unison.kernels import factored
+
 COMPILED = """
 import json, re, sys, warnings
 import triton, triton.language as tl
@@ -18,7 +20,8 @@ warnings.simplefilter("ignore")
 POINTERS = {
     "table": "*i64", "tensors": "*i32", "first_tiles": "*i64", "weights": "*fp32",
     "recipes": "*i64", "coefficients": "*fp64", "parts": "*fp32",
-    "keys": "*i64", "order": "*i64", "squares": "*fp32", "masses": "*fp32", "out": "*fp32",
+    "keys": "*i64", "order": "*i64", "layers": "*i32", "squares": "*fp32", "masses": "*fp32",
+    "out": "*fp32",
     "g": "*bf16", "x": "*bf16", "left": "*bf16", "right": "*bf16",
     **{f"{name}{i}": "*bf16" for name in "gx" for i in range(8)},
 }
@@ -97,14 +100,26 @@ def other_cases():
             "PRECISION": "ieee", "RUN": gram.run_of(dtype), "BT": 128 if is_half else 64,
             "BK": 64 if is_half else 32}
 
+def factored_cases():
+    from unison.kernels.factored import launch, triton as k
+    tiles = {"BM": launch._ROWS, "BN": launch._COLUMNS, "BK": launch._TOKENS}
+    yield "factored weighted", k.weighted_kernel, {"num_warps": 8, "num_stages": 3}, {}, {
+        "DTYPE": tl.bfloat16, **tiles}
+    wide = {"parts": "*fp64"}
+    for tokens, num_warps in ((128, 8), (64, 4)):
+        options = {"num_warps": num_warps, "num_stages": 4}
+        yield f"factored gram {tokens}", k.gram_kernel, options, wide, {
+            "DTYPE": tl.bfloat16, "BT": tokens, "BK": launch._STEP}
+
 found, wanted = {}, sys.argv[1:]
-for cases in (many_cases, other_cases):
+for cases in (many_cases, other_cases, factored_cases):
     for name, kernel, options, types, constants in cases():
         if not any(name == each or each.endswith("*") and each[:-1] in name for each in wanted):
             continue
         made = compiled(kernel, options, types.items(), **constants)
         ptx = made.asm["ptx"]
-        counts = {"wide": "ld.global.v4", "tensor": "wgmma.mma_async", "atomic": "atom."}
+        counts = {"wide": "ld.global.v4", "tensor": "wgmma.mma_async", "atomic": "atom.",
+                  "described": "cp.async.bulk.tensor"}
         found[name] = {key: ptx.count(text) for key, text in counts.items()}
         found[name]["fused"] = len(re.findall(r"fma[.a-z]*\\.f64", ptx))
         found[name]["shared"] = made.metadata.shared
@@ -152,8 +167,9 @@ def test_aligned_tensors_are_read_wide():
         (("affine many", "columns*"), 3),
         (("*bf16*",), 4),
         (("*fp32*",), 4),
+        (("factored*",), 3),
     ],
-    ids=["squares", "release", "rows", "columns", "bf16", "fp32"],
+    ids=["squares", "release", "rows", "columns", "bf16", "fp32", "factored"],
 )
 def test_all_kernels_compile(names, count):
     found = compiled(*names)
@@ -166,5 +182,8 @@ def test_all_kernels_compile(names, count):
             assert counts["fused"] == 0, name  # it rounds once where the definition rounds twice
         if name.endswith(("True", "False")) and name.startswith(("squares", "release")):
             assert (counts["wide"] > 0) == name.endswith("True"), name
-        if "*bf16" in name:
+        if "*bf16" in name or name.startswith("factored"):
             assert counts["tensor"] > 0, name
+        if name.startswith("factored"):
+            assert counts["described"] > 0, name  # the hardware loads whole tiles
+            assert counts["shared"] <= factored._SHARED, name

@@ -120,6 +120,20 @@ def test_weights_that_are_shared_fill_a_table(dtype):
     assert_same_bits(found, torch.stack([weights, weights]).float())
 
 
+def test_weights_of_sums_and_of_samples_fill_a_table():
+    """Some are of one sum, some of all samples, and many are one and the same tensor."""
+    one, other = (torch.ones(1, dtype=torch.float64) for _ in range(2))
+    first, second = torch.rand(2, 3, dtype=torch.float64)
+    for weights in ([first, one, first, second, other, one], [one, first, one]):
+        values = [torch.zeros(len(each), 2) for each in weights]
+        names = tuple(map(str, range(len(weights))))
+        for _ in range(2):  # the second time, where the rows lie is known
+            found = noises._weights(Shares(names, values, weights, values, (0,) * len(names)))
+            padded = [torch.cat([each, each.new_zeros(3 - len(each))]) for each in weights]
+            assert found.is_contiguous()
+            assert_same_bits(found, torch.stack(padded).float())
+
+
 def test_values_that_are_known_are_released_in_their_order():
     """And every parameter gets its own all the same."""
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("b", "c", "a")}

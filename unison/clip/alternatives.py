@@ -76,9 +76,7 @@ def alternatives_of(
     found = []
     for choice in CHOICES:
         if NORM_METHODS[choice.norm].refusal(records) is None:
-            cost = table.NORM_COSTS[choice.norm](layer) + table.GRADIENT_COSTS[choice.gradient](
-                layer
-            )
+            cost = table.choice_cost(layer, choice)
             seconds = cost.seconds(MACHINES[machine])
             measured = None if timed is None else kernel_costs.timed_seconds(layer, choice, timed)
             found.append(Alternative(choice=choice, cost=cost, seconds=seconds, measured=measured))

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from unison.capture.sites import PlainUse
 from unison.clip.bounds import NormTable, SampleNorms
+from unison.clip.factored import Factors, can_wait, stacked, sums_of
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
-from unison.clip.kept import SharesByName, set_of
-from unison.clip.layers import describe
+from unison.clip.kept import Found, KeptSet, SharesByName, set_of
+from unison.clip.layers import describe, signature_of
 from unison.clip.matrix import tensors_of, wide_dtype
 from unison.clip.measured import (
     METHODS,
     Formed,
-    bound,
     can_make_again,
     clipped_sum,
     form,
@@ -31,7 +31,7 @@ from unison.clip.quick import KeptMaker, maker_of
 from unison.clip.storage import Storage
 from unison.clip.used import UsedParameter
 from unison.clip.waiting import Kept
-from unison.kernels.many import Asked, combine, squares
+from unison.kernels.many import Asked, combine
 from unison.ops import Dense, Layout, Product, Record, Streamed
 
 
@@ -55,13 +55,14 @@ class Clipping:
 
     def __init__(self, plan: Plan, num_samples: int, storage: Storage | None = None) -> None:
         self.plan, self.num_samples = plan, num_samples
+        self._is_bounded = plan.memory_budget is not None  # memory
         self._storage = storage or Storage()
         self._parameters: dict[str, UsedParameter] = {}
         # Per-sample gradients of parameters that are known to be used once, as makers made them.
         self._kept = self._no_kept()
         self._makers: list[KeptMaker] = []
-        # All that was measured at once, in order of names; until it is handed out.
-        self._asked: tuple[Sequence[str], Asked] | None = None
+        # All that was measured at once, until it is handed out.
+        self._measured: tuple[KeptSet, Found, Asked] | None = None
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
 
     def take(self, name: str, record: Record | Streamed) -> None:
@@ -93,10 +94,13 @@ class Clipping:
         found = [self._parameters.get(use.name) for use in uses]
         is_kept = all(each is not None and each.is_waiting for each in found)
         is_only = all(self.plan.num_uses(use.name) == 1 for use in uses)
-        return maker_of(uses, layout, g, x) if is_kept and is_only else None
+        if not (is_kept and is_only):
+            return None
+        factored = frozenset([each.name for each in found if each and each.factors])
+        return maker_of(uses, layout, g, x, factored)
 
     def _no_kept(self) -> Kept:
-        return Kept(is_bounded=self.plan.memory_budget is not None)
+        return Kept(is_bounded=self._is_bounded)
 
     def room_for(self, maker: KeptMaker) -> Kept | None:
         """Return where to keep per-sample gradients by name; None if there are some already."""
@@ -109,8 +113,11 @@ class Clipping:
 
     def _parameter(self, name: str) -> UsedParameter:
         """The uses of a parameter until now."""
-        if name in self._kept:
+        if name in self._kept.found:
             self._parameters[name] = UsedParameter.of_kept(name, self._kept.made().pop(name))
+        elif name in self._kept.factors:
+            factors = self._kept.factors.pop(name)
+            self._parameters[name] = UsedParameter.of_factors(name, factors)
         return self._parameters.get(name) or self._parameters.setdefault(name, UsedParameter(name))
 
     def _take(self, parameter: UsedParameter, record: Record, *, comes_again: bool) -> None:
@@ -120,7 +127,7 @@ class Clipping:
                     "was used more often by this batch than by the one that clipping was planned "
                     "for, and the records of its first uses are gone"
                 )
-            parameter.norms, parameter.is_waiting = None, False
+            parameter.norms, parameter.is_waiting, parameter.factors = None, False, None
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)
         if len(parameter.comes_again) == self.plan.num_uses(parameter.name):
@@ -150,27 +157,30 @@ class Clipping:
             if parameter.norms is None and not parameter.is_waiting:
                 self._measure(parameter)
         waiting = [each for each in self._parameters.values() if each.is_waiting]
-        table = self._measure_kept(waiting)
+        table = self._measure_waiting(waiting)
         for parameter in waiting:
             parameter.is_waiting = False
         if len(waiting) == len(self._parameters):
             return table
         for parameter in waiting:
             parameter.norms = table[parameter.name]
-        found = dict(self._norms()) | {name: table[name] for name in self._kept.found}
+        found = dict(self._norms()) | {name: table[name] for name in self._kept}
         return NormTable.of(dict(sorted(found.items(), key=itemgetter(0))), self.num_samples)
 
-    def _measure_kept(self, waiting: Sequence[UsedParameter]) -> NormTable:
-        """Measure the per-sample gradients that lie there, all of them at once."""
-        others = {each.name: each.kept for each in waiting if each.kept is not None}
-        found = {**self._kept.made(), **others}
-        if not found:
+    def _measure_waiting(self, waiting: Sequence[UsedParameter]) -> NormTable:
+        """Measure the per-sample gradients that lie there, and the factors, all at once."""
+        others = Found(
+            {each.name: each.kept for each in waiting if each.kept is not None},
+            {each.name: each.factors for each in waiting if each.factors is not None},
+        )
+        gradients = {**self._kept.made(), **others.gradients}
+        found = Found(gradients, {**self._kept.factors, **others.factors})
+        if not found.gradients and not found.factors:
             return NormTable.of({}, self.num_samples)
         kept = set_of(self._makers, found, others)
-        values = kept.asked(found)
-        self._asked = kept.names, values
-        norms = bound(squares(values), self.num_samples, kept.numel // max(1, self.num_samples))
-        return NormTable(kept.names, norms.squared, norms.upper)
+        asked = kept.asked(found)
+        self._measured = kept, found, asked
+        return kept.measure(found, asked, self.num_samples)
 
     def _norms(self) -> Iterator[tuple[str, SampleNorms]]:
         for name, parameter in self._parameters.items():
@@ -217,13 +227,13 @@ class Clipping:
                 f"was used by the first pass, and {parameter.num_missing} of those uses did not "
                 "come again in the second: the model is not the same in both"
             )
-        self._asked = None  # it would hold what is given back here
-        wanted = [*self._kept.found, *self._parameters] if names is None else names
+        self._measured = None  # it would hold what is given back here
+        wanted = [*self._kept, *self._parameters] if names is None else names
         for name in [each for each in wanted if each in self._kept]:
             self._parameter(name).is_waiting = False
-        self._combine(
-            [self._parameters[each] for each in wanted if each in self._parameters], coefficients
-        )
+        used = [self._parameters[each] for each in wanted if each in self._parameters]
+        self._combine(used, coefficients)
+        self._add_factors_up(used, coefficients)
         for name in wanted:
             parameter = self._parameters.pop(name, None)
             if parameter is None:
@@ -243,32 +253,31 @@ class Clipping:
         if made is not None:
             return made
         made, one = SharesByName(), None
-        kept, self._kept = self._kept.made(), self._no_kept()
-        made.update((name, (value, coefficients[name])) for name, value in kept.items())
-        for name in list(self._parameters):
-            value = self._parameters[name].kept
-            if value is not None:
+        gradients = self._kept.made()
+        made.update((name, (value, coefficients[name])) for name, value in gradients.items())
+        gradients.clear()
+        for name, parameter in list(self._parameters.items()):
+            if parameter.kept is not None:
                 del self._parameters[name]
-                made[name] = value, coefficients[name]
-                continue
-            ((_, total),) = self.clipped_sums(coefficients, [name])
+                made[name] = parameter.kept, coefficients[name]
+        for name, total in self.clipped_sums(coefficients):
             one = torch.ones(1, dtype=torch.float64, device=total.device) if one is None else one
             made[name] = total.unsqueeze(0), one
+        self._kept = self._no_kept()
         return made
 
     def _shares_at_once(self, coefficients: Mapping[str, Tensor]) -> SharesByName | None:
         """Hand out what was measured at once, if there is nothing else."""
-        asked, self._asked = self._asked, None
-        if asked is None or any(each.kept is None for each in self._parameters.values()):
+        measured, self._measured = self._measured, None
+        if measured is None or (self._is_bounded and measured[1].factors):
             return None
-        names, values = asked
-        if len(names) != len(self._kept) + len(self._parameters):
+        kept, found, asked = measured
+        others = self._parameters.values()
+        is_all = len(kept.names) == len(self._kept) + len(others)
+        if not is_all or any(each.kept is None and each.factors is None for each in others):
             return None
         self._kept, self._parameters = self._no_kept(), {}
-        weights = [coefficients[name] for name in names]
-        made = SharesByName(zip(names, zip(values, weights, strict=True), strict=True))
-        made.asked = values
-        return made
+        return kept.shares(found, asked, coefficients)
 
     def _combine(
         self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
@@ -279,7 +288,7 @@ class Clipping:
         if not values:
             return
         for parameter, value in zip(found, values, strict=True):
-            parameter.clipped = torch.empty(value.shape[1:], device=value.device)
+            parameter.clipped = value.new_empty(value.shape[1:], dtype=torch.float32)
             parameter.records = []
         combine(
             values,
@@ -287,8 +296,19 @@ class Clipping:
             [each.clipped for each in found if each.clipped is not None],
         )
 
+    def _add_factors_up(
+        self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
+    ) -> None:
+        """Make the clipped sums of those whose factors were measured with others."""
+        by_name = {each.name: each for each in parameters if each.factors and each.clipped is None}
+        found = {each.name: each.factors for each in by_name.values() if each.factors}
+        for parameter in by_name.values():
+            parameter.factors, parameter.records = None, []
+        for name, total in sums_of(found, coefficients, is_bounded=self._is_bounded):
+            by_name[name].clipped = total.squeeze(0)
+
     def _measure(self, parameter: UsedParameter) -> None:
-        signature = tuple(map(_signature, parameter.records))
+        signature = tuple(map(signature_of, parameter.records))
         decided = self.plan.known_choice(parameter.name, signature)
         if decided is None and any(type(each) in _AS_READ for each in parameter.records):
             decided = self.plan.choice(parameter.name), is_taken(parameter.records)
@@ -304,6 +324,10 @@ class Clipping:
         self._keep(parameter, choice, records)
 
     def _measure_fast(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
+        if can_wait(parameter.records, choice):
+            parameter.factors = Factors.of(cast(Product, parameter.records[0]))
+            parameter.is_waiting = True
+            return parameter.records
         if not NORM_METHODS[choice.norm].is_kept:
             parameter.norms = squared_norms(parameter.records, choice.norm)
             return parameter.records
@@ -372,20 +396,3 @@ class Clipping:
 
 
 _AS_READ = (Formed, Streamed)  # not records that could be described: the plan has said what to do
-
-
-def stacked(coefficients: Sequence[Tensor]) -> Tensor:
-    """Return coefficients of several parameters [parameters, batch], float32, in few launches."""
-    first = coefficients[0]
-    if all(each is first for each in coefficients):
-        return first.float().expand(len(coefficients), -1).contiguous()
-    return torch.stack(list(coefficients)).float()
-
-
-def _signature(record: Record) -> tuple:
-    """Return all of a record that methods depend on, but for values."""
-    if isinstance(record, Product):
-        a, g = record.a, record.g
-        return a.shape, g.shape, record.is_transposed, a.dtype, g.dtype, g.device
-    g = record.value if isinstance(record, Dense) else record.g
-    return type(record), g.shape, record.shape, g.dtype, g.device

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from unison.clip.layers import Layer, Use
 from unison.clip.matrix import ROWS_PER_TILE, TOKENS_PER_TILE
+from unison.clip.modes import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,3 +283,8 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
     "recomputed": recomputed_cost,
     "second_backward": second_backward_cost,
 }
+
+
+def choice_cost(layer: Layer, choice: Choice) -> Cost:
+    """Return the cost of a norm method and a gradient method together."""
+    return NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)

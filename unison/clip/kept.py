@@ -1,73 +1,24 @@
-"""Per-sample gradients that are kept to the end of a pass: all of them are measured at once.
+"""What is kept to the end of a pass, gradients or their factors: all of it is measured at once.
 
 [Note: known sets] A maker (`unison.clip.quick`) makes tensors of the same shapes, strides and
 dtypes in every pass, on the same device: it compares all that they depend on. So what was made by
 the same makers, and few tensors more that are looked at, is a set like one of a pass before.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from unison.kernels.many import Asked, Facts, is_fast
+from unison.clip.bounds import NormTable, SampleNorms
+from unison.clip.factored import Factors, groups_of, stacked
+from unison.clip.measured import bound
+from unison.kernels.many import Asked, Facts, is_fast, squares
+from unison.kernels.many.table import Sent
 
 _MOST_KNOWN = 16  # sets; each has a few facts of every parameter
-
-
-class KeptSet(NamedTuple):
-    """What is known of a set of kept gradients.
-
-    Attributes:
-        names: Of their parameters, in order of names.
-        pick: Returns the gradients in that order.
-        facts: Of them.
-        is_fast: Whether kernels take them.
-        numel: Elements of the largest, over all samples.
-    """
-
-    names: Sequence[str]
-    pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
-    facts: Facts
-    is_fast: bool
-    numel: int
-
-    def asked(self, found: Mapping[str, Tensor]) -> Asked:
-        """Return gradients of such a set in order of names."""
-        return Asked(self.pick(found), self.facts, self.is_fast)
-
-
-_known: dict[Hashable, KeptSet] = {}
-
-
-def set_of(
-    makers: Sequence[Hashable], found: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> KeptSet:
-    """Return what is known of a set of kept gradients.
-
-    Args:
-        makers: Who made all of them but the others, in the order in which they did.
-        found: All, at least one, by name.
-        others: Those of them that no maker made.
-    """
-    looked_at = [(name, x.shape, x.stride(), x.dtype, x.device) for name, x in others.items()]
-    key = (tuple(makers), tuple(found), tuple(looked_at))
-    known = _known.get(key)
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[key] = _set_of(found)
-    return known
-
-
-def _set_of(found: Mapping[str, Tensor]) -> KeptSet:
-    names = sorted(found)
-    values = [found[name] for name in names]
-    # Of a single name it would return the value, not a sequence of it.
-    pick = itemgetter(*names) if len(names) > 1 else lambda some: [some[names[0]]]
-    numel = max(value.numel() for value in values)
-    return KeptSet(names, pick, Facts(values), is_fast(values), numel)
 
 
 class SharesByName(dict[str, tuple[Tensor, Tensor]]):
@@ -78,3 +29,136 @@ class SharesByName(dict[str, tuple[Tensor, Tensor]]):
     """
 
     asked: Asked | None = None
+
+
+class Found(NamedTuple):
+    """What is kept of a pass, by name.
+
+    Attributes:
+        gradients: Per-sample gradients [samples, *shape].
+        factors: Of others that are not formed.
+    """
+
+    gradients: Mapping[str, Tensor]
+    factors: Mapping[str, Factors]
+
+
+class KeptSet:
+    """What is known of all that is kept of a pass, and of all that is like it.
+
+    Args:
+        found: At least one of either.
+    """
+
+    def __init__(self, found: Found) -> None:
+        gradients = sorted(found.gradients)
+        values = [found.gradients[name] for name in gradients]
+        self._gradients, self._pick = gradients, _picker(gradients)
+        self._facts, self._is_fast = Facts(values), is_fast(values)
+        self._numel = max((value.numel() for value in values), default=0)
+        self._groups = groups_of(found.factors)
+        measured = [*gradients, *[name for group in self._groups for name in group.names]]
+        self.names = sorted(measured)
+        self._pick_all, self._all_facts = _picker(self.names), None
+        place = {name: i for i, name in enumerate(measured)}
+        # Of every name: which of those that are measured one after the other it is.
+        self._order = torch.tensor([place[name] for name in self.names])
+        self._is_in_order = measured == self.names
+        self._orders = Sent(most=1)
+
+    def asked(self, found: Found) -> Asked:
+        """Return the per-sample gradients of such a set in order of names."""
+        return Asked(self._pick(found.gradients), self._facts, self._is_fast)
+
+    def measure(self, found: Found, asked: Asked, num_samples: int) -> NormTable:
+        """Return the norms of all parameters, in order of names.
+
+        Args:
+            found: What is kept.
+            asked: Of it, what `asked` returns.
+            num_samples: Samples in the batch.
+        """
+        parts: list[SampleNorms] = []
+        if asked:
+            numel = self._numel // max(1, num_samples)
+            parts.append(bound(squares(asked), num_samples, numel))
+        parts += [group.measure(found.factors) for group in self._groups]
+        squared = _joined([each.squared for each in parts])
+        upper = _joined([each.upper for each in parts])
+        if not self._is_in_order:
+            order = self._orders.table((), squared.device, lambda _: self._order)
+            squared, upper = squared[order], upper[order]
+        return NormTable(self.names, squared, upper)
+
+    def shares(
+        self, found: Found, asked: Asked, coefficients: Mapping[str, Tensor]
+    ) -> SharesByName:
+        """Return what all clipped sums are made of, in order of names.
+
+        Args:
+            found: What is kept.
+            asked: Of it, what `asked` returned when it was measured.
+            coefficients: [samples] of every parameter.
+        """
+        if not self._groups:
+            weights = [coefficients[name] for name in self.names]
+            made = SharesByName(zip(self.names, zip(asked, weights, strict=True), strict=True))
+            made.asked = asked
+            return made
+        values = dict(zip(self._gradients, asked, strict=True))
+        weights = {name: coefficients[name] for name in self._gradients}
+        for group in self._groups:
+            of_group = stacked([coefficients[name] for name in group.names])
+            values.update(zip(group.names, group.sums(found.factors, of_group), strict=True))
+            one = torch.ones(1, dtype=torch.float64, device=of_group.device)
+            weights.update(dict.fromkeys(group.names, one))
+        in_order = self._pick_all(values)
+        if self._all_facts is None:
+            self._all_facts = Facts(in_order), is_fast(in_order)
+        made = SharesByName(
+            zip(self.names, zip(in_order, self._pick_all(weights), strict=True), strict=True)
+        )
+        made.asked = Asked(in_order, *self._all_facts)
+        return made
+
+
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """Return what picks the values of these names."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    # Of a single name that would return the value, not a sequence of it.
+    return lambda some: [some[name] for name in names]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+_known: dict[Hashable, KeptSet] = {}
+
+
+def set_of(makers: Sequence[Hashable], found: Found, others: Found) -> KeptSet:
+    """Return what is known of all that is kept of a pass.
+
+    Args:
+        makers: Who made all of it but the others, in the order in which they did.
+        found: All, at least one.
+        others: Those of them that no maker made.
+    """
+    looked_at = [
+        *_looked_at(others.gradients.items()),
+        *_looked_at((name, each.left) for name, each in others.factors.items()),
+        *_looked_at((name, each.right) for name, each in others.factors.items()),
+        *[each.shape for each in others.factors.values()],
+    ]
+    key = (tuple(makers), tuple(found.gradients), tuple(found.factors), tuple(looked_at))
+    known = _known.get(key)
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[key] = KeptSet(found)
+    return known
+
+
+def _looked_at(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple]:
+    return [(name, x.shape, x.stride(), x.dtype, x.device) for name, x in tensors]

@@ -10,6 +10,7 @@ with the same overheads as here for what lies between layers.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -24,12 +25,17 @@ from unison.clip.costs import (
     record_bytes,
 )
 from unison.clip.layers import Layer, Use
-from unison.clip.modes import Choice
+from unison.clip.modes import MODES, Choice
 from unison.kernels.cross_entropy.chunks import rows_per_chunk
 
 GRAM_FACTOR = 1.6
 TILE_FACTOR = 1.25
 WEIGHTED_FACTOR = 1.5
+# Where kernels take many layers at once.
+FACTOR_NORM_FACTOR = 1.3
+FACTOR_FACTOR = 1.05
+ALIGNED = 8  # features of factors that they take
+WAITING = MODES["ghost_bk"]
 SUM_ITEMSIZE = 4  # clipped sums are float32
 STREAMED_ELEMENTS = rows_per_chunk(1, torch.device("cuda"))  # of logits that exist at once
 
@@ -43,6 +49,18 @@ def _work(layer: Layer, flops: float, factor: float = 1.0) -> Cost:
 def _kept_itemsize(layer: Layer) -> int:
     is_vector = all(use.kind == "dense" for use in layer.uses)
     return 2 if layer.itemsize == 2 and not (is_vector or layer.is_float16) else 4
+
+
+def waits(layer: Layer) -> bool:
+    """Whether a layer's factors are taken with others': [Note: factors that wait] in factored.py.
+
+    As far as shapes tell; its tensors could still be strided in ways that kernels do not take.
+    """
+    if len(layer.uses) != 1 or layer.itemsize != 2:
+        return False
+    (use,) = layer.uses
+    is_aligned = use.rows % ALIGNED == use.columns % ALIGNED == 0
+    return use.kind == "product" and not use.is_streamed and is_aligned
 
 
 def gram_cost(layer: Layer) -> Cost:
@@ -159,8 +177,22 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
     "second_backward": second_backward_cost,
 }
 
+
+def choice_cost(layer: Layer, choice: Choice) -> Cost:
+    """Return the cost of a norm method and a gradient method together."""
+    cost = NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)
+    if not (choice == WAITING and waits(layer)):
+        return cost
+    # The same work by kernels that are nearer to a plain GEMM, and no less for one than for many.
+    gram, product = gram_cost(layer).half_flops, _work(layer, product_flops(layer)).half_flops
+    faster = gram * FACTOR_NORM_FACTOR / GRAM_FACTOR + product * FACTOR_FACTOR
+    slower = gram + records_cost(layer).half_flops
+    return replace(cost, half_flops=cost.half_flops - slower + int(faster))
+
+
 # Parts of choices, beside the norm methods: see [Note: timed parts].
 KEPT, RECORDS, PLAIN_RECORDS, FORWARD = "kept", "records", "plain_records", "forward"
+FACTOR_NORMS, FACTORS = "factor_norms", "factors"  # gram and records, of many layers at once
 
 
 def parts_of(layer: Layer, choice: Choice) -> dict[str, float]:
@@ -169,6 +201,8 @@ def parts_of(layer: Layer, choice: Choice) -> dict[str, float]:
     norm = "tile" if choice.norm == "gram" and not is_product else choice.norm
     if choice.gradient == "kept":
         return {norm: 1.0, KEPT: 1.0}
+    if choice == WAITING and waits(layer):
+        return {FACTOR_NORMS: 1.0, FACTORS: 1.0}
     # Whose norm has no kernel is added up in plain torch too, in float64.
     parts = {norm: 1.0, PLAIN_RECORDS if choice.norm == "rank_one" else RECORDS: 1.0}
     again = 0.0

@@ -15,6 +15,15 @@ Only Gram norms measure no tensor. They need the mass S of bounds.py: |n̂² −
 share, made by a product kernel, is off by ρS. The mass counts each token's norm a little above
 `least_norm`, so that it pays for squares that underflow.
 
+[Note: what a Gram errs by] Inner products X̂_ts = ⟨x_t, x_s⟩ are off by γ‖x_t‖‖x_s‖ at most, and
+Ŷ_ts of the other side likewise, where 2γ = γ_g. So, to the first order,
+
+    |n̂² − n²| ≤ γ Σ_ts (‖x_t‖‖x_s‖ |Ŷ_ts| + |X̂_ts| ‖y_t‖‖y_s‖)
+
+which is at most γ_g S². By Cauchy and Schwarz it is also at most γ (tr X ‖Ŷ‖ + ‖X̂‖ tr Y), with
+norms over all pairs of tokens. Tokens that have little to do with each other make ‖Ŷ‖ small: of T
+that are orthogonal and of one length, that is √T times less. The smaller of the two is taken.
+
 *Assumption on tensor cores:* the product of two bfloat16, float16 or TF32 numbers is exact, and one
 instruction adds 16 (or fewer) of them to its accumulator with an error of at most 2⁻²² of the sum
 of their absolute values: products aligned to the largest and cut, as measured by Fasi et al.
@@ -31,6 +40,7 @@ from unison.clip.bounds import SampleNorms, gamma
 from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
 from unison.kernels import many
 from unison.kernels.available import takes
+from unison.kernels.factored import Grams
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 METHODS = ("tile", "gram", "materialize")  # norm methods that have kernels
@@ -213,7 +223,7 @@ def clipped_sum(
     """
     weights = coefficients.float().contiguous()
     first = tensors_of(records[0])[0]
-    total = torch.zeros(matrix_shape(records), device=first.device)
+    total = first.new_zeros(matrix_shape(records), dtype=torch.float32)
     products = [record for record in records if isinstance(record, Product)]
     if len(products) == len(records):
         left, right = _joined(products)
@@ -270,23 +280,62 @@ def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
 
 
 def _by_gram(left: Tensor, right: Tensor, batch: int) -> SampleNorms:
-    from unison.kernels.gram import triton as gram
+    squares, masses = _grams().squared_norms(left, right, _precision())
+    features, mass = left.shape[2] + right.shape[2], masses.sum(1) * (1 + 2.0**-16)
+    error = _gram_slack(features, left.dtype) * mass.square()
+    return _bounded_gram(squares.sum(1), error, mass, batch, left.shape[1], left.dtype)
 
-    tokens, features = left.shape[1], left.shape[2] + right.shape[2]
-    squares, masses = gram.squared_norms(left, right, _precision())
-    squared, mass = squares.sum(1), masses.sum(1) * (1 + 2.0**-16)
-    is_half = left.element_size() == 2
-    run = gram.run_of(left.dtype)
-    steps = -(-run // _TERMS_PER_STEP) * _UNITS_PER_STEP if is_half else run
-    slack = gamma(2 * steps + 2 * (features // run + 2) + 4, _UNIT) + 4 * 2.0**-26
+
+def bound_grams(
+    grams: Grams, batch: int, tokens: int, features: int, dtype: torch.dtype
+) -> SampleNorms:
+    """Return norms that were found by inner products: see [Note: what a Gram errs by].
+
+    Args:
+        grams: Of many layers.
+        batch: Samples that are added up.
+        tokens: Of a sample.
+        features: Rows and columns of one sample's gradient together, at most.
+        dtype: Of what was multiplied.
+    """
+    above = 1 + 2.0**-14  # of roundings in the bounds themselves
+    mass, left, right = grams.masses * above, grams.left_traces * above, grams.right_traces * above
+    least = tokens * 2.0**-62  # of inner products whose squares underflow
+    of_left = grams.left_squares.sqrt() * above + least
+    of_right = grams.right_squares.sqrt() * above + least
+    slack = _gram_slack(features, dtype)
+    half = slack / 2
+    error = half * (left * of_right + of_left * right) + half**2 * left * right
+    error = torch.minimum(error, slack * mass.square())
+    return _bounded_gram(grams.squares, error, mass, batch, tokens, dtype)
+
+
+def _gram_slack(features: int, dtype: torch.dtype) -> float:
+    """Return γ_g: twice the error of an inner product, as a part of the tokens' norms."""
+    run = _grams().run_of(dtype)
+    steps = -(-run // _TERMS_PER_STEP) * _UNITS_PER_STEP if dtype.itemsize == 2 else run
+    return gamma(2 * steps + 2 * (features // run + 2) + 4, _UNIT) + 4 * 2.0**-26
+
+
+def _bounded_gram(
+    squared: Tensor, error: Tensor, mass: Tensor, batch: int, tokens: int, dtype: torch.dtype
+) -> SampleNorms:
+    """Return norms that may be off by `error` in their squares, and by ρS where they are added."""
+    is_half = dtype.itemsize == 2
     terms = -(-tokens // _TERMS_PER_STEP) * _UNITS_PER_STEP if is_half else tokens
     rho = gamma(terms + batch + 4, _UNIT)
-    norm = (squared.clamp(min=0) + slack * mass.square()).sqrt()
+    norm = (squared.clamp(min=0) + error).sqrt()
     return SampleNorms(squared, (norm + rho * mass).square())
 
 
 def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _grams():
+    from unison.kernels.gram import triton as gram
+
+    return gram
 
 
 def _products():

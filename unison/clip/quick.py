@@ -5,7 +5,7 @@ done here, by the same functions on the same tensors: `materialize` of one use o
 bias, and of a norm's gain and offset.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from unison.capture.sites import PlainUse
+from unison.clip.factored import Factors
 from unison.clip.measured import can_multiply, kept_dtype
 from unison.clip.waiting import Kept, biases_like, norms_like
 from unison.kernels import affine
+from unison.kernels.factored import are_taken
 from unison.ops import Layout, Product
 from unison.ops.linear import of_bias, of_transposed, of_weight
 from unison.ops.norm import Affine
@@ -34,7 +36,13 @@ Step = Callable[[Kept, Tensor, Tensor, Tensor], None]
 features]."""
 
 
-def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> "KeptMaker | None":
+def maker_of(
+    uses: Sequence[PlainUse],
+    layout: Layout,
+    g: Tensor,
+    x: Tensor,
+    factored: Collection[str] = (),
+) -> "KeptMaker | None":
     """Return what makes the kept gradients of such a use; None if it needs records.
 
     Args:
@@ -42,15 +50,18 @@ def maker_of(uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor) -> 
         layout: Where the samples lie.
         g: The gradient of what came out.
         x: What went in.
+        factored: Names of those whose gradients are not formed: their factors are kept.
     """
     is_plain = type(g) is Tensor and g.is_contiguous() and x.is_contiguous()
     if not is_plain or layout.axis != 0 or min(g.ndim, x.ndim) < 2 or g.numel() == 0:
         return None
     rows, inputs = layout.rows(g), layout.rows(x)
-    steps = _steps(uses, rows, inputs)
+    steps = _steps(uses, rows, inputs, factored)
     if steps is None:
         return None
-    return KeptMaker(frozenset([use.name for use in uses]), steps, (g, x), (rows, inputs))
+    names = frozenset([use.name for use in uses])
+    is_aligned = not names.isdisjoint(factored)
+    return KeptMaker(names, steps, (g, x), (rows, inputs), is_aligned=is_aligned)
 
 
 class KeptMaker:
@@ -61,9 +72,10 @@ class KeptMaker:
         steps: What to do.
         given: g and x of a use, contiguous.
         rows: The same two as [batch, tokens, features].
+        is_aligned: Whether they have to lie at multiples of 16 bytes.
     """
 
-    __slots__ = ("_device", "_dtype", "_in_rows", "_shape", "_steps", "names")
+    __slots__ = ("_device", "_dtype", "_in_rows", "_is_aligned", "_shape", "_steps", "names")
 
     def __init__(
         self,
@@ -71,8 +83,10 @@ class KeptMaker:
         steps: Sequence[Step],
         given: tuple[Tensor, Tensor],
         rows: tuple[Tensor, Tensor],
+        *,
+        is_aligned: bool,
     ) -> None:
-        self.names, self._steps = names, steps
+        self.names, self._steps, self._is_aligned = names, steps, is_aligned
         g, x = given
         self._shape, self._dtype, self._device = g.shape, g.dtype, g.device
         shapes = rows[0].shape, rows[1].shape
@@ -83,6 +97,8 @@ class KeptMaker:
         is_known = type(g) is Tensor and g.dtype is self._dtype and g.device == self._device
         is_known = is_known and g.shape == self._shape
         if not (is_known and g.is_contiguous() and x.is_contiguous()):
+            return False
+        if self._is_aligned and (g.data_ptr() | x.data_ptr()) % 16:
             return False
         kept = keeper.room_for(self)
         if kept is None:
@@ -95,7 +111,9 @@ class KeptMaker:
         return True
 
 
-def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:
+def _steps(
+    uses: Sequence[PlainUse], g: Tensor, x: Tensor, factored: Collection[str]
+) -> list[Step] | None:
     """Return a step for every use, or one for gain and offset together; None if one has none."""
     found: list[Step] = []
     norm = getattr(uses[0].builder, "__self__", None)
@@ -108,9 +126,14 @@ def _steps(uses: Sequence[PlainUse], g: Tensor, x: Tensor) -> list[Step] | None:
             left, right = (x, g) if is_transposed else (g, x)
             product = Product(x, g, is_transposed, shape)
             is_matrix = shape == (left.shape[2], right.shape[2])
-            if not is_matrix or not can_multiply(left, right, kept_dtype([product])):
+            if not is_matrix:
                 return None
-            found.append(partial(_transposed_step if is_transposed else _matrix_step, name))
+            if name in factored and are_taken(left, right):
+                found.append(_factored_step(name, shape, is_transposed=is_transposed))
+            elif name not in factored and can_multiply(left, right, kept_dtype([product])):
+                found.append(partial(_transposed_step if is_transposed else _matrix_step, name))
+            else:
+                return None
         elif builder is of_bias and shape == g.shape[2:]:
             found.append(_bias_step(name, g))
         else:
@@ -124,6 +147,17 @@ def _matrix_step(name: str, kept: Kept, g: Tensor, x: Tensor, _: Tensor) -> None
 
 def _transposed_step(name: str, kept: Kept, g: Tensor, x: Tensor, _: Tensor) -> None:
     kept.found[name] = torch.bmm(x.mT, g)
+
+
+def _factored_step(name: str, shape: tuple[int, ...], *, is_transposed: bool) -> Step:
+    """Return the step of a matrix whose factors are kept."""
+
+    def step(kept: Kept, g: Tensor, x: Tensor, held: Tensor) -> None:
+        left, right = (x, g) if is_transposed else (g, x)
+        versions = left._version, right._version
+        kept.factors[name] = Factors(left, right, is_transposed, shape, held, versions)
+
+    return step
 
 
 def _bias_step(name: str, g: Tensor) -> Step:

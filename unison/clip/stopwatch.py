@@ -4,18 +4,23 @@ The tensors are fresh, of random numbers (a GPU multiplies zeros faster), and as
 layer's records, or as many of its samples as fit into a bounded part of the memory.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from unison.clip import measured
 from unison.clip.costs import MACHINES, record_bytes
+from unison.clip.factored import CHOICE, Factors, Group, can_wait
 from unison.clip.gradients import from_records
 from unison.clip.kernel_costs import (
+    FACTOR_NORMS,
+    FACTORS,
     FORWARD,
     KEPT,
     NORM_COSTS,
@@ -23,6 +28,7 @@ from unison.clip.kernel_costs import (
     RECORDS,
     kept_cost,
     parts_of,
+    waits,
 )
 from unison.clip.layers import Layer, Use
 from unison.clip.matrix import plain_arithmetic, tensors_of
@@ -36,6 +42,8 @@ Run = Callable[[], object]
 MOST_BYTES = 4 << 30
 _REPEATS = 5
 _LONG = 0.02  # seconds of a run that need not be repeated
+# Elements of all layers that are timed together, and how many layers at most.
+_FILLING, _MOST_TOGETHER = 1 << 25, 64
 _HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple of the best norm
 # Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms; at most 64.
 _CYCLES_AHEAD, _MOST_CYCLES_AHEAD = 4_000_000, 128_000_000
@@ -115,7 +123,7 @@ class Stopwatch:
         if not measured.is_taken(records):
             return None
         found = {}
-        for part, run in runs_of(layer, records, wanted_parts(layer)):
+        for part, run, times in runs_of(layer, records, wanted_parts(layer)):
             if self._is_over():
                 return None
             begin = self._clock()
@@ -123,7 +131,7 @@ class Stopwatch:
             self._wait()
             self._num_warming += self._clock() - begin
             begin = self._clock()
-            found[part] = self._seconds_of(run)
+            found[part] = self._seconds_of(run) / times
             self._num_timing += self._clock() - begin
         return found
 
@@ -152,7 +160,8 @@ class Stopwatch:
 def num_bytes(layer: Layer) -> int:
     """Return what timing a layer takes: records, outputs, kept gradients, sums."""
     kept = kept_cost(layer).kept_bytes
-    return 2 * record_bytes(layer) + kept + 16 * layer.numel
+    together = 4 * (_FILLING + layer.numel) if waits(layer) else 0
+    return 2 * record_bytes(layer) + max(kept, together) + 16 * layer.numel
 
 
 def wanted_parts(layer: Layer) -> list[str]:
@@ -163,6 +172,7 @@ def wanted_parts(layer: Layer) -> list[str]:
     norms = {part for each in choices for part in parts_of(layer, each) if part in NORM_COSTS}
     predicted = {part: NORM_COSTS[part](layer).seconds(machine) for part in norms}
     slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
+    predicted |= dict.fromkeys((FACTOR_NORMS, FACTORS), predicted.get("gram", 0.0))
     parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
     return [part for part in parts if predicted.get(part, 0.0) <= slowest]
 
@@ -195,22 +205,27 @@ def draw_records(layer: Layer, device: torch.device) -> list[Record]:
 
 def runs_of(
     layer: Layer, records: Sequence[Record], parts: Sequence[str]
-) -> Iterator[tuple[str, Run]]:
-    """Yield each part and what runs it, one after the other: they share memory."""
+) -> Iterator[tuple[str, Run, int]]:
+    """Yield each part, what runs it and how often, one after the other: they share memory."""
     shape = records[0].shape
     device = tensors_of(records[0])[0].device
     coefficients = torch.full((layer.batch,), 0.5, dtype=torch.float64, device=device)
     for norm in ("gram", "tile"):
         if norm in parts:
-            yield norm, lambda norm=norm: measured.squared_norms(records, norm)
+            yield norm, lambda norm=norm: measured.squared_norms(records, norm), 1
     if "rank_one" in parts:
-        yield "rank_one", lambda: measure(records, "rank_one")
+        yield "rank_one", lambda: measure(records, "rank_one"), 1
     if RECORDS in parts:
-        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape)
+        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape), 1
+    if FACTORS in parts and can_wait(records, CHOICE):
+        yield from _together(records, coefficients)
+    elif FACTORS in parts:  # a GPU that is too small for it
+        yield FACTOR_NORMS, lambda: measured.squared_norms(records, "gram"), 1
+        yield FACTORS, lambda: measured.clipped_sum(records, coefficients, shape), 1
     if PLAIN_RECORDS in parts:
-        yield PLAIN_RECORDS, lambda: from_records(records, coefficients, shape)
+        yield PLAIN_RECORDS, lambda: from_records(records, coefficients, shape), 1
     if FORWARD in parts:
-        yield FORWARD, _forward(records)
+        yield FORWARD, _forward(records), 1
     if "materialize" in parts:
         kept: list[Tensor] = []
 
@@ -219,11 +234,25 @@ def runs_of(
             kept.append(measured.materialize(records))
             return many.squares(kept)
 
-        yield "materialize", materialize
+        yield "materialize", materialize, 1
         if KEPT in parts:
             out = torch.empty(shape, device=device)
             weights = coefficients.float().unsqueeze(0)
-            yield KEPT, lambda: many.combine(kept, weights, [out])
+            yield KEPT, lambda: many.combine(kept, weights, [out]), 1
+
+
+def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple[str, Run, int]]:
+    """Yield the parts that kernels do for many layers at once: see [Note: factors that wait].
+
+    As many layers like this one as fill a GPU: one by itself would leave most of it without work.
+    """
+    factors = Factors.of(cast(Product, records[0]))
+    times = min(_MOST_TOGETHER, -(-_FILLING // math.prod(factors.shape)))
+    found = {str(i): factors for i in range(times)}
+    group = Group(list(found), found)
+    weights = coefficients.float().expand(times, -1).contiguous()
+    yield FACTOR_NORMS, lambda: group.measure(found), times
+    yield FACTORS, lambda: group.sums(found, weights), times
 
 
 def _forward(records: Sequence[Record]) -> Run:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.clip.bounds import SampleNorms
+from unison.clip.factored import CHOICE, Factors
 from unison.clip.matrix import tensors_of
 from unison.clip.modes import MODES, Choice
 from unison.errors import UnsupportedOperation
@@ -32,7 +33,8 @@ class UsedParameter:
         dtype: Of the result.
         clipped: Its clipped sum, where a second pass made it.
         is_fast: Whether compiled kernels take its records.
-        is_waiting: Whether its per-sample gradients lie there, not measured yet.
+        is_waiting: Whether its per-sample gradients lie there, or its factors, not measured yet.
+        factors: Of its one use, where kernels measure and add them up with those of others.
     """
 
     name: str
@@ -47,6 +49,7 @@ class UsedParameter:
     clipped: Tensor | None = None
     is_fast: bool = False
     is_waiting: bool = False
+    factors: Factors | None = None
 
     @property
     def kept(self) -> Tensor | None:
@@ -65,6 +68,13 @@ class UsedParameter:
         """A parameter that was used once, and whose per-sample gradients are kept."""
         made = cls(name, [Dense(value)], [False], KEPT, is_fast=True, is_waiting=True)
         made.dtype = torch.promote_types(value.dtype, torch.float32)
+        return made
+
+    @classmethod
+    def of_factors(cls, name: str, factors: Factors) -> "UsedParameter":
+        """A parameter that was used once, and whose factors are kept."""
+        made = cls(name, [factors.product], [False], CHOICE, is_fast=True, is_waiting=True)
+        made.factors, made.dtype = factors, torch.float32
         return made
 
     def refuse(self, what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Per-sample gradients that are kept to the end of a pass; small ones wait to be made together.
+"""What is kept to the end of a pass: gradients, of which small ones wait to be made together.
 
 [Note: sums that wait] The gradients of biases and norms are sums over tokens, which a GPU has made
 before the host has launched the next ones. So the tensors that they are sums of wait, until there
@@ -8,7 +8,7 @@ waits. What is made does not depend on who waited together, not in its bits and 
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unison.capture.tap import refuse_changed
+from unison.clip.factored import Factors
 from unison.kernels import affine
 
 _MOST_BYTES = 256 << 20  # held by all that wait
@@ -34,31 +35,37 @@ _Waiting = tuple[Sequence[str], tuple[Tensor, ...], tuple[int, int], Tensor, int
 
 
 class Kept:
-    """Per-sample gradients by name.
+    """Per-sample gradients by name, or factors of those that are not formed.
 
     Args:
         is_bounded: Whether memory is: then nothing waits.
 
     Attributes:
         found: The gradients in the order in which they came, None for those that wait.
+        factors: Of other parameters, likewise; see [Note: factors that wait].
     """
 
-    __slots__ = ("_most_bytes", "_num_bytes", "_waiting", "found")
+    __slots__ = ("_most_bytes", "_num_bytes", "_waiting", "factors", "found")
 
     def __init__(self, *, is_bounded: bool = False) -> None:
         self.found: dict[str, Tensor | None] = {}
+        self.factors: dict[str, Factors] = {}
         self._waiting: dict[Kind, list[_Waiting]] = {}
         self._num_bytes, self._most_bytes = 0, 0 if is_bounded else _MOST_BYTES
 
     def __contains__(self, name: str) -> bool:
-        return name in self.found
+        return name in self.found or name in self.factors
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.found
+        yield from self.factors
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.found) + len(self.factors)
 
     def has_none_of(self, names: Collection[str]) -> bool:
-        """Whether no parameter of these has a gradient here."""
-        return self.found.keys().isdisjoint(names)
+        """Whether no parameter of these has a gradient or factors here."""
+        return self.found.keys().isdisjoint(names) and self.factors.keys().isdisjoint(names)
 
     def wait(
         self,

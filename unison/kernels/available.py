@@ -15,6 +15,18 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Return how much shared memory a program may have; elsewhere than on CUDA there is no bound.
+
+    228 KB less a few on the GPUs of data centres since 2022, 164 before, 100 on those of desktops.
+    """
+    if device.type != "cuda":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
 def takes(*tensors: Tensor) -> bool:
     """Whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
     return has_triton() and all(each.is_cuda and each.dtype in TAKEN for each in tensors)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kernels import many
-from unison.kernels.many.table import on_device, sent, to_send
+from unison.kernels.many.table import Sent, sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH
 from unison.privacy.cut import Gradients, empty_gradients
@@ -216,8 +216,11 @@ def _weights(shares: Shares) -> Tensor:
     table = torch.stack(
         [F.pad(w, (0, most - w.shape[0])) if w.shape[0] < most else w for w in each.values()]
     ).float()
-    index = torch.tensor([rows[id(weights)] for weights in shares.weights])
-    return table[on_device(index, table.device)]
+    which = tuple([rows[id(weights)] for weights in shares.weights])
+    return table[_indices.table(which, table.device, lambda _: torch.tensor(which))]
+
+
+_indices = Sent()  # of rows of weights: the same ones in every step
 
 
 def noisy_count(statistic: float, *, key: Key, release: Release) -> float:

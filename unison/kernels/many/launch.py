@@ -23,6 +23,7 @@ from unison.kernels.many.table import (
     KINDS,
     NUMEL,
     OUT,
+    SAMPLES,
     STRIDE,
     VALUES,
     WIDTH,
@@ -178,6 +179,7 @@ def _grouped(
         table[:, NUMEL] = numels
         table[:, FIRST] = [starts[i] for i in which]
         table[:, KIND] = [KINDS[values[i].dtype] for i in which]
+        table[:, SAMPLES] = [values[i].shape[0] for i in which]
         skipped = [starts[i] % size for i in which]
         sizes = tuple(numel + begin for numel, begin in zip(numels, skipped, strict=True))
         is_all = len(which) == len(values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 
 # Columns of the table, all int64.
-VALUES, STRIDE, NUMEL, OUT, FIRST, KIND = range(6)
+VALUES, STRIDE, NUMEL, OUT, FIRST, KIND, SAMPLES = range(7)
 WIDTH = 8
 HALF, SINGLE = 0, 1  # kinds: bfloat16 and float32 values
 

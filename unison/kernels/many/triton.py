@@ -22,7 +22,7 @@ from unison.kernels.random.reference import ROUND_MAGIC
 from unison.kernels.random.triton import _chacha, _inverse_tail, _weave8
 
 VALUES, STRIDE, NUMEL, OUT = (tl.constexpr(each) for each in (t.VALUES, t.STRIDE, t.NUMEL, t.OUT))
-FIRST, KIND = tl.constexpr(t.FIRST), tl.constexpr(t.KIND)
+FIRST, KIND, SAMPLES = (tl.constexpr(each) for each in (t.FIRST, t.KIND, t.SAMPLES))
 WIDTH, SINGLE = tl.constexpr(t.WIDTH), tl.constexpr(t.SINGLE)
 RECIPE, FLOATS_AT = tl.constexpr(RECIPE_LENGTH), tl.constexpr(FLOATS)
 MAGIC = tl.constexpr(ROUND_MAGIC)
@@ -103,23 +103,30 @@ def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
 
 
 @triton.jit
+def _share(values, weight, at, mask, TILE: tl.constexpr):
+    """Return w_b X_b of a tile, float32."""
+    # A sample of weight 0 is not read: it may hold NaN, or not be there.
+    is_read = mask & (tl.zeros((TILE,), dtype=tl.float32) + weight != 0.0)
+    return weight * tl.load(values + at, mask=is_read, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _weighted(
-    values, stride, weights, batch, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
+    values, stride, samples, weights, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Return Σ_b w_b X_b of a tile, samples one after the other, float32.
 
     Some are read at once: a tile of one sample is too little to be waited for by itself.
     """
     total = tl.zeros((TILE,), dtype=tl.float32)
-    nothing = tl.zeros((TILE,), dtype=tl.float32)
-    for first in range(0, batch, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            sample = first + i
-            weight = tl.load(weights + sample, mask=sample < batch, other=0.0)
-            # A sample of weight 0 is not read: it may hold NaN, or not be there.
-            is_read = mask & (nothing + weight != 0.0)
-            x = tl.load(values + sample.to(tl.int64) * stride + at, mask=is_read, other=0.0)
-            total += weight * x.to(tl.float32)
+    if samples == 1:  # a sum, and not per-sample gradients
+        total += _share(values, tl.load(weights), at, mask, TILE)
+    else:
+        for first in range(0, samples, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                sample = first + i
+                weight = tl.load(weights + sample, mask=sample < samples, other=0.0)
+                total += _share(values + sample.to(tl.int64) * stride, weight, at, mask, TILE)
     return total
 
 
@@ -147,12 +154,13 @@ def release_kernel(
     if NOISY and not ALIGNED:
         mask = mask & (at >= 0)
     stride, own_weights = _number(row, STRIDE, ALIGNED), weights + tensor * batch
+    samples = tl.load(row + SAMPLES).to(tl.int32)
     if tl.load(row + KIND) == SINGLE:
         singles = _pointer(row, VALUES, tl.float32, ALIGNED)
-        total = _weighted(singles, stride, own_weights, batch, at, mask, TILE, AT_ONCE)
+        total = _weighted(singles, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
     else:
         halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED)
-        total = _weighted(halves, stride, own_weights, batch, at, mask, TILE, AT_ONCE)
+        total = _weighted(halves, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     if ADD:
         total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ added atomically, and no program waits for another.
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,8 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from unison.kernels.available import shared_bytes
+
 # The interpreter multiplies bfloat16 as if they were integers; as float32 the products are exact.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_SHARED_BESIDE = 2048  # bytes of shared memory beside the tiles that are loaded
 GROUP = tl.constexpr(8)  # tiles along rows that share their columns while these are in L2
 
 
@@ -159,8 +162,23 @@ def _weighted_kernel(
     tl.store(at, total, mask=mask)
 
 
-def choose_config(rows: int, columns: int, dtype: torch.dtype) -> Config:
-    """Return the tiles for a product: a function of its shape and dtype alone."""
+def choose_config(rows: int, columns: int, dtype: torch.dtype, shared: int = 1 << 30) -> Config:
+    """Return the tiles for a product: a function of its shape and dtype alone.
+
+    Args:
+        rows: Of the product.
+        columns: Likewise.
+        dtype: Of what is multiplied.
+        shared: Bytes of shared memory that a program may have. Fewer loads are in flight where
+            there is little, which changes no bit of the product.
+    """
+    config = _choose_config(rows, columns, dtype)
+    of_stage = (config.rows + config.columns) * config.tokens * dtype.itemsize
+    num_stages = max(1, (shared - _SHARED_BESIDE) // of_stage)
+    return replace(config, num_stages=min(config.num_stages, num_stages))
+
+
+def _choose_config(rows: int, columns: int, dtype: torch.dtype) -> Config:
     if dtype in (torch.bfloat16, torch.float16):
         if min(rows, columns) >= 256:
             return Config(128, 256, 64, 8, 3) if columns >= rows else Config(256, 128, 64, 8, 3)
@@ -249,7 +267,7 @@ def per_sample(
         Sums of squares per tile [batch, tiles], float32.
     """
     (batch, tokens, rows), columns = left.shape, right.shape[2]
-    config = config or choose_config(rows, columns, left.dtype)
+    config = config or choose_config(rows, columns, left.dtype, shared_bytes(left.device))
     num_tiles = config.num_tiles(rows, columns)
     squares = torch.empty(batch, num_tiles, dtype=torch.float32, device=left.device)
     if squares.numel() == 0:
@@ -277,7 +295,7 @@ def weighted(
 ) -> None:
     """Write Σ_b w_b X_b to `out` [rows, columns], or add it; samples of weight 0 are left out."""
     (batch, tokens, rows), columns = left.shape, right.shape[2]
-    config = config or choose_config(rows, columns, left.dtype)
+    config = config or choose_config(rows, columns, left.dtype, shared_bytes(left.device))
     if out.numel() == 0:
         return
     given = _operands(left, right, config, precision, tma=tma)
