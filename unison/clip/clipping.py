@@ -127,6 +127,8 @@ class Clipping:
                     "was used more often by this batch than by the one that clipping was planned "
                     "for, and the records of its first uses are gone"
                 )
+            if parameter.factors is not None:
+                parameter.factors.check()
             parameter.norms, parameter.is_waiting, parameter.factors = None, False, None
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)

@@ -55,6 +55,11 @@ class Factors(NamedTuple):
         versions = left._version, right._version
         return cls(left, right, product.is_transposed, product.shape, product.g, versions)
 
+    def check(self) -> None:
+        """Require that nobody has written to the factors, before or after they were measured."""
+        if (self.left._version, self.right._version) != self.versions:
+            refuse_changed()
+
     @property
     def product(self) -> Product:
         """The record of the use."""
@@ -94,10 +99,7 @@ class Group:
 
     def measure(self, found: Mapping[str, Factors]) -> SampleNorms:
         """Return the norms of all samples [parameters, samples]."""
-        mine = [found[name] for name in self.names]
-        if any(_versions(each) != each.versions for each in mine):
-            refuse_changed()
-        lefts, rights = self._sides(mine)
+        lefts, rights = self._sides(found)
         grams = factored.grams(lefts, rights)
         batch, tokens = lefts[0].shape[:2]
         return bound_grams(grams, batch, tokens, self._features, lefts[0].dtype)
@@ -109,7 +111,7 @@ class Group:
             found: Their factors.
             weights: Coefficients [parameters, samples], float32.
         """
-        lefts, rights = self._sides([found[name] for name in self.names])
+        lefts, rights = self._sides(found)
         memory = torch.empty(sum(self._sizes), dtype=torch.float32, device=weights.device)
         pieces = torch.unsafe_split_with_sizes(memory, self._sizes)  # views, unknown to autograd
         made = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
@@ -118,18 +120,17 @@ class Group:
         factored.weighted_sums(lefts, rights, weights, outs)
         return made
 
-    def _sides(self, mine: Sequence[Factors]) -> tuple[Asked, Asked]:
-        return (
-            Asked([each.left for each in mine], self._lefts, True),
-            Asked([each.right for each in mine], self._rights, True),
-        )
+    def _sides(self, found: Mapping[str, Factors]) -> tuple[Asked, Asked]:
+        lefts, rights = [], []
+        for name in self.names:
+            each = found[name]
+            each.check()
+            lefts.append(each.left)
+            rights.append(each.right)
+        return Asked(lefts, self._lefts, True), Asked(rights, self._rights, True)
 
 
 _NO_FACTS = Facts(())
-
-
-def _versions(some: Factors) -> tuple[int, int]:
-    return some.left._version, some.right._version
 
 
 def groups_of(found: Mapping[str, Factors]) -> list[Group]:
