@@ -318,6 +318,7 @@ run_on_ranks(2, hang, 0)
 """
 
 
+@pytest.mark.full
 def test_ranks_end_with_their_parent():
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS],

@@ -119,6 +119,7 @@ def wait_for_intents(ledger, number, process):
     raise AssertionError("the run did not get there in time")
 
 
+@pytest.mark.full
 def test_a_killed_run_counts_every_intent_when_it_goes_on(unison, text, tmp_path):
     run, num_steps = tmp_path / "run", 40
     options = [*FAST, *PRIVATE, "--noise-multiplier", "1", "--steps", num_steps]

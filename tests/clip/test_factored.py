@@ -120,8 +120,8 @@ def assert_right(
 @pytest.mark.parametrize(
     ("mode", "by"),
     [
-        ("ghost_bk", "sums"),
         (MIXED, "shares"),
+        pytest.param("ghost_bk", "sums", marks=full),
         pytest.param("ghost_bk", "shares", marks=full),
         pytest.param(MIXED, "sums", marks=full),
     ],

@@ -285,6 +285,14 @@ def test_an_odd_address_is_left_for_a_copy():
     assert moved.stride() == odd.stride()
 
 
+def test_a_gpu_that_loads_no_tiles_takes_none():
+    gpu = torch.device("cuda", 0)
+    with mock.patch.object(factored, "shared_bytes", return_value=160 << 10):
+        for is_fast in (True, False):
+            with mock.patch.object(factored, "loads_tiles", return_value=is_fast):
+                assert factored._suits(gpu) == is_fast
+
+
 def test_a_gpu_with_little_shared_memory_takes_none():
     x = torch.zeros(2, 5, 40, dtype=torch.bfloat16)
     with as_on_cuda(), mock.patch.object(factored, "shared_bytes", return_value=100 << 10):

@@ -47,6 +47,7 @@ def test_many_classes_are_drawn_as_few_are(classes):
     assert relative(drawn.amax(dim=-1), torch.ones(2, 3)) <= 1e-5
 
 
+@pytest.mark.full
 def test_many_draws_come_to_the_exact_fisher():
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
     x = torch.randn(20, 4).double()

@@ -350,10 +350,8 @@ def hf_gradients(world: World, name: str) -> dict[str, list[float]]:
     return {key: (before[key] - value).flatten().tolist() for key, value in full_parameters(model)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.full) for name in MODELS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_on_two_ranks(name):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")

@@ -114,6 +114,7 @@ def run_with_ledger(world: World, path: str) -> float:
     return engine.get_epsilon(1e-3)
 
 
+@pytest.mark.full
 def test_one_rank_writes_the_ledger(tmp_path):
     path = tmp_path / "ledger.jsonl"
     spent = run_on_ranks(4, run_with_ledger, str(path))

@@ -276,6 +276,7 @@ def digest_of(world: World, how: str | None) -> str:
     return digest(model)
 
 
+@pytest.mark.full
 def test_digest_knows_neither_ranks_nor_units():
     found = {run_on_ranks(1, digest_of, None)[0]}
     for size in (1, 2, 3, 8):

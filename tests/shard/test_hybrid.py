@@ -30,7 +30,13 @@ def run(world: World, replicas: int, case: dict) -> dict:
     return ordered_run(world, **{"config": GPT2, **case}, options=options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full) if case.startswith("uneven") else case
+        for case in CASES
+    ],
+)
 def test_hybrid_has_the_bits_of_one_rank(case):
     alone = run_on_ranks(1, run, 1, CASES[case])[0]
     for size, replicas in [(4, 2), (4, 4), (4, 1), (2, 2)]:

@@ -60,6 +60,7 @@ def test_a_run_learns_faster_than_with_adamw(text, tmp_path, capsys):
     assert (saved["optimizer"], saved["kfac"]) == ("sgd", asdict(KFAC))
 
 
+@pytest.mark.full
 def test_two_ranks_give_the_bits_of_one(text, tmp_path):
     alone = train(config_with(tmp_path / "alone", text, **ORDERED))
     together = train_on(2, config_with(tmp_path / "together", text, **ORDERED, micro_batch_size=2))
@@ -132,6 +133,7 @@ def stopped(text, tmp_path, stop_at, monkeypatch):
     ],
     ids=["adam", "joint"],
 )
+@pytest.mark.full
 def test_a_run_goes_on_as_if_it_had_not_stopped(text, tmp_path, stopped, kfac, num_ranks):
     straight = train(config_with(tmp_path / "straight", text, kfac, **ORDERED))
     run, asked = tmp_path / "run", stopped(kfac, **ORDERED)

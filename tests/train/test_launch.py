@@ -41,6 +41,7 @@ def one_rank_calls_alone(_):
             world.sum(torch.ones(1))
 
 
+@pytest.mark.full
 def test_result_of_rank_0_comes_back():
     before = signal.getsignal(signal.SIGINT)
     assert run_on_local_ranks(add_up, 10, num_ranks=2) == ([10, 11], 2)

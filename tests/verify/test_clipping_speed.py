@@ -192,6 +192,7 @@ def test_nothing_is_begun_when_the_time_is_used_up(monkeypatch):
 # ---- real steps ------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_budgets_reach_the_plan_and_one_too_small_is_a_row():
     torch.set_num_threads(1)
     run = experiment(modes=("grad_materialize",), memory_budgets=(1.001, 3.0))

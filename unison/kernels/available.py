@@ -27,6 +27,12 @@ def shared_bytes(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
+@cache
+def loads_tiles(device: torch.device) -> bool:
+    """Whether the hardware itself loads tiles, by descriptors (TMA): GPUs since 2022."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def takes(*tensors: Tensor) -> bool:
     """Whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
     return has_triton() and all(each.is_cuda and each.dtype in TAKEN for each in tensors)

@@ -68,7 +68,15 @@ def adapter(world: World, case: dict) -> dict:
     return language_model(world, **case)
 
 
-@pytest.mark.parametrize("case", ENGINE_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        if case in ("granule of 2", "clipped hard")
+        else pytest.param(case, marks=pytest.mark.full)
+        for case in ENGINE_CASES
+    ],
+)
 def test_the_bits_of_our_own_engine(case):
     expected = run_on_ranks(1, engine, ENGINE_CASES[case])[0]
     for size in (1, 2, 4):

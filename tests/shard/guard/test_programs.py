@@ -115,6 +115,7 @@ def test_ranks_that_wait_for_each_other_end(tmp_path):
         assert re.search(r"CollectiveMismatch: rank \d did not call collective number 1", output)
 
 
+@pytest.mark.full
 def test_ranks_blocked_outside_of_python_exit(tmp_path):
     # Functional collectives wait in C++, where nothing can be raised.
     body = """

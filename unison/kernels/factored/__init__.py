@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unison.kernels.available import shared_bytes, takes
+from unison.kernels.available import loads_tiles, shared_bytes, takes
 
 __all__ = ["Grams", "are_taken", "grams", "weighted_sums"]
 
@@ -28,13 +28,19 @@ def are_taken(left: Tensor, right: Tensor) -> bool:
     """
     return (
         takes(left, right)
-        and shared_bytes(left.device) >= _SHARED
+        and _suits(left.device)
         and left.dtype == right.dtype
         and left.dtype in _DTYPES
         and left.shape[:2].numel() > 0
         and is_aligned(left)
         and is_aligned(right)
     )
+
+
+def _suits(device: torch.device) -> bool:
+    """Whether the kernels are fast on a device; where tiles are loaded by hand, they are not."""
+    is_fast = loads_tiles(device) or device.type != "cuda"
+    return is_fast and shared_bytes(device) >= _SHARED
 
 
 def is_aligned(x: Tensor) -> bool:

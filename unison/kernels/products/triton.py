@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from unison.kernels.available import shared_bytes
+from unison.kernels.available import loads_tiles, shared_bytes
 
 # The interpreter multiplies bfloat16 as if they were integers; as float32 the products are exact.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -190,7 +190,7 @@ def _choose_config(rows: int, columns: int, dtype: torch.dtype) -> Config:
 
 def _can_describe(x: Tensor) -> bool:
     """Whether the hardware's tile loads (TMA) take a tensor [batch, tokens, features]."""
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 9:
+    if not loads_tiles(x.device):
         return False
     sizes = [stride * x.element_size() for stride in x.stride()]
     return (
