@@ -123,32 +123,6 @@ def test_every_choice_is_made_of_parts():
     assert of_layers == [{*TOGETHER}, {*TOGETHER}, {"tile", "records"}, alone_parts, alone_parts]
 
 
-def test_layers_that_wait():
-    use = linear().uses[0]
-    for layer in (
-        linear(),
-        linear(tokens=1),
-        linear(rows=8),
-        replace(linear(), is_float16=True),
-        replace(linear(), is_checkpointed=True),
-        replace(linear(), uses=(replace(use, is_transposed=True),)),
-    ):
-        assert kernel_costs.waits(layer)
-    for layer in (
-        alone(),
-        linear(rows=1284),
-        linear(rows=1),
-        replace(linear(), uses=(replace(use, columns=1284),)),
-        replace(linear(), uses=(use, use)),
-        replace(linear(), uses=(use, *table().uses)),
-        replace(linear(), uses=(replace(use, is_streamed=True),)),
-        table(),
-        vector(),
-        replace(vector(), itemsize=2, uses=(replace(vector().uses[0], columns=8),)),
-    ):
-        assert not kernel_costs.waits(layer)
-
-
 def test_what_takes_a_second_pass_costs_more_than_what_does_not():
     seconds = {str(a.choice): a.time for a in plan([linear()], FakeTimer()).layers[0].alternatives}
     for norm in ("gram", "tile"):

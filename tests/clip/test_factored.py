@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.clip.common import explicit_gradients, explicit_mass
+from tests.clip.test_calibration_costs import alone, linear, table, vector
 from tests.clip.test_quick import BATCH, WIDTH, Model, Passes, assert_same_bits, batch, run
 from tests.harness import assert_close, per_sample_gradients
 from tests.harness import assert_same_bits as assert_same_tensors
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.capture import Capture, learn_axes
-from unison.clip import MODES, Clipping, Layer, Plan, plan_clipping
+from unison.clip import MODES, Clipping, Layer, Plan, kernel_costs, plan_clipping
 from unison.clip.plan import LayerPlan
 from unison.ops import Product, Record
 
@@ -318,3 +319,32 @@ def test_factors_are_let_go(by, is_bounded):
         gc.collect()
         assert made.keys() >= KNOWN
         assert [each() for each in held] == [None] * 4
+
+
+# ---- which layers --------------------------------------------------------------------------------
+
+
+def test_layers_that_wait():
+    use = linear().uses[0]
+    for layer in (
+        linear(),
+        linear(tokens=1),
+        linear(rows=8),
+        replace(linear(), is_float16=True),
+        replace(linear(), is_checkpointed=True),
+        replace(linear(), uses=(replace(use, is_transposed=True),)),
+    ):
+        assert kernel_costs.waits(layer)
+    for layer in (
+        alone(),
+        linear(rows=1284),
+        linear(rows=1),
+        replace(linear(), uses=(replace(use, columns=1284),)),
+        replace(linear(), uses=(use, use)),
+        replace(linear(), uses=(use, *table().uses)),
+        replace(linear(), uses=(replace(use, is_streamed=True),)),
+        table(),
+        vector(),
+        replace(vector(), itemsize=2, uses=(replace(vector().uses[0], columns=8),)),
+    ):
+        assert not kernel_costs.waits(layer)

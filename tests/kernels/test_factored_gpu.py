@@ -1,7 +1,6 @@
 """Per-sample gradients of many layers that are given by factors: compiled, on a GPU."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,14 +11,12 @@ from tests.kernels.many_tensors import assert_all_same_bits, weights_of
 from tests.kernels.test_factored import DTYPES, LARGE, LAYERS, check, draw, spoil, sums_of
 from unison.kernels import factored
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test only where there is a GPU."""
-    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(needs(test))
 
-
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(4, 300), (1, 1), (3, 33)], ids=str)
 def test_against_float64_on_a_gpu(size, dtype):
@@ -28,7 +25,6 @@ def test_against_float64_on_a_gpu(size, dtype):
     check(lefts, rights, of_norms=1e-5, of_elements=1e-5)
 
 
-@on_gpu
 def test_what_is_not_finite_stays_where_it_is_on_a_gpu():
     lefts, rights = draw(LARGE, (4, 300), torch.bfloat16, "cuda")
     weights = weights_of(3, 4).cuda()
@@ -40,7 +36,6 @@ def test_what_is_not_finite_stays_where_it_is_on_a_gpu():
     assert_all_same_bits(sums_of(lefts, rights, weights), sums)
 
 
-@on_gpu
 def test_the_same_bits_in_every_run():
     lefts, rights = draw(LARGE, (4, 300), torch.bfloat16, "cuda")
     weights = weights_of(3, 4).cuda()
@@ -50,7 +45,6 @@ def test_the_same_bits_in_every_run():
         assert_all_same_bits(sums_of(lefts, rights, weights), sums)
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_have_the_bits_of_a_layer_alone(dtype):
     from unison.kernels.products import triton as products
@@ -64,7 +58,6 @@ def test_sums_have_the_bits_of_a_layer_alone(dtype):
         assert_same_bits(found, alone)
 
 
-@on_gpu
 def test_a_recorded_launch_is_the_launch():
     from unison.kernels.many.table import Tables, tables_kept
 

@@ -16,15 +16,13 @@ Tiles are as in `unison.kernels.products` and `unison.kernels.gram`, where a lay
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
-import os
-
 import triton
 import triton.language as tl
 
 from unison.kernels.factored import table as t
+from unison.kernels.gram.triton import _place_below
+from unison.kernels.products.triton import INTERPRETED, _place
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-GROUP = tl.constexpr(8)  # tiles along rows that share their columns while these are in L2
 WIDTH, OUT, RUN = tl.constexpr(t.WIDTH), tl.constexpr(t.OUT), tl.constexpr(t.RUN)
 LEFT, RIGHT = tl.constexpr(t.LEFT), tl.constexpr(t.RIGHT)
 SAMPLE, TOKEN = tl.constexpr(t.SAMPLE), tl.constexpr(t.TOKEN)
@@ -66,13 +64,8 @@ def weighted_kernel(
     row = table + layer * WIDTH
     left, rows = _side(row + LEFT, batch, tokens, DTYPE, BK, BM)
     right, columns = _side(row + RIGHT, batch, tokens, DTYPE, BK, BN)
-    # Tiles that are neighbours in time are near in memory.
     tile = tl.program_id(0) - tl.load(first_tiles + layer).to(tl.int32)
-    in_group = GROUP * tl.cdiv(columns, BN)
-    first = (tile // in_group) * GROUP
-    height = min(tl.cdiv(rows, BM) - first, GROUP)
-    at_row = (first + (tile % in_group) % height) * BM
-    at_column = ((tile % in_group) // height) * BN
+    at_row, at_column = _place(tile, rows, columns, BM, BN)
 
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for sample in tl.range(0, batch, flatten=True):  # see [Note: one loop]
@@ -129,11 +122,7 @@ def gram_kernel(
     row = table + (program // (num_tiles * batch)) * WIDTH
     left, rows = _side(row + LEFT, batch, tokens, DTYPE, BT, BK)
     right, columns = _side(row + RIGHT, batch, tokens, DTYPE, BT, BK)
-    # The tile's place: i(i+1)/2 <= tile < (i+1)(i+2)/2. A root in float32 may be off by one.
-    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
-    j = tile - i * (i + 1) // 2
+    i, j = _place_below(tile)
     run_left = tl.load(row + LEFT + RUN).to(tl.int32)
     run_right = tl.load(row + RIGHT + RUN).to(tl.int32)
     x = _inner(left, sample, i * BT, j * BT, rows, run_left, BT, BK)

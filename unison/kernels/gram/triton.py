@@ -60,6 +60,16 @@ def _inner(
 
 
 @triton.jit
+def _place_below(tile):
+    """Return row and column of a tile in a lower triangle: i(i+1)/2 <= tile < (i+1)(i+2)/2."""
+    # A root in float32 may be off by one.
+    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
+    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
+    return i, tile - i * (i + 1) // 2
+
+
+@triton.jit
 def _gram_kernel(
     left, right, squares, masses, tokens, rows, columns, num_tiles, least_left, least_right,
     slb, slt, slf, srb, srt, srf,
@@ -67,11 +77,7 @@ def _gram_kernel(
 ):  # fmt: skip
     """One tile of the lower triangle; on the diagonal also Σ_t ‖left_t‖‖right_t‖."""
     tile, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # The tile's place: i(i+1)/2 <= tile < (i+1)(i+2)/2. A root in float32 may be off by one.
-    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
-    j = tile - i * (i + 1) // 2
+    i, j = _place_below(tile)
     x = _inner(left + sample * slb, i, j, tokens, rows, slt, slf, PRECISION, RUN, BT, BK)
     y = _inner(right + sample * srb, i, j, tokens, columns, srt, srf, PRECISION, RUN, BT, BK)
     at = tl.arange(0, BT)
