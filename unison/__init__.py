@@ -8,7 +8,7 @@ from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
 from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss
-from unison.privacy import AdaptiveClipping, Budget, BudgetSpent, PrivacyEngine
+from unison.privacy import AdaptiveClipping, Budget, BudgetSpent, PrivacyEngine, public
 from unison.shard import (
     BatchPlan,
     CheckpointFailed,
@@ -87,6 +87,7 @@ __all__ = [
     "param_groups",
     "param_norm",
     "per_sample_loss",
+    "public",
     "register_init",
     "save_checkpoint",
     "stop_ordered_reduction",

@@ -1,6 +1,7 @@
 """What a test may change in its own process, and gets back as it was."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,7 @@ def isolated(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
+        stop_recording()
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
@@ -45,3 +47,10 @@ def isolated(seed: int) -> Iterator[None]:
             "the test left a process group initialised in pytest's own process; use @ranks, or "
             "call destroy_process_group() in a finally"
         )
+
+
+def stop_recording() -> None:
+    """Let private loops that a test left in the middle follow nobody's operations any more."""
+    loss_tape = sys.modules.get("unison.privacy.loss_tape")
+    if loss_tape is not None:
+        loss_tape.stop_recording()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from _pytest.config import parse_warning_filter
 
 from tests.harness import rewrite
+from tests.harness.isolation import stop_recording
 from tests.harness.report import Answer, Outcome
 from tests.harness.world import World
 
@@ -183,3 +184,4 @@ def _leave_group() -> None:
     deal = sys.modules.get("unison.shard.deal")
     if deal is not None:
         deal.publish_plan(None)  # of a loader that the test has left
+    stop_recording()

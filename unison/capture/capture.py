@@ -32,6 +32,7 @@ from unison.capture.tracked import (
     Source,
     Tracked,
     all_plain,
+    like,
     memory_of,
     plain,
     refuse_gradients,
@@ -72,6 +73,8 @@ class Capture:
         used_late: Names of those that were used in the backward pass: activation checkpointing.
         recorded_late: Names of those whose records are of such uses, which `again` does not meet:
             reentrant activation checkpointing.
+        is_outside: Whether the module has returned, so that a use of one of its parameters belongs
+            to the user's own code: it is the parameter itself then, and nothing is recorded.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Capture:
         self.used: set[str] = set()
         self.used_late: set[str] = set()
         self.recorded_late: set[str] = set()
+        self.is_outside = False
         self.repeats = Repeats()
         self._is_again = False
         self._outer = -1  # number of the backward pass in which all of this happens, if any
@@ -221,6 +225,8 @@ class Capture:
         self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Run a torch function that touches a tracked tensor, the first one among its arguments."""
+        if self.is_outside:
+            return func(*self._unmarked(args), **self._unmarked(kwargs))
         if self._sites is not None:
             site = self._sites.find((func, id(first)))
             x = None if site is None else site.input_of(args, kwargs)
@@ -264,6 +270,23 @@ class Capture:
             return self._without_rule(call, axes, args, kwargs)
         self._remember(func, args, kwargs)
         return output
+
+    def _unmarked(self, value: Any) -> Any:
+        """Arguments with parameters themselves in the place of their marks."""
+        if type(value) is Tracked:
+            name = value.of_parameters[0]
+            if value.memory is None:
+                raise UnsupportedOperation(
+                    f"something that was made of {name!r} inside of the module is used outside of "
+                    "it, where its gradient would be neither clipped nor noised. Compute it inside "
+                    "of the module's forward, or detach it"
+                )
+            return next(each.parameter for each in self._places.last if each.name == name)
+        if isinstance(value, list | tuple):
+            return like(value, [self._unmarked(each) for each in value])
+        if isinstance(value, dict):
+            return {key: self._unmarked(each) for key, each in value.items()}
+        return value
 
     def _remember(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Let the passes after this one know a use."""

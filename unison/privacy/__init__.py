@@ -14,6 +14,7 @@ from unison.privacy.engine import PrivacyEngine
 from unison.privacy.ledger import Ledger
 from unison.privacy.ledger_file import LedgerFile, read_ledger
 from unison.privacy.loader import PrivateLoader
+from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Cosine, Exponential, Linear, Schedule, Stairs
@@ -43,6 +44,7 @@ __all__ = [
     "epsilon_for",
     "epsilon_of",
     "noise_multiplier_for",
+    "public",
     "read_ledger",
     "steps_for",
 ]

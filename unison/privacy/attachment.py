@@ -26,10 +26,11 @@ from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs
 from unison.privacy.learning import Learning
+from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.refuse import refuse_gradient
+from unison.privacy.public_terms import PublicTerms
 from unison.privacy.running import (
     AddSums,
     ClippingSettings,
@@ -56,6 +57,8 @@ class Attachment:
         current: The physical batch in the user's hands.
         coefficients: Decides the coefficients.
         add_sums: Takes the clipped sums.
+        recorder: Follows the user's loss.
+        public_terms: Takes gradients of terms of the loss that do not depend on data.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Attachment:
         *,
         owner: Owner,
         dealing: Dealing,
+        recorder: LossRecorder,
+        public_terms: PublicTerms,
         current: Callable[[], PhysicalBatch | None],
         coefficients: Coefficients,
         add_sums: AddSums,
@@ -76,6 +81,8 @@ class Attachment:
         self._counted: tuple[Plan | None, int, int] = (None, 1, 1)  # passes that a plan takes
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
         self._pass: RunningPass | None = None
+        self._recorder, self._public_terms = recorder, public_terms
+        self._follows_loss = True
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
         self._is_repeating = False  # runs the module again, for what was not kept
@@ -86,13 +93,16 @@ class Attachment:
 
     def _hooks(self) -> list[Any]:
         names = {id(place.parameter): place.name for place in reversed(self.places.now())}
-        guards = [
-            each.register_hook(partial(refuse_gradient, names[id(each)]))
-            for each in self.module.parameters()
-            if each.requires_grad
-        ]
+        trained = [each for each in self.module.parameters() if each.requires_grad]
         return [
-            *guards,
+            *(
+                each.register_hook(self._public_terms.taking(names[id(each)], each))
+                for each in trained
+            ),
+            *(
+                each.register_post_accumulate_grad_hook(self._public_terms.after)
+                for each in trained
+            ),
             # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
             self.module.register_forward_pre_hook(
                 self._before_forward, with_kwargs=True, prepend=True
@@ -123,10 +133,12 @@ class Attachment:
         kept = self._dealing, self._current, self._coefficients, self._add_sums
         self._dealing, self._current = rows, current
         self._coefficients, self._add_sums = coefficients, add_sums
+        self._follows_loss = False
         try:
             yield
         finally:
             self.drop_pass()
+            self._follows_loss = True
             self._dealing, self._current, self._coefficients, self._add_sums = kept
 
     def detach(self) -> None:
@@ -149,8 +161,12 @@ class Attachment:
             BadInput: What is trained is not what was made private.
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
-        inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        inputs = self._inputs_of(args, kwargs, num_rows)
         return self._learning.plan(self._learning.learn(inputs), num_rows, inputs)
+
+    def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
+        settings = self.settings
+        return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
 
     @property
     def _is_aside(self) -> bool:
@@ -158,7 +174,10 @@ class Attachment:
         return self._is_repeating or self._learning.is_running
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_aside or not (module.training and torch.is_grad_enabled()):
+        if self._is_aside:
+            return
+        self._recorder.enter_module(args, kwargs)
+        if not (module.training and torch.is_grad_enabled()):
             return
         batch = self._current()
         if batch is None:
@@ -169,9 +188,15 @@ class Attachment:
             )
         if self._pass is not None and self._pass.batch is batch:
             self._join(self._pass, args, kwargs)
+            self._set_outside(self._pass, is_outside=False)
             return
         self.drop_pass()
         self._pass = self._begin_pass(batch, args, kwargs)
+
+    def _set_outside(self, running: RunningPass, *, is_outside: bool) -> None:
+        """Tell captures whether uses of parameters are the module's own, or the user's."""
+        for part in running.parts.values():
+            part.capture.is_outside = is_outside
 
     def _join(self, running: RunningPass, args: tuple, kwargs: dict[str, Any]) -> None:
         """Let several forward passes of one batch end in one backward pass."""
@@ -182,7 +207,7 @@ class Attachment:
                 "per batch; for several batches per step give the loader a larger batch size and "
                 "make_private a max_physical_batch_size"
             )
-        Inputs.of(args, kwargs, self._dealing.parts[0].num_rows, self.settings.batch_dim)
+        self._inputs_of(args, kwargs, self._dealing.parts[0].num_rows)
         if running.call is not None:
             raise UnsupportedOperation(
                 f"clipping {self.settings.mode!r} runs the forward pass again, and several forward "
@@ -192,7 +217,7 @@ class Attachment:
 
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
-        inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        inputs = self._inputs_of(args, kwargs, num_rows)
         learned = self._learning.learn(inputs)
         plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
         if plan is not self._counted[0]:  # to count takes as long as a layer
@@ -237,14 +262,22 @@ class Attachment:
     def _after_forward(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
+        if self._is_aside:
+            return output
+        gated = self._gated(module, kwargs, output)
+        self._recorder.leave_module(gated, is_trained=gated is not output)
+        return gated
+
+    def _gated(self, module: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
         running = self._pass
-        if self._is_aside or running is None or not module.training:
+        if running is None or not module.training:
             return output
         if output is None:  # an exception is on its way
             self.drop_pass()
             return None
         if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
+        self._set_outside(running, is_outside=True)
         own_loss = own_loss_of(output, kwargs)
         return gate(output, partial(self._on_backward, own_loss))
 
@@ -257,6 +290,8 @@ class Attachment:
         gradients: tuple[Tensor | None, ...],
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
+        if self._follows_loss and not self._recorder.is_judged:
+            refuse_unseen()
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
         running = self._pass
@@ -271,6 +306,7 @@ class Attachment:
                 )
             return
         running.phase = Phase.BACKWARD
+        self._set_outside(running, is_outside=False)  # checkpointing runs the module again
         self._dealing.begin_backward()
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)

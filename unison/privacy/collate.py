@@ -48,14 +48,16 @@ class BatchLayout:
     Args:
         one: A batch of one record.
         two: A batch of two records.
+        rows_per_record: Rows that each record has.
 
     Raises:
         UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
             one row per record.
     """
 
-    def __init__(self, one: Any, two: Any) -> None:
-        self._root = _learn(one, two, "batch")
+    def __init__(self, one: Any, two: Any, rows_per_record: int = 1) -> None:
+        self._rows = rows_per_record
+        self._root = _learn(one, two, "batch", rows_per_record)
         if not _has_rows(self._root):
             raise UnsupportedOperation(
                 f"nothing in the batch that collate_fn returns ({type(one).__name__}) has one row "
@@ -79,18 +81,18 @@ class BatchLayout:
         Raises:
             BadInput: It has more or fewer, or is missing; naming the part.
         """
-        _check(batch, self._root, num_records, "batch")
+        _check(batch, self._root, num_records, self._rows, "batch")
 
 
-def _learn(one: Any, two: Any, path: str) -> _Part:
+def _learn(one: Any, two: Any, path: str, rows: int) -> _Part:
     if type(one) is not type(two):
         raise UnsupportedOperation(
             f"collate_fn returns {type(one).__name__} for one record and {type(two).__name__} for "
             f"two at {path}. Remedy: return the same structure for any number of records"
         )
     if isinstance(one, Tensor | np.ndarray):
-        return _learn_array(one, two, path)
-    if isinstance(one, list | tuple) and (len(one), len(two)) == (1, 2):
+        return _learn_array(one, two, path, rows)
+    if isinstance(one, list | tuple) and (len(one), len(two)) == (rows, 2 * rows):
         return _Rows(0)
     parts, others = _parts(one), _parts(two)
     if parts is None or others is None:
@@ -107,17 +109,18 @@ def _learn(one: Any, two: Any, path: str) -> _Part:
             f"{list(others)} and {list(parts)}. Remedy: return the same structure for any number "
             "of records"
         )
-    return _Group({key: _learn(parts[key], others[key], f"{path}[{key!r}]") for key in parts})
+    return _Group({key: _learn(parts[key], others[key], f"{path}[{key!r}]", rows) for key in parts})
 
 
-def _learn_array(one: Any, two: Any, path: str) -> _Part:
+def _learn_array(one: Any, two: Any, path: str, rows: int) -> _Part:
     if isinstance(one, Tensor) and (one.is_nested or two.is_nested):
         raise UnsupportedOperation(
             f"{path} is a nested tensor, whose rows cannot be cut. Remedy: pad it in collate_fn"
         )
     before, after = list(one.shape), list(two.shape)
     if len(before) == len(after):
-        grown = [d for d, sizes in enumerate(zip(before, after, strict=True)) if sizes == (1, 2)]
+        sizes = enumerate(zip(before, after, strict=True))
+        grown = [dim for dim, size in sizes if size == (rows, 2 * rows)]
         if len(grown) == 1:
             return _Rows(grown[0])
         if before == after:
@@ -153,17 +156,17 @@ def _cut(value: Any, part: _Part, path: str) -> Any:
             return _rebuilt(value, cut, path)
 
 
-def _check(value: Any, part: _Part, num_records: int, path: str) -> None:
+def _check(value: Any, part: _Part, num_records: int, each: int, path: str) -> None:
     match part:
         case _Rows(dim):
             shape = _shape(value)
             rows = shape[dim] if dim < len(shape) else "no"
-            if rows != num_records:
+            if rows != num_records * each:
                 raise BadInput(
                     f"collate_fn was given {num_records} records and returned {rows} rows in "
                     f"{path} (shape {shape}, records along dim {dim}); each record must give "
-                    "exactly one row, or its gradient cannot be clipped. Remedy: filter or expand "
-                    "records in the data set, not in collate_fn"
+                    f"exactly {each} (make_private(rows_per_sample=)), or its gradient cannot be "
+                    "clipped. Remedy: filter or expand records in the data set, not in collate_fn"
                 )
         case _Group(parts):
             found = _parts(value) or {}
@@ -174,7 +177,7 @@ def _check(value: Any, part: _Part, num_records: int, path: str) -> None:
                         "record 0 has. Remedy: return the same structure for every batch"
                     )
                 if key in found:
-                    _check(found[key], inner, num_records, f"{path}[{key!r}]")
+                    _check(found[key], inner, num_records, each, f"{path}[{key!r}]")
         case _Fixed():
             pass
 

@@ -18,7 +18,9 @@ from unison.errors import BadInput
 from unison.privacy.passes import PhysicalBatch
 from unison.shard.deal import (
     BatchPlan,
+    batch_mean,
     current_plan,
+    local_batch_mean,
     padded_rows,
     plan_batch,
     publish_plan,
@@ -27,6 +29,19 @@ from unison.shard.deal import (
 from unison.shard.granules import PerGranule
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
+
+__all__ = [
+    "Dealing",
+    "FixedRows",
+    "Part",
+    "batch_mean",
+    "gather_norms",
+    "local_batch_mean",
+    "packed",
+    "plain_leaf",
+    "sum_exact",
+    "unpacked",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +75,7 @@ class Dealing:
         granule: Samples per granule; None leaves a rank's rows in one piece.
         max_physical_batch_size: Most rows in a pass.
         batch_dim: Dimension of the samples in the tensors of a batch.
+        rows_per_sample: Rows of those tensors that belong to one sample, one after the other.
     """
 
     def __init__(
@@ -68,8 +84,10 @@ class Dealing:
         granule: int | None,
         max_physical_batch_size: int | None,
         batch_dim: int = 0,
+        rows_per_sample: int = 1,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
+        self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
@@ -131,15 +149,25 @@ class Dealing:
     def _padded(self, leaf: Any, num_samples: int, plan: BatchPlan) -> Any:
         if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:
             return leaf
-        if leaf.shape[self._dim] != num_samples:
+        rows = self._rows_per_sample
+        if leaf.shape[self._dim] != num_samples * rows:
             raise BadInput(
-                f"expected {num_samples} samples in dimension {self._dim} of every tensor of the "
-                f"batch, found {list(leaf.shape)}; make_private(batch_first=...) says where they "
-                "lie"
+                f"expected {num_samples * rows} rows in dimension {self._dim} of every tensor of "
+                f"the batch, found {list(leaf.shape)}; make_private(batch_first=...) says where "
+                "they lie"
             )
         if plan.is_granular and self._dim:
             raise BadInput("granules need samples in dimension 0 of every tensor: batch_first=True")
-        return padded_rows(leaf.movedim(self._dim, 0), plan).movedim(0, self._dim)
+        samples = leaf.movedim(self._dim, 0)
+        if rows == 1:
+            return padded_rows(samples, plan).movedim(0, self._dim)
+        padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan)
+        return padded.flatten(0, 1).movedim(0, self._dim)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this pass's tensors, padding included, all granules together."""
+        return sum(part.num_rows for part in self.parts) * self._rows_per_sample
 
     def loss_factor(self, part: Part, loss_reduction: str) -> float:
         """What undoes the mean in the user's loss, so that gradients are those of single samples.

@@ -114,6 +114,8 @@ class PrivacyEngine:
         calibrate: bool = True,
         budget: Budget | None = None,
         granule: int | None = None,
+        rows_per_sample: int = 1,
+        recheck: bool = True,
         seed: int | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
@@ -147,6 +149,10 @@ class PrivacyEngine:
             granule: Samples that are computed together, at one shape, and added up in one order
                 on any number of ranks: what the ordered reducer needs. Tensors then come as one
                 value per granule, and the loss is `unison.batch_mean` of the samples' losses.
+            rows_per_sample: Rows that `collate_fn` makes of each record, one after the other, such
+                as the chosen and the rejected answer of a preference: they are one unit of privacy.
+            recheck: Whether module and loss are checked again, for samples that mix, at steps 2,
+                4, 8, …; otherwise at the first step and wherever the loss takes another path.
             seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
@@ -167,6 +173,7 @@ class PrivacyEngine:
             check.positive(expected_batch_size=expected_batch_size)
         if granule is not None:
             check.positive(granule=granule)
+        check.positive(rows_per_sample=rows_per_sample)
         show_shards(module)
         check_optimizer(optimizer, trainable(module))
         owner = owner_of(module, is_ordered=granule is not None)
@@ -200,6 +207,7 @@ class PrivacyEngine:
                 rank=ranks.rank,
                 num_ranks=ranks.size,
                 granule=granule or 1,
+                rows_per_record=rows_per_sample,
             )
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1
@@ -208,7 +216,9 @@ class PrivacyEngine:
                 optimizer,
                 loader,
                 owner=owner,
-                dealing=Dealing(ranks, granule, max_physical_batch_size, batch_dim),
+                dealing=Dealing(
+                    ranks, granule, max_physical_batch_size, batch_dim, rows_per_sample
+                ),
                 key=key,
                 mechanism=mechanism,
                 ledger=ledger,
@@ -219,6 +229,8 @@ class PrivacyEngine:
                     memory_budget=memory_budget,
                     batch_dim=batch_dim,
                     calibrate=calibrate,
+                    rows_per_sample=rows_per_sample,
+                    recheck=recheck,
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,

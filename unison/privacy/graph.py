@@ -8,6 +8,7 @@ are real. What is not recorded: the ledger, the noise, and the optimizer, a few 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class GraphedPass:
         num_rows: Rows of every batch; fewer are padded.
         clip_norm: C, of every batch.
         rule: Decides the coefficients.
+        followed: A context in which the loss of some tensors is followed, and refused if it
+            couples rows.
 
     Attributes:
         clip_norm: C, for which the pass was recorded.
@@ -59,10 +62,12 @@ class GraphedPass:
         num_rows: int,
         clip_norm: float,
         rule: Rule,
+        followed: Callable[[Sequence[Tensor]], AbstractContextManager[None]],
     ) -> None:
         _check_example(example)
         self.num_rows, self.clip_norm = num_rows, clip_norm
         self._loss_of, self._rule, self._attachment = loss_of, rule, attachment
+        self._followed = followed
         device = example[0].device
         self._inputs = [x.new_zeros(num_rows, *x.shape[1:]) for x in example]
         for place, x in zip(self._inputs, example, strict=True):
@@ -131,8 +136,10 @@ class GraphedPass:
             add_sums=self._add_sums,
         )
         with torch.cuda.stream(stream), redirected:
-            for _ in range(NUM_WARM_UPS):
-                self._run()
+            for number in range(NUM_WARM_UPS):
+                # A recorded pass runs no Python: what its loss does is looked at once.
+                with self._followed(self._inputs) if number == 0 else nullcontext():
+                    self._run()
                 self.shares = {}
             with tables_kept(self._tables), torch.cuda.graph(self._graph, stream=stream):
                 self._run()

@@ -22,15 +22,19 @@ class Inputs:
         spec: How.
         places: Which leaves hold the samples.
         dim: Their dimension of the samples.
+        rows: How many rows of it belong to one sample.
     """
 
     leaves: Sequence[Any]
     spec: TreeSpec
     places: tuple[int, ...]
     dim: int
+    rows: int = 1
 
     @classmethod
-    def of(cls, args: tuple, kwargs: dict[str, Any], num_rows: int, dim: int) -> "Inputs":
+    def of(
+        cls, args: tuple, kwargs: dict[str, Any], num_samples: int, dim: int, rows: int = 1
+    ) -> "Inputs":
         """Find the tensors that hold one entry per row of the batch.
 
         Raises:
@@ -38,16 +42,17 @@ class Inputs:
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [plain_leaf(leaf) for leaf in leaves]
+        num_rows = num_samples * rows
         places = tuple(place for place, leaf in enumerate(leaves) if _holds(leaf, num_rows, dim))
         if not places:
             shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
             raise BadInput(
-                f"the loader handed out {num_rows} samples, and the module was given tensors of "
-                f"shapes {shapes}, none of which has that many in dimension {dim}. Give it the "
-                "whole batch (max_physical_batch_size= cuts large ones), and make_private("
+                f"the loader handed out {num_samples} samples, and the module was given tensors of "
+                f"shapes {shapes}, none of which has {num_rows} rows in dimension {dim}. Give it "
+                "the whole batch (max_physical_batch_size= cuts large ones), and make_private("
                 "batch_first=False) if samples lie in dimension 1"
             )
-        return cls(leaves, spec, places, dim)
+        return cls(leaves, spec, places, dim, rows)
 
     @property
     def kind(self) -> tuple:
@@ -67,13 +72,17 @@ class Inputs:
     @property
     def samples(self) -> tuple[Tensor, ...]:
         """The tensors that hold the samples, samples first; gradients do not reach the user's."""
-        return tuple(self.leaves[place].detach().movedim(self.dim, 0) for place in self.places)
+        samples = [self.leaves[place].detach().movedim(self.dim, 0) for place in self.places]
+        if self.rows == 1:
+            return tuple(samples)
+        return tuple(each.unflatten(0, (-1, self.rows)) for each in samples)
 
     def run(self, module: nn.Module, samples: Sequence[Tensor]) -> Any:
         """Call a module as before, with other samples."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, samples, strict=True):
-            leaves[place] = tensor.movedim(0, self.dim)
+            rows = tensor if self.rows == 1 else tensor.flatten(0, 1)
+            leaves[place] = rows.movedim(0, self.dim)
         args, kwargs = tree_unflatten(leaves, self.spec)
         return module(*args, **kwargs)
 
@@ -82,7 +91,7 @@ def _holds(leaf: Any, num_samples: int, dim: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
-def probe_losses(output: Any, num_samples: int, dim: int) -> Tensor | None:
+def probe_losses(output: Any, num_samples: int, dim: int, rows: int = 1) -> Tensor | None:
     """Make one number per sample of a module's output [samples], to send back one by one.
 
     Stands in for a loss that is not known yet. Every element has a weight of its own, so that
@@ -94,11 +103,11 @@ def probe_losses(output: Any, num_samples: int, dim: int) -> Tensor | None:
     """
     total = None
     for leaf in tree_leaves(output):
-        if _holds(leaf, num_samples, dim) and leaf.is_floating_point():
+        if _holds(leaf, num_samples * rows, dim) and leaf.is_floating_point():
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
-            rows = whole.movedim(dim, 0).reshape(num_samples, -1)
-            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            weights = 1.5 + torch.arange(rows.shape[1], device=rows.device).cos()
-            part = ((rows + 1).square() * weights).mean(1)
+            each = whole.movedim(dim, 0).reshape(num_samples, -1)
+            each = each.to(torch.promote_types(each.dtype, torch.float32))
+            weights = 1.5 + torch.arange(each.shape[1], device=each.device).cos()
+            part = ((each + 1).square() * weights).mean(1)
             total = part if total is None else total + part
     return total

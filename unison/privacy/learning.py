@@ -64,7 +64,7 @@ class Learning:
 
         def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
             output = inputs.run(module, some)
-            losses = probe_losses(output, len(some[0]), batch_dim)
+            losses = probe_losses(output, len(some[0]), batch_dim, self._settings.rows_per_sample)
             if losses is None:
                 raise UnsupportedOperation(
                     f"no part of the module's output holds its {len(some[0])} samples in dimension "

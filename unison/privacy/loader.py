@@ -48,10 +48,13 @@ class PrivateLoader:
         rank: The rank that loads; every rank loads its own part of the same draw.
         num_ranks: Ranks that share each logical batch.
         granule: Records that stay together on one rank and in one pass.
+        rows_per_record: Rows that `collate_fn` makes of each record, one after the other.
 
     Attributes:
         current: What was handed out last; None before the first batch and after an epoch's end.
         present: Called with every batch and what it is; what it returns is handed out.
+        after_use: Called when the user's code asks for the next batch.
+        on_leave: Called when the loop is left before its end.
         before_draw: Called with the number of a logical batch before anything of it is handed out;
             what it raises, the user's loop raises.
         on_abandon: Called by `abandon` with the physical batch handed out last; returns whether its
@@ -72,6 +75,7 @@ class PrivateLoader:
         rank: int = 0,
         num_ranks: int = 1,
         granule: int = 1,
+        rows_per_record: int = 1,
     ) -> None:
         if isinstance(data_loader, PrivateLoader):
             raise BadInput(
@@ -93,10 +97,13 @@ class PrivateLoader:
         self._batch_size = data_loader.batch_size
         self._loader = _same_loader(data_loader, self._requests)
         self._layout: BatchLayout | None = None
+        self._rows_per_record = rows_per_record
         self._next_step = 0
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
         self.present: Callable[[Any, PhysicalBatch], Any] | None = None
+        self.after_use: Callable[[], None] | None = None
+        self.on_leave: Callable[[], None] | None = None
         self.before_draw: Callable[[int], None] | None = None
         self.on_abandon: Callable[[PhysicalBatch], bool] | None = None
 
@@ -222,7 +229,18 @@ class PrivateLoader:
         self._loader.generator = self._seeds_of_workers()
         loaded = iter(self._loader)
         if self._layout is None:
-            self._layout = _learn_layout(loaded)
+            self._layout = _learn_layout(loaded, self._rows_per_record)
+        try:
+            yield from self._loaded(passes, loaded)
+        except GeneratorExit:  # the loop was left, perhaps with a batch that is yet to go backward
+            if self.on_leave is not None:
+                self.on_leave()
+            raise
+
+    def _loaded(
+        self, passes: Iterator[PhysicalBatch], loaded: Iterator[Any]
+    ) -> Generator[Any, None, None]:
+        assert self._layout is not None
         for each in passes:
             if each.is_first and self.before_draw is not None:
                 self.before_draw(each.step)
@@ -231,7 +249,10 @@ class PrivateLoader:
             self.current = each
             if each.is_last:
                 self._next_step = each.step + 1
-            yield batch if self.present is None else self.present(batch, each)
+            handed_out = batch if self.present is None else self.present(batch, each)
+            yield handed_out
+            if self.after_use is not None:
+                self.after_use()
         self.current = None
 
     def _passes(self) -> Iterator[PhysicalBatch]:
@@ -276,7 +297,7 @@ def _same_loader(data_loader: DataLoader[Any], requests: _Requests) -> DataLoade
     )
 
 
-def _learn_layout(loaded: Iterator[Any]) -> BatchLayout:
+def _learn_layout(loaded: Iterator[Any], rows_per_record: int) -> BatchLayout:
     with _kept_generators():
         try:
             one, two = next(loaded), next(loaded)
@@ -286,7 +307,7 @@ def _learn_layout(loaded: Iterator[Any]) -> BatchLayout:
                 "records: Poisson sampling may draw one record, or none."
             )
             raise
-    return BatchLayout(one, two)
+    return BatchLayout(one, two, rows_per_record)
 
 
 @contextmanager

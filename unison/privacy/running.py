@@ -26,12 +26,16 @@ class ClippingSettings:
         memory_budget: Bytes that clipping may hold, or None for no bound.
         batch_dim: Dimension of the samples in the module's inputs and outputs.
         calibrate: Whether `"auto"` may time methods on the GPU.
+        rows_per_sample: Rows of the module's inputs that belong to one sample.
+        recheck: Whether module and loss are checked again at steps 2, 4, 8, ….
     """
 
     mode: str
     memory_budget: int | None
     batch_dim: int
     calibrate: bool = True
+    rows_per_sample: int = 1
+    recheck: bool = True
 
 
 class Phase(Enum):

@@ -5,7 +5,8 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,18 +20,21 @@ from unison.privacy.adaptive import noisy_fraction
 from unison.privacy.attachment import Attachment
 from unison.privacy.budget import BudgetGuard
 from unison.privacy.clip_rules import CLIP_RULES
-from unison.privacy.dealing import Dealing, Part, sum_exact
+from unison.privacy.dealing import Dealing, Part, batch_mean, local_batch_mean, sum_exact
 from unison.privacy.diagnostics import BatchNorms, Diagnostics
 from unison.privacy.given import GivenGradients
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
+from unison.privacy.loss_tape import Followed, LossRecorder, refuse_unseen
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
 from unison.privacy.passes import PhysicalBatch
+from unison.privacy.public_terms import PublicTerms
 from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.running import ClippingSettings, LogicalBatch, PassSums
+from unison.privacy.separation import LossCheck
 from unison.privacy.step_graph import is_recording
 from unison.rng import Key, NoiseClock
 
@@ -67,6 +71,14 @@ class PrivateTraining:
         self._is_taken = False  # the step of the last release, by a graph
         self._asked: tuple[object, bool] | None = None  # whether kernels take parameters, and which
         self._has_warned = False
+        self._loss_check = LossCheck(
+            batch_dim=settings.batch_dim,
+            rows_per_sample=settings.rows_per_sample,
+            rechecks=settings.recheck,
+            substitutes={batch_mean: local_batch_mean},
+        )
+        self._recorder = LossRecorder(self._loss_check.judge)
+        self._public_terms = PublicTerms(owner, lambda: self._loss_check.has_terms)
         self._attachment = Attachment(
             module,
             settings,
@@ -75,8 +87,11 @@ class PrivateTraining:
             current=lambda: loader.current,
             coefficients=self._coefficients,
             add_sums=self._add_sums,
+            recorder=self._recorder,
+            public_terms=self._public_terms,
         )
-        loader.present = dealing.present
+        loader.present = self._present
+        loader.after_use, loader.on_leave = self._recorder.remove, self._recorder.leave
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
         self.releasing = Releasing(owner)
         self._handles = [
@@ -86,15 +101,24 @@ class PrivateTraining:
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
+        self._recorder.remove()
         self._attachment.detach()
         for handle in self._handles:
             handle.remove()
         self._owner.detach()
         self._dealing.end()
         self.loader.present = self.loader.before_draw = self.loader.on_abandon = None
+        self.loader.after_use = self.loader.on_leave = None
         self.ledger.close()
 
     # --- a logical batch -------------------------------------------------------------------------
+
+    def _present(self, batch: Any, physical: PhysicalBatch) -> Any:
+        """Hand a physical batch out; what the user's code does with it is followed from here on."""
+        presented = self._dealing.present(batch, physical)
+        self._loss_check.begin(self._dealing.num_rows)
+        self._recorder.begin(presented)
+        return presented
 
     def _before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
@@ -123,6 +147,7 @@ class PrivateTraining:
             return False
         self._attachment.drop_pass()
         self._owner.drop()
+        self._public_terms.drop()
         self.mechanism.abandon()
         self._batch = None
         return running.key is None  # else the ledger has counted it: it is not drawn twice
@@ -189,6 +214,7 @@ class PrivateTraining:
         """
         running, plan = self.running(batch), self._dealing.plan
         assert plan is not None
+        self._loss_check.finish()
         if batch.is_last:
             self.open_release(running)
         own = sums.shares() if self._is_all(batch, running) else None
@@ -228,7 +254,21 @@ class PrivateTraining:
             rule=lambda each, total, clip_norm: CLIP_RULES[self._clip_rule](
                 each, total, clip_norm, list(self._parameters)
             ),
+            followed=self._followed,
         )
+
+    @contextmanager
+    def _followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
+        """Follow the loss of a batch that is not the loader's, as that of those that are."""
+        self._loss_check.begin(len(batch[0]))
+        self._recorder.begin(batch)
+        try:
+            yield
+            self._loss_check.finish()
+        finally:
+            self._recorder.remove()
+        if not self._recorder.is_judged:
+            refuse_unseen()
 
     def terms(self, running: LogicalBatch, num_samples: int) -> Terms:
         """On which terms a logical batch is released, once its intent is written."""
@@ -253,6 +293,7 @@ class PrivateTraining:
         release, self._batch, self._is_taken = running.release, None, False
         assert running.key is not None
         self._given.give(gradients)
+        self._public_terms.add(self.owned)
         self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
         self.mechanism.finish(
@@ -284,9 +325,19 @@ class PrivateTraining:
                 "optimizer.step() out, or it would be taken twice"
             )
         self._given.check(self._parameters)
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, Followed):
+                    raise BadInput(
+                        f"the optimizer's {name} was made of numbers read from private batches, "
+                        "which no noise covers; use a schedule, or unison.public(value) if it is "
+                        "public"
+                    )
+        self._recorder.suspend()  # what an optimizer does with noisy gradients is public
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recording():
+            self._recorder.resume()
             self.commit()
 
     def commit(self, *, is_by_graph: bool = False) -> None:

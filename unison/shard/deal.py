@@ -2,18 +2,19 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison import check
 from unison.errors import BadInput
-from unison.shard.granules import PerGranule
+from unison.shard.granules import TAKES_GRANULES, PerGranule
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.tree import TreeSum
 
@@ -231,6 +232,17 @@ def batch_mean(per_sample_losses: Tensor) -> Tensor:
     Raises:
         BadInput: If there is no dealt batch, or the losses do not fit it.
     """
+    if has_torch_function_unary(per_sample_losses):  # who follows operations is told of this one
+        return handle_torch_function(batch_mean, (per_sample_losses,), per_sample_losses)
+    return _batch_mean(per_sample_losses, _BatchMean)
+
+
+def local_batch_mean(per_sample_losses: Tensor) -> Tensor:
+    """As `batch_mean`, with the same gradient and without a collective: a share of its value."""
+    return _batch_mean(per_sample_losses, _LocalMean)
+
+
+def _batch_mean(per_sample_losses: Tensor, function: type[torch.autograd.Function]) -> Tensor:
     plan = current_plan()
     if plan is None:
         raise BadInput("batch_mean needs a batch from unison.deal(loader), found none dealt yet")
@@ -243,7 +255,7 @@ def batch_mean(per_sample_losses: Tensor) -> Tensor:
                 f"expected one loss per sample, [{rows}], found {list(part.shape)}; use "
                 "reduction='none' and average over each sample's own tokens"
             )
-    return _BatchMean.apply(plan, *parts)  # type: ignore[return-value]
+    return function.apply(plan, *parts)  # type: ignore[return-value]
 
 
 class _BatchMean(torch.autograd.Function):
@@ -268,6 +280,15 @@ class _BatchMean(torch.autograd.Function):
         global _mean_was_used
         _mean_was_used = True
         return None, *(gradient * scale for scale in ctx.scales)
+
+
+class _LocalMean(_BatchMean):
+    @staticmethod
+    def forward(ctx: Any, plan: BatchPlan, *losses: Tensor) -> Tensor:
+        return _BatchMean.forward(ctx, replace(plan, ranks=Ranks(None)), *losses)
+
+
+TAKES_GRANULES.add(batch_mean)
 
 
 def _sum_of_granules(sums: Tensor, plan: BatchPlan) -> Tensor:

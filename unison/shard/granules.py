@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng import rows_of_granule
 
+TAKES_GRANULES: set[Callable] = set()
+"""Functions that are given all granules at once, and are not mapped over them."""
+
 
 class Bypassed(UnsupportedOperation):
     """A value was computed from the shell of a `PerGranule`, past torch functions."""
@@ -57,6 +60,9 @@ class PerGranule(Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Map a torch function over the granules."""
+        if func in TAKES_GRANULES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", repr(func))
         if name in _REFUSED:
             raise UnsupportedOperation(f"{name} of a per-granule value: {_REFUSED[name]}")

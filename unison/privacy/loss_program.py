@@ -1,0 +1,351 @@
+"""The program of a loss, run again on other values."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.parts import is_in_parts
+from unison.privacy.dealing import packed, unpacked
+from unison.privacy.loss_tape import Handling, LossTape, Operation, Public, Ref, leaves_of, path_to
+
+SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
+
+Gradients = dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a batch lie.
+
+    Attributes:
+        num_rows: In all granules together.
+        per_unit: Rows that belong to one record, one after the other.
+        dim: The dimension that holds them, where a tensor's shape leaves a choice.
+    """
+
+    num_rows: int
+    per_unit: int
+    dim: int
+
+    @property
+    def num_units(self) -> int:
+        """Records, padding included."""
+        return self.num_rows // self.per_unit
+
+    def dim_of(self, value: Any) -> int | None:
+        """The dimension of a tensor that holds the rows; None if there is none."""
+        if not isinstance(value, Tensor):
+            return None
+        parts = unpacked(value)
+        shape, rows = parts[0].shape, self.num_rows // len(parts)
+        if rows == 0 or parts[0].numel() == 0:
+            return None
+        dims = [dim for dim in (self.dim, *range(len(shape))) if dim < len(shape)]
+        exact = [dim for dim in dims if shape[dim] == rows]
+        if exact:
+            return exact[0]
+        return 0 if len(shape) and shape[0] % rows == 0 else None  # tokens are flattened into it
+
+    def matrix(self, value: Tensor) -> Tensor:
+        """One line per row [rows, elements]."""
+        dim = self.dim_of(value)
+        assert dim is not None
+        parts = unpacked(value)
+        rows = self.num_rows // len(parts)
+        return torch.cat([whole(each).movedim(dim, 0).reshape(rows, -1) for each in parts])
+
+    def like(self, value: Tensor, matrix: Tensor) -> Tensor:
+        """A value like another one, of other rows; as many as the matrix has."""
+        dim = self.dim_of(value)
+        assert dim is not None
+        parts = unpacked(value)
+        made = []
+        for each, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+            shape = each.movedim(dim, 0).shape
+            count = shape[0] * len(parts) * len(rows) // self.num_rows
+            made.append(_placed(rows.reshape(count, *shape[1:]).movedim(0, dim).contiguous(), each))
+        return packed(value, made)
+
+
+@dataclass(eq=False)
+class Replay:
+    """The program, run again.
+
+    Attributes:
+        grads: Of the module's outputs, by slot.
+        terms: Of tensors that take gradients and are not on the tape, in order.
+        env: Every result by slot.
+    """
+
+    grads: Gradients
+    terms: list[Tensor]
+    env: dict[int, Any]
+
+
+class Program:
+    """A tape that has ended, with the loss that was sent back.
+
+    Args:
+        tape: The tape.
+        loss: Its slot.
+        gradient: What the user sent back in the place of 1, as the tape stores it.
+        rows: Where rows lie.
+        substitutes: Functions that must not run again, each with what runs in its place.
+    """
+
+    def __init__(
+        self,
+        tape: LossTape,
+        loss: int,
+        gradient: Any,
+        rows: Rows,
+        substitutes: Mapping[Callable[..., Any], Callable[..., Any]],
+    ) -> None:
+        self.tape, self.loss, self.gradient, self.rows = tape, loss, gradient, rows
+        self._substitutes = substitutes
+        self.path = dict(path_to(tape, loss))
+        self.outputs = {slot: root for slot, root in tape.roots.items() if root.edges}
+        self.terms = self._terms()
+
+    def _terms(self) -> list[Tensor]:
+        """Tensors on the way to the loss that take gradients and are not made of data."""
+        found: dict[int, Tensor] = {}
+        for operation in self.path.values():
+            for leaf in leaves_of(operation):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    found[id(leaf)] = leaf
+        return list(found.values())
+
+    @property
+    def kind(self) -> tuple:
+        """The path that the user's code took."""
+        names = tuple(
+            (each.name, len(each.outs), each.is_grad_enabled) for each in self.path.values()
+        )
+        return names, len(self.outputs), len(self.terms), len(self.tape.inputs)
+
+    @property
+    def numbers(self) -> list[float]:
+        """Python's numbers on the way to the loss, but for those declared public."""
+        return [leaf for leaf in self.all_numbers if not isinstance(leaf, Public)]
+
+    @property
+    def all_numbers(self) -> list[float]:
+        """Python's numbers on the way to the loss."""
+        return [leaf for each in self.path.values() for leaf in numbers_of(each)]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where its values lie, but for the CPU."""
+        found = {each.device for root in self.tape.roots.values() for each in unpacked(root.value)}
+        return [device for device in found if device.type == "cuda"]
+
+    def real(self, loss: Tensor) -> Gradients:
+        """The gradients that the real graph gives; it stays as it is."""
+        edges = [edge for root in self.outputs.values() for edge in root.edges]
+        gradient = self.gradient if isinstance(self.gradient, Tensor) else None
+        if isinstance(self.gradient, Ref):
+            return {}  # it was made of data: the replay alone tells
+        found = torch.autograd.grad(
+            loss, edges, gradient, retain_graph=True, allow_unused=True, materialize_grads=False
+        )
+        grads, at = {}, iter(found)
+        for slot, root in self.outputs.items():
+            parts = unpacked(root.value)
+            made = [_or_zeros(next(at), part) for part in parts]
+            grads[slot] = packed(root.value, made)
+        return grads
+
+    def replay(
+        self,
+        values: Mapping[int, Tensor],
+        *,
+        seed: int = 0,
+        is_double: bool = False,
+        some: "Selection | None" = None,
+    ) -> Replay:
+        """Run the program on other values.
+
+        Args:
+            values: What to put in the place of roots, by slot.
+            seed: Of torch's generators.
+            is_double: Whether everything runs in float64.
+            some: Which rows are left, if not all.
+        """
+        convert = _to_double if is_double else lambda value: value
+        leaves: dict[int, list[Tensor]] = {}
+        env: dict[int, Any] = {}
+        terms = {id(each): convert(each.detach().clone()).requires_grad_() for each in self.terms}
+
+        def argument(value: Any, name: str) -> Any:
+            kind = type(value)
+            if kind is Ref:
+                return env[value.slot]
+            if kind is tuple or kind is list:
+                return kind(argument(each, name) for each in value)
+            if kind is dict:
+                return {key: argument(each, name) for key, each in value.items()}
+            if kind is slice:
+                ends = (value.start, value.stop, value.step)
+                return slice(*(argument(each, name) for each in ends))
+            if isinstance(value, Tensor):
+                if id(value) in terms:
+                    return terms[id(value)]
+                return convert(value if some is None else some.constant(value))
+            if is_double and isinstance(value, torch.dtype) and value.is_floating_point:
+                return torch.float64
+            return value if some is None else some.number(value, name)
+
+        with torch.random.fork_rng(self.devices), torch.enable_grad(), _no_default_grad_hooks():
+            torch.manual_seed(seed)
+            for slot, root in self.tape.roots.items():
+                value = values.get(slot, root.value)
+                parts = [convert(each.detach()) for each in unpacked(value)]
+                if slot in self.outputs:
+                    leaves[slot] = [each.clone().requires_grad_() for each in parts]
+                    env[slot] = packed(value, [each.clone() for each in leaves[slot]])
+                else:
+                    env[slot] = packed(value, [each.clone() for each in parts])
+            for operation in self.tape.operations:
+                try:
+                    result = self._run(operation, argument, is_double)
+                except Exception:
+                    if self.loss in env and operation not in self.path.values():
+                        continue  # a metric, on values that it does not take
+                    raise
+                if operation.handling is Handling.WRITE:
+                    continue  # what it wrote to is there already
+                for slot, leaf in zip(operation.outs, _leaves(result), strict=True):
+                    env[slot] = leaf
+            inputs = [*(each for some in leaves.values() for each in some), *terms.values()]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            loss = env[self.loss]
+            if isinstance(loss, Tensor) and loss.requires_grad and inputs:
+                gradient = argument(self.gradient, "backward")
+                found = torch.autograd.grad(
+                    loss, inputs, gradient, retain_graph=True, allow_unused=True
+                )
+        made = [_or_zeros(grad, each) for grad, each in zip(found, inputs, strict=True)]
+        at = iter(made)
+        grads = {
+            slot: packed(self.tape.roots[slot].value, [next(at) for _ in some])
+            for slot, some in leaves.items()
+        }
+        return Replay(grads, list(at), env)
+
+    def _run(
+        self, operation: Operation, argument: Callable[[Any, str], Any], is_double: bool
+    ) -> Any:
+        func = self._substitutes.get(operation.func, operation.func)
+        args = argument(operation.args, operation.name)
+        kwargs = argument(operation.kwargs, operation.name)
+        if is_double and operation.name in ("float", "half", "bfloat16"):
+            func = Tensor.double
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(operation.is_grad_enabled))
+            for device, dtype in zip(("cpu", "cuda"), operation.autocast, strict=True):
+                if dtype is not None and not is_double:
+                    stack.enter_context(torch.autocast(device, dtype))
+            return func(*args, **kwargs)
+
+
+class Selection:
+    """Some rows of a program: the first ones, as many as are wanted.
+
+    Args:
+        rows: All of them.
+        num_left: How many are left.
+    """
+
+    def __init__(self, rows: Rows, num_left: int) -> None:
+        self._rows, self.num_left = rows, num_left
+
+    def values(self, tape: LossTape, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The rows that are left of every root."""
+        made = {}
+        for slot, root in tape.roots.items():
+            value = values.get(slot, root.value)
+            if self._rows.dim_of(value) is not None:
+                made[slot] = self._rows.like(value, self._rows.matrix(value)[: self.num_left])
+        return made
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A constant with one entry per row, as the user made it for fewer of them."""
+        if value.ndim and value.shape[0] == self._rows.num_rows and value.ndim <= 2:
+            return value[: self.num_left]
+        return value
+
+    def number(self, value: Any, name: str) -> Any:
+        """A size that the user wrote into a shape."""
+        if type(value) is int and value == self._rows.num_rows and name in SHAPE_FUNCTIONS:
+            return self.num_left
+        return value
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor that several ranks hold, without a graph; any other as it is."""
+    value = value.detach()
+    return value.full_tensor() if is_in_parts(value) else value  # type: ignore[attr-defined]
+
+
+def _placed(value: Tensor, like: Any) -> Tensor:
+    """A whole tensor, cut over ranks as another one is."""
+    if not is_in_parts(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # it takes a second to import
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def numbers_of(operation: Operation) -> list[float]:
+    """Python's numbers that an operation was given, but for its own default values."""
+    defaults = _defaults_of(operation.func) if operation.kwargs else {}
+    given = {
+        name: value
+        for name, value in operation.kwargs.items()
+        if name not in defaults or defaults[name] != value
+    }
+    return [leaf for leaf in leaves_of(replace(operation, kwargs=given)) if is_number(leaf)]
+
+
+@lru_cache
+def _defaults_of(func: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # most functions of torch's are written in C++
+        return {}
+    return {each.name: each.default for each in parameters if is_number(each.default)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number of Python's."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _leaves(result: Any) -> list[Any]:
+    if isinstance(result, Tensor | int | float):
+        return [result]
+    return tree_leaves(result)
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).detach() if grad is None else grad.detach()
+
+
+def _to_double(value: Tensor) -> Tensor:
+    parts = [each.double() if each.is_floating_point() else each for each in unpacked(value)]
+    return packed(value, parts)
+
+
+@contextmanager
+def _no_default_grad_hooks() -> Iterator[None]:
+    """Without hooks that users put on saved tensors, which count or move what is saved."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield

@@ -1,0 +1,787 @@
+"""The user's own operations between the loader and `backward`, written down as a program.
+
+[Note: the loss is looked at] Clipping bounds what one row adds to the sum of gradients only if the
+row's gradient depends on that row alone. The module is checked by running it; the loss is the
+user's own code, which nobody can call again. So a torch function mode writes down each operation
+that touches the batch or the module's outputs, from the moment the loader hands the batch out until
+`loss.backward()`. What is written down can be run again on other values: see separation.py.
+
+The tape holds the batch and the outputs, which are alive anyway, and *names* for everything made of
+them: a slot per result, known by the identity of the tensor while it lives. It keeps no result
+alive, so that recording costs microseconds per operation and no memory.
+"""
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from unison.errors import BadInput
+from unison.privacy.dealing import packed, unpacked
+from unison.privacy.reads import Position, positions
+
+
+class Handling(Enum):
+    """What the recorder does with a torch function."""
+
+    OPERATION = auto()  # it is written down
+    QUESTION = auto()  # about shape, dtype, device: values stay where they are
+    SIZE = auto()  # the same, and the answer may depend on values, where rows were selected
+    READ = auto()  # values leave torch for Python, where nobody can follow them
+    ITEM = auto()  # one value leaves torch, as a number that is still followed
+    WRITE = auto()  # an operation that changes its first argument
+    BACKWARD = auto()
+
+
+_SIZES = {"shape", "size", "numel", "__len__", "nelement"}
+_QUESTIONS = {
+    *("dim", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "stride"),
+    *("is_floating_point", "is_complex", "is_contiguous", "layout", "is_cuda", "is_cpu", "names"),
+    *("is_sparse", "is_quantized", "is_meta", "is_nested", "data_ptr", "__repr__", "__format__"),
+    *("__hash__", "register_hook", "retain_grad", "retains_grad", "_version", "get_device", "type"),
+    *("element_size", "storage_offset", "output_nr", "untyped_storage", "itemsize", "nbytes"),
+    *("is_pinned", "is_shared", "is_inference", "is_same_size", "result_type", "requires_grad_"),
+    *("__reduce_ex__", "__dir__", "has_names", "is_conj", "is_neg", "is_signed", "_is_view"),
+    *("is_xpu", "is_mps", "is_mkldnn", "is_xla", "is_ipu", "is_maia", "_base", "name"),
+    "register_post_accumulate_grad_hook",
+}
+_READS = {"tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__"}
+_READS |= {"__dlpack__", "storage", "save"}
+_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+_WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
+
+_handling: dict[Any, tuple[Handling, str]] = {}
+
+
+def handling_of(func: Any) -> tuple[Handling, str]:
+    """Return what is done with a torch function, and its name."""
+    found = _handling.get(func)
+    if found is None:
+        found = _handling[func] = _classify(func)
+    return found
+
+
+def _classify(func: Any) -> tuple[Handling, str]:
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__", "__delete__"):  # a property: `x.shape`, `x.data = y`
+        of, name = name, func.__self__.__name__
+        if of != "__get__":
+            return (Handling.WRITE if name == "data" else Handling.QUESTION), name
+        if name == "grad":  # not to be taken for torch.autograd.grad
+            return Handling.QUESTION, name
+    if func is Tensor.backward:
+        return Handling.BACKWARD, name
+    if name in _SIZES:
+        return Handling.SIZE, name
+    if name in _QUESTIONS:
+        return Handling.QUESTION, name
+    if name in _READS:
+        return Handling.READ, name
+    if name == "item":
+        return Handling.ITEM, name
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        return Handling.WRITE, name
+    return Handling.OPERATION, name
+
+
+class Ref(NamedTuple):
+    """Stands for a result of the tape in the arguments of an operation."""
+
+    slot: int
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One operation of the program.
+
+    Attributes:
+        func: A torch function, or an operator on numbers.
+        handling: What kind it is.
+        name: Its name, for messages.
+        args: Its arguments, with a `Ref` for what the tape made.
+        kwargs: Likewise.
+        outs: The slot of each result.
+        is_grad_enabled: Whether autograd was on.
+        autocast: The dtype of autocast for CPU and CUDA, None where it was off.
+        line: Where in the user's code it was called.
+        constants: What that code has written into it, numbers among it.
+    """
+
+    func: Callable[..., Any]
+    handling: Handling
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    outs: list[int]
+    is_grad_enabled: bool
+    autocast: tuple[torch.dtype | None, torch.dtype | None]
+    line: str
+    constants: tuple = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.line})" if self.line else self.name
+
+
+@dataclass(eq=False)
+class Root:
+    """Where data enters the program: a tensor of the batch, or an output of the module.
+
+    Attributes:
+        value: The tensor, as it was handed to the user.
+        is_output: Whether the module made it in a pass that is trained on.
+        edges: Where its gradient arrives, one per granule; empty if it takes none.
+    """
+
+    value: Tensor
+    is_output: bool
+    edges: list[GradientEdge]
+
+
+@dataclass(eq=False)
+class Target:
+    """Labels of a cross-entropy whose mean divides by how many of them count.
+
+    Attributes:
+        labels: What the loss was given.
+        ignore_index: The label that does not count.
+        num_classes: How many classes there are.
+        weight: Of each class, by which the mean divides too.
+        place: Number of the operation.
+    """
+
+    labels: Tensor
+    ignore_index: int
+    num_classes: int
+    weight: Tensor | None
+    place: int
+
+
+class Event(NamedTuple):
+    """Something that happened to data besides operations.
+
+    Attributes:
+        kind: "read" (values left torch), "item" (a number was read that is still followed),
+            "branch" (Python was told a truth), "state" (what an earlier step made came back).
+        text: What it was.
+        place: How many operations there were before it.
+        slot: Of the truth that Python was told.
+        value: That truth.
+        where: Where the user's code was.
+    """
+
+    kind: str
+    text: str
+    place: int
+    slot: int = -1
+    value: bool = False
+    where: tuple[Position, ...] = ()
+
+
+class LossTape:
+    """The program of one pass.
+
+    Args:
+        number: Of the pass, counting from 1.
+        earlier: Tensors that earlier passes made of their data, by identity.
+    """
+
+    def __init__(self, number: int, earlier: dict[int, "weakref.ref[Tensor]"]) -> None:
+        self.number, self.earlier = number, earlier
+        self.operations: list[Operation] = []
+        self.roots: dict[int, Root] = {}
+        self.events: list[Event] = []
+        self.sized: set[int] = set()  # slots whose size was asked for
+        self.targets: list[Target] = []
+        self.inputs: set[int] = set()  # slots that the module was given
+        self.unknown_inputs: list[Tensor] = []  # tensors that it was given and nobody followed
+        self.is_open = True
+        self.has_read = False  # values left torch, nobody knows where to
+        self.has_hooks = False  # users' own, which may change gradients on their way
+        self._num_slots = 0
+        self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    # --- who is who ------------------------------------------------------------------------------
+
+    def slot_of(self, value: Any) -> int | None:
+        """The slot of a tensor or number that this tape made; None for others."""
+        if isinstance(value, Tensor):
+            found = self._slots.get(id(value))
+            return found[1] if found is not None and found[0]() is value else None
+        if isinstance(value, Followed):
+            return value.slot if value.pass_number == self.number else None
+        return None
+
+    def is_earlier(self, value: Any) -> bool:
+        """Whether an earlier pass made a value of its data."""
+        if isinstance(value, Tensor):
+            found = self.earlier.get(id(value))
+            return found is not None and found() is value and self.slot_of(value) is None
+        return isinstance(value, Followed) and value.pass_number != self.number
+
+    def name(self, value: Tensor) -> int:
+        """Give a tensor a slot of its own."""
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._slots[id(value)] = weakref.ref(value), slot
+        return slot
+
+    def survivors(self) -> dict[int, "weakref.ref[Tensor]"]:
+        """What this pass and earlier ones made and someone still holds."""
+        alive = {key: ref for key, ref in self.earlier.items() if ref() is not None}
+        alive.update((key, ref) for key, (ref, _) in self._slots.items() if ref() is not None)
+        return alive
+
+    def add_root(self, value: Tensor, *, is_output: bool = False) -> None:
+        """Let data enter."""
+        if self.slot_of(value) is not None:
+            return
+        edges = []
+        if is_output and value.requires_grad:
+            edges = [get_gradient_edge(each) for each in unpacked(value)]
+        self.roots[self.name(value)] = Root(value, is_output, edges)
+
+    def close(self) -> None:
+        """Let go of the batch; what is still made of it stays known as such."""
+        self.is_open = False
+        self.operations, self.targets, self.unknown_inputs = [], [], []
+        self.roots = {}
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def touches(self, *values: Any) -> bool:
+        """Whether any of these is made of data."""
+        for value in values:
+            kind = type(value)
+            if kind is tuple or kind is list:
+                if self.touches(*value):
+                    return True
+            elif kind is dict:
+                if self.touches(*value.values()):
+                    return True
+            elif self.slot_of(value) is not None or self.is_earlier(value):
+                return True
+        return False
+
+    def stored(self, value: Any) -> Any:
+        """An argument as the tape keeps it."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(self.stored(each) for each in value)
+        if kind is dict:
+            return {key: self.stored(each) for key, each in value.items()}
+        if kind is slice:
+            return slice(*(self.stored(each) for each in (value.start, value.stop, value.step)))
+        slot = self.slot_of(value)
+        if slot is not None:
+            return Ref(slot)
+        if self.is_earlier(value):
+            self.events.append(
+                Event("state", "what an earlier step made of its data", len(self.operations))
+            )
+        return value
+
+    def call(
+        self, func: Callable[..., Any], handling: Handling, name: str, args: tuple, kwargs: dict
+    ) -> Any:
+        """Run an operation that touches data, and write it down if the program is not over."""
+        if handling is Handling.READ:
+            self.has_read = True
+        if not self.is_open:
+            result = func(*_plain(args), **_plain(kwargs))
+            return result if handling is Handling.READ else self._marked(result)
+        if handling is Handling.WRITE or kwargs.get("out") is not None:
+            self._before_write(kwargs.get("out", args[0] if args else None))
+        stored = self.stored(args), self.stored(kwargs)
+        result = func(*_plain(args), **_plain(kwargs))
+        if handling is Handling.READ:
+            where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
+            self.events.append(Event("read", name, len(self.operations), where=where))
+            return result
+        if func in _MEANS:
+            self._note_target(*args, **kwargs)
+        operation = Operation(
+            func,
+            handling,
+            name,
+            *stored,
+            [],
+            torch.is_grad_enabled(),
+            (_autocast("cpu"), _autocast("cuda")),
+            *_line(),
+        )
+        self.operations.append(operation)
+        if handling is Handling.WRITE:
+            slot = self.slot_of(args[0])
+            if slot is not None:
+                operation.outs.append(slot)
+            return result
+        if isinstance(result, Tensor):  # the usual case
+            operation.outs.append(self._slot_for(result))
+            return result
+        if isinstance(result, bool):
+            slot = self._new_slot()
+            operation.outs.append(slot)
+            self.events.append(Event("branch", name, len(self.operations), slot, result))
+            return result
+        if isinstance(result, int | float):
+            slot = self._new_slot()
+            operation.outs.append(slot)
+            if handling is Handling.ITEM:
+                self.events.append(Event("item", name, len(self.operations)))
+            return _followed(result, self, slot)
+        for leaf in tree_leaves(result):
+            is_tensor = isinstance(leaf, Tensor)
+            operation.outs.append(self._slot_for(leaf) if is_tensor else self._new_slot())
+        return result
+
+    def _marked(self, result: Any) -> Any:
+        """Know results again that were made of data after the program was over."""
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            return _followed(result, self, -1)
+        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._slot_for(leaf)
+        return result
+
+    def _slot_for(self, value: Tensor) -> int:
+        """The slot of a result; an operation in place returns what it was given."""
+        slot = self.slot_of(value)
+        return self.name(value) if slot is None else slot
+
+    def _new_slot(self) -> int:
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        return slot
+
+    def _before_write(self, target: Any) -> None:
+        """Keep what roots were; a constant that data is written into is data from now on."""
+        if not isinstance(target, Tensor):
+            return
+        memory = target.untyped_storage().data_ptr()
+        for root in self.roots.values():
+            if any(each.untyped_storage().data_ptr() == memory for each in unpacked(root.value)):
+                copies = [each.detach().clone() for each in unpacked(root.value)]
+                root.value = packed(root.value, copies)
+        if self.slot_of(target) is None and not self.is_earlier(target):
+            before = target.detach().clone()
+            slot = self.name(target)
+            kind = Handling.OPERATION
+            self.operations.append(
+                Operation(torch.clone, kind, "clone", (before,), {}, [slot], True, _NO_CAST, "")
+            )
+
+    def _note_target(
+        self,
+        input: Tensor,  # noqa: A002
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if reduction == "mean" and not target.is_floating_point():
+            num_classes = input.shape[min(1, input.ndim - 1)]
+            place = len(self.operations)
+            self.targets.append(Target(target, ignore_index, num_classes, weight, place))
+
+    def reaches_output(self, slot: int) -> bool:
+        """Whether a result was made of an output that is trained on."""
+        outputs = {slot for slot, root in self.roots.items() if root.edges}
+        if slot in outputs:
+            return True
+        path = path_to(self, slot)
+        return any(not outputs.isdisjoint(refs_of(operation)) for _, operation in path)
+
+    # --- the module ------------------------------------------------------------------------------
+
+    def enter_module(self, args: Any, kwargs: Any) -> None:
+        """Note what the module is given."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                slot = self.slot_of(leaf)
+                if slot is not None:
+                    self.inputs.add(slot)
+                else:
+                    self.unknown_inputs.append(leaf)
+
+    def leave_module(self, output: Any, *, is_trained: bool) -> None:
+        """Let what the module made enter the program."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self.add_root(leaf, is_output=is_trained)
+
+
+_NO_CAST = (None, None)
+_MEANS = {F.cross_entropy, F.nll_loss}
+
+
+def _autocast(device_type: str) -> torch.dtype | None:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+NOT_THE_USERS = (torch.__path__[0], __file__.rsplit("privacy", 1)[0])
+
+
+def _line() -> tuple[str, tuple]:
+    """The line of the user's code that runs now, for messages, and the code's constants."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(NOT_THE_USERS):
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}", frame.f_code.co_consts
+        frame = frame.f_back
+    return "", ()
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+class Followed:
+    """A Python number read from data; arithmetic with it is still on the tape."""
+
+    pass_number: int
+    slot: int
+    recorder: "weakref.ref[LossTape]"
+
+
+def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, Any], Any]:
+    def run(self: Any, other: Any) -> Any:
+        args = (other, self) if is_swapped else (self, other)
+        if not isinstance(other, int | float):
+            return NotImplemented
+        tape = self.recorder()
+        if tape is None:
+            made = func(*_plain(args))
+            return _of_pass(made, self.pass_number) if isinstance(made, float) else made
+        return tape.call(func, Handling.OPERATION, func.__name__, args, {})
+
+    return run
+
+
+def _number_type(base: type) -> type:
+    names = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")
+    methods: dict[str, Any] = {"__reduce__": lambda self: (base, (base(self),))}
+    for name in (*names, "lt", "le", "gt", "ge", "eq", "ne"):
+        methods[f"__{name}__"] = _two(getattr(operator, name), is_swapped=False)
+    for name in names:
+        methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
+    methods["__hash__"] = base.__hash__
+    return type(base.__name__, (base, Followed), methods)
+
+
+_Float, _Int = _number_type(float), _number_type(int)
+
+
+def _followed(value: float, tape: LossTape, slot: int) -> Any:
+    made: Any = (_Float if isinstance(value, float) else _Int)(value)
+    made.pass_number, made.slot, made.recorder = tape.number, slot, weakref.ref(tape)
+    return made
+
+
+def _of_pass(value: float, number: int) -> Any:
+    made: Any = _Float(value)
+    made.pass_number, made.slot, made.recorder = number, -1, _gone
+    return made
+
+
+def _gone() -> None:
+    """In the place of a reference to a tape that is no more."""
+
+
+class Public(float):
+    """A number that the user declares not to depend on single records."""
+
+
+def public(value: float) -> float:
+    """Declare a number that enters the loss public: it does not depend on single records.
+
+    unison refuses a Python number that was read from the batch, or from outputs, and comes back
+    into the loss: another record could have changed it. A number that was made public by other
+    means, such as a statistic with noise of its own that is accounted for, or a schedule that only
+    looks as if it came from data, is declared with this function.
+
+    Args:
+        value: The number.
+    """
+    return Public(float(value))
+
+
+def _plain(value: Any) -> Any:
+    """Arguments as torch gets them: numbers without our mark."""
+    kind = type(value)
+    if kind is _Float or kind is Public:
+        return float(value)
+    if kind is _Int:
+        return int(value)
+    if kind is tuple or kind is list:
+        return kind(map(_plain, value))
+    if kind is dict:
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+# --- the recorder ------------------------------------------------------------------------------
+
+
+class LossRecorder(TorchFunctionMode):
+    """Feeds the tape of the pass under way; one per engine.
+
+    Args:
+        judge: Called with the tape, the loss and what is sent back in the place of 1, before
+            gradients flow; it raises if the loss couples rows.
+    """
+
+    def __init__(self, judge: Callable[[LossTape, Tensor, Any], None]) -> None:
+        super().__init__()
+        self._judge = judge
+        self.tape: LossTape | None = None
+        self.is_judged = False  # the loss of the pass under way
+        self._count = 0
+        self._is_on = False
+        self._num_suspended = 0
+        self._is_left = False
+        self._is_over = False
+        self._stance: Any = None
+
+    # --- when ------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any) -> None:
+        """A batch is handed out: record from here on."""
+        self.remove()
+        before, self._count = self.tape, self._count + 1
+        self.tape = LossTape(self._count, {} if before is None else before.survivors())
+        self.tape.has_read = before is not None and before.has_read
+        self.is_judged = False
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self.tape.add_root(leaf)
+        self._num_suspended, self._is_left, self._is_over = 0, False, False
+        self._put()
+
+    def remove(self) -> None:
+        """Stop recording: nothing of ours stays on torch's stack of modes."""
+        self._take_away()
+        self._num_suspended = 0
+        if self.tape is not None:
+            self.tape.close()
+
+    def leave(self) -> None:
+        """The loop over batches was left: stop recording, once the last one has gone backward."""
+        self._is_left = True
+        if self.is_judged:
+            self.remove()
+            self._is_over = True
+
+    def suspend(self) -> None:
+        """The module, or the optimizer, runs: what it does is checked elsewhere."""
+        self._num_suspended += 1
+        self._take_away()
+
+    def resume(self) -> None:
+        """It has run."""
+        if self._num_suspended:
+            self._num_suspended -= 1
+            if not self._num_suspended and self.tape is not None and not self._is_over:
+                self._put()
+
+    def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The private module is called: what it is given belongs to the program."""
+        if self.tape is not None and self.tape.is_open:
+            self.tape.enter_module(args, kwargs)
+        self.suspend()
+
+    def leave_module(self, output: Any, *, is_trained: bool) -> None:
+        """It has returned, in a pass that is trained on or another one; None if it raised."""
+        self.resume()
+        if self.tape is not None and self.tape.is_open and output is not None:
+            self.tape.leave_module(output, is_trained=is_trained)
+
+    def _put(self) -> None:
+        if not self._is_on:
+            _push_lowest(self)
+            _recording.append(self)
+            _CustomFunction.apply = classmethod(_recorded_apply)
+            self._is_on = True
+            if "torch._dynamo.eval_frame" in sys.modules:
+                # A compiled criterion runs as it was written: what dynamo makes of it calls no
+                # torch functions that could be written down.
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def _take_away(self) -> None:
+        if not self._is_on:
+            return
+        self._is_on = False
+        _recording.remove(self)
+        if not _recording:
+            del _CustomFunction.apply
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+        if self.is_told():  # not inside of a function that it is told of: torch puts it back
+            with _stack_cleared(lambda mode: mode is self):
+                torch.overrides._pop_mode()
+
+    # --- what torch calls ------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Write an operation down, if it touches data."""
+        kwargs = kwargs or {}
+        handling, name = handling_of(func)
+        tape = self.tape
+        if name == "register_hook" and tape is not None and tape.slot_of(args[0]) is not None:
+            tape.has_hooks = True
+        if tape is None or self._is_over or handling is Handling.QUESTION:
+            return func(*args, **kwargs)
+        if handling is Handling.SIZE:
+            slot = tape.slot_of(args[0])
+            if slot is not None:
+                tape.sized.add(slot)
+            return func(*args, **kwargs)
+        if handling is Handling.BACKWARD:
+            return self._backward(*args, **kwargs)
+        if not tape.touches(args, kwargs):
+            return func(*args, **kwargs)
+        return tape.call(func, handling, name, args, kwargs)
+
+    def is_told(self) -> bool:
+        """Whether torch would tell us of an operation now: not inside of one that we record."""
+        return any(mode is self for mode in _get_current_function_mode_stack())
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        tape = self.tape
+        assert tape is not None
+        slot = tape.slot_of(loss)
+        if tape.is_open and slot is not None and tape.reaches_output(slot):
+            self._judge(tape, loss, args[0] if args else kwargs.get("gradient"))
+            self.is_judged = True
+            tape.close()
+        Tensor.backward(loss, *args, **kwargs)
+        # Torch puts a mode back that is taken away while it is told of a function.
+        self._is_over = self.is_judged and self._is_left
+
+
+_recording: list[LossRecorder] = []  # those that are on torch's stack of modes
+_CustomFunction: Any = torch.autograd.function._SingleLevelFunction
+
+
+def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply`, of which torch tells no function mode.
+
+    It lies between `Function` and its base in C++ while somebody records, so that it is found by a
+    `MyFunction.apply` that was looked up long before, too.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return super(_CustomFunction, cls).apply(*args, **kwargs)
+
+    for recorder in _recording:
+        tape = recorder.tape
+        if tape is not None and recorder.is_told() and tape.touches(args, kwargs):
+            with _without(recorder):
+                return tape.call(run, Handling.OPERATION, cls.__name__, args, kwargs)
+    return run(*args, **kwargs)
+
+
+def stop_recording() -> None:
+    """Take every recorder off torch's stack of modes: of loops that were left in the middle."""
+    for recorder in list(_recording):
+        recorder.remove()
+
+
+@contextmanager
+def _stack_cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
+    """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
+    above = []
+    while (stack := _get_current_function_mode_stack()) and not is_last(stack[-1]):
+        above.append(torch.overrides._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
+
+
+@contextmanager
+def _without(recorder: LossRecorder) -> Iterator[None]:
+    """Take a recorder off torch's stack of modes for a block."""
+    with _stack_cleared(lambda mode: mode is recorder):
+        torch.overrides._pop_mode()
+    try:
+        yield
+    finally:
+        _push_lowest(recorder)
+
+
+def _push_lowest(recorder: LossRecorder) -> None:
+    """Put a recorder below all modes: `with torch.device(...)` takes what is on top as it ends.
+
+    Only the default device wants to be lower.
+    """
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    with _stack_cleared(lambda mode: mode is default):
+        torch.overrides._push_mode(recorder)
+
+
+def refuse_unseen() -> None:
+    """Raise for a gradient at the module's outputs whose loss nobody looked at."""
+    raise BadInput(
+        "a gradient reached the module's outputs from a loss that was not followed, so it is not "
+        "known whether each row's gradient depends on that row alone. Call loss.backward() on a "
+        "loss made by torch functions of the module's outputs and of the batch that the loader "
+        "handed out; torch.autograd.backward, torch.jit, vmap and numpy cannot be followed"
+    )
+
+
+def path_to(tape: LossTape, slot: int) -> Iterator[tuple[int, Operation]]:
+    """Yield the operations that lead to a slot, last first, with their places."""
+    needed = {slot}
+    for place in reversed(range(len(tape.operations))):
+        operation = tape.operations[place]
+        # What is written in place may be seen through other tensors that share its memory.
+        is_write = operation.handling is Handling.WRITE
+        if needed.isdisjoint(operation.outs) and not is_write:
+            continue
+        needed.update(refs_of(operation))
+        yield place, operation
+
+
+def refs_of(operation: Operation) -> list[int]:
+    """The slots that an operation was given."""
+    return [leaf.slot for leaf in leaves_of(operation) if isinstance(leaf, Ref)]
+
+
+def leaves_of(operation: Operation) -> list[Any]:
+    """All that an operation was given."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> None:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            for each in value:
+                visit(each)
+        elif kind is dict:
+            for each in value.values():
+                visit(each)
+        elif kind is slice:
+            visit((value.start, value.stop, value.step))
+        else:
+            found.append(value)
+
+    visit(operation.args)
+    visit(operation.kwargs)
+    return found

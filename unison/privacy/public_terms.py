@@ -1,0 +1,77 @@
+"""Terms of a loss that do not depend on data: `loss + 0.01 * sum(p.square().sum() ...)`.
+
+They need no clipping and no noise. Their gradients reach parameters past the capture, and are added
+to the noisy gradients as they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unison.errors import UnsupportedOperation
+from unison.privacy.owners.base import Owned, Owner
+from unison.privacy.refuse import refuse_gradient
+
+
+class PublicTerms:
+    """Keeps the gradients of public terms of one logical batch.
+
+    Guarantees:
+        A gradient is kept only if the loss of the running pass was found to have terms whose
+        gradients are the same bits for any values of the batch; every other gradient that reaches a
+        parameter raises.
+
+    Args:
+        owner: Who holds the parameters.
+        are_allowed: Whether the loss of the running pass has such terms.
+    """
+
+    def __init__(self, owner: Owner, are_allowed: Callable[[], bool]) -> None:
+        self._owner, self._are_allowed = owner, are_allowed
+        self._kept: dict[str, Tensor] = {}
+        self._without_grad: set[int] = set()
+
+    def taking(self, name: str, parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
+        """Return the hook of a parameter: it keeps the gradient and lets zeros pass."""
+
+        def take(gradient: Tensor) -> Tensor:
+            if not self._are_allowed():
+                refuse_gradient(name, gradient)
+            if self._owner.everyone.size > 1 or parameter.shape != gradient.shape:
+                raise UnsupportedOperation(
+                    f"the loss has a term of {name!r} that does not depend on the batch, and the "
+                    "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
+                    "add the term's gradient to parameter.grad before optimizer.step()"
+                )
+            # Each pass of a logical batch has the same term: it counts once.
+            self._kept[name] = gradient.detach().clone()
+            if parameter.grad is None:
+                self._without_grad.add(id(parameter))
+            return torch.zeros_like(gradient)
+
+        return take
+
+    def after(self, parameter: Tensor) -> None:
+        """Undo what autograd did with the zeros; a hook after a gradient was accumulated."""
+        if id(parameter) in self._without_grad:
+            self._without_grad.discard(id(parameter))
+            parameter.grad = None
+
+    def add(self, owned: Sequence[Owned]) -> None:
+        """Add what was kept to the noisy gradients, and forget it."""
+        kept, self._kept = self._kept, {}
+        for each in owned if kept else ():
+            term = kept.get(each.name)
+            if term is not None:
+                assert each.parameter.grad is not None
+                each.parameter.grad.add_(term)
+
+    def drop(self) -> None:
+        """Forget what was kept, with the logical batch."""
+        self._kept = {}
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """Gradients by name of the parameter."""
+        return self._kept

@@ -1,0 +1,692 @@
+"""Is the user's loss a sum of per-row terms? Asked of the program that the tape holds.
+
+[Note: separation] Row b's gradient, at the module's outputs, may depend on row b of the outputs and
+of the batch, and on public constants. The program is run again
+
+  0. unchanged, where it must give the gradients that the real graph gives: else part of the loss is
+     not on the tape;
+  1. with other rows replaced, in outputs *and* batch, at one shape: the gradient of the rows that
+     were kept must have the same bits. Other rows are replaced by rows of the batch, by values far
+     away, and by copies of one row. Where bits differ the comparison is made again in float64,
+     where 1e-9 of the row's scale is rounding;
+  2. at another number of rows, where gradients may change by the factor of a mean, and no other.
+
+This is a randomised test: it proves coupling, never its absence. It is repeated for each new path
+through the user's code and at passes 1, 2, 4, 8, …; what a single batch can show to be wrong
+(labels that count unevenly, numbers read from data) is looked at in every pass.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from unison.errors import UnsupportedOperation
+from unison.privacy.dealing import packed, unpacked
+from unison.privacy.loss_program import (
+    Gradients,
+    Program,
+    Replay,
+    Rows,
+    Selection,
+    numbers_of,
+    whole,
+)
+from unison.privacy.loss_tape import (
+    NOT_THE_USERS,
+    LossTape,
+    Operation,
+    Public,
+    Root,
+    leaves_of,
+)
+from unison.privacy.reads import may_branch, positions
+
+REMEDY = (
+    "Make one loss per row (reduction='none', then a mean over each row's own elements; "
+    "unison.per_sample_loss does it for tokens) and send back their mean or sum; if several rows "
+    "belong to one record, say so with make_private(rows_per_sample=)"
+)
+FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
+# A number that one of these is given is a value, and no dimension or size.
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
+ARITHMETIC |= {"__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "where"}
+ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimum", "addcmul"}
+IGNORED = -100  # the label that does not count, unless told otherwise
+FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of one path through the user's code.
+
+    Attributes:
+        num_rows: Of the pass in which it was taken last.
+        numbers: Python's numbers in it, but for public ones.
+        checked_rows: Rows of the pass in which it was checked last.
+        checked_numbers: Python's numbers in that one.
+        unit: Rows of one record of that pass, by slot.
+        grads: The gradients of that record, by slot.
+        has_terms: Whether terms that do not depend on data are part of the loss.
+    """
+
+    num_rows: int
+    numbers: list[float]
+    checked_rows: int
+    checked_numbers: list[float]
+    unit: dict[int, Tensor] = field(default_factory=dict)
+    grads: Gradients = field(default_factory=dict)
+    has_terms: bool = False
+
+
+class LossCheck:
+    """Refuses losses that couple rows; remembers the paths that it has seen.
+
+    Args:
+        batch_dim: Dimension of the samples.
+        rows_per_sample: Rows that belong to one record.
+        rechecks: Whether known paths are checked again at passes 2, 4, 8, ….
+        substitutes: Functions that must not run again, each with what runs in its place.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_dim: int,
+        rows_per_sample: int = 1,
+        rechecks: bool = True,
+        substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    ) -> None:
+        self._dim, self._per_unit, self._rechecks = batch_dim, rows_per_sample, rechecks
+        self._substitutes = substitutes or {}
+        self._known: dict[tuple, Known] = {}
+        self._rows = Rows(1, rows_per_sample, batch_dim)
+        self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
+        self._pending: list[tuple[Tensor, str]] = []
+        self.num_checks = 0
+        self.has_terms = False  # the loss of this pass has terms that do not depend on data
+
+    def begin(self, num_rows: int) -> None:
+        """A pass of so many rows begins."""
+        self._rows = Rows(num_rows, self._per_unit, self._dim)
+        self._pending.clear()
+        self.has_terms = False
+
+    def judge(self, tape: LossTape, loss: Tensor, gradient: Any = None) -> None:
+        """Make sure that the gradient of each row depends on that row alone.
+
+        Raises:
+            UnsupportedOperation: It does not, or nobody can tell.
+        """
+        slot = tape.slot_of(loss)
+        assert slot is not None
+        program = Program(tape, slot, tape.stored(gradient), self._rows, self._substitutes)
+        self._refuse_state(program)
+        self._refuse_uneven(program)
+        self._refuse_reads(program)
+        kind = program.kind
+        known = self._known.get(kind)
+        self._refuse_changed(program, known)
+        # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
+        is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
+        if (
+            self._rows.num_units < 2
+        ):  # there are no others; nothing is learned for batches with some
+            self.has_terms = bool(program.terms)
+            return
+        if known is None or is_due:
+            self.num_checks += 1
+            known = self._known[kind] = self._check(program, loss, known)
+        known.numbers, known.num_rows = program.numbers, self._rows.num_rows
+        self.has_terms = known.has_terms
+
+    def finish(self) -> None:
+        """Look at what could not be looked at without waiting for the device.
+
+        Raises:
+            UnsupportedOperation: Labels count unevenly.
+        """
+        pending, self._pending = self._pending, []
+        for flag, message in pending:
+            if bool(flag):
+                raise UnsupportedOperation(message)
+
+    # --- what every pass is asked ----------------------------------------------------------------
+
+    def _refuse_state(self, program: Program) -> None:
+        for event in program.tape.events:
+            if event.kind == "state" and event.place in program.path:
+                _refuse(
+                    f"{program.path[event.place]} brings {event.text} into the loss, so that a "
+                    "record of one step changes the gradients of another before any noise",
+                    "Keep no tensors or numbers made of private batches between steps; if the "
+                    "value is public, detach it and declare a number with unison.public(value)",
+                )
+
+    def _refuse_uneven(self, program: Program) -> None:
+        for target in program.tape.targets:
+            if target.place not in program.path:
+                continue
+            if target.weight is not None:
+                weight = target.weight
+                flag = (weight != weight.flatten()[0]).any()
+                self._ask(
+                    flag,
+                    f"{program.path[target.place]} with class weights divides by the weights of "
+                    "all rows' labels, so that each row's gradient depends on the labels of the "
+                    "others. Use reduction='none', multiply by the weights, and take the mean",
+                )
+            labels = target.labels
+            if self._rows.dim_of(labels) is None:
+                continue
+            counts = (self._rows.matrix(labels) != target.ignore_index).sum(1)
+            self._ask(
+                (counts != counts[0]).any(),
+                f"{program.path[target.place]} divides by the number of labels that are not "
+                f"{target.ignore_index}, and rows have different numbers of them, so that each "
+                "row's gradient depends on the others. Use unison.per_sample_loss(logits, labels)"
+                ".mean(), or a sum over tokens (reduction='sum') divided by a public number",
+            )
+
+    def _ask(self, flag: Tensor, message: str) -> None:
+        """Raise now, or before anything is released where the answer lies on a GPU."""
+        if flag.device.type == "cpu":
+            if bool(flag):
+                raise UnsupportedOperation(message)
+        else:
+            self._pending.append((flag, message))
+
+    def _refuse_reads(self, program: Program) -> None:
+        """Refuse numbers that may come from values which left torch."""
+        reads = [event for event in program.tape.events if event.kind == "read"]
+        if not reads:
+            return
+        first = reads[0]
+        here = positions(sys._getframe(1), NOT_THE_USERS)
+        for event in reads:
+            if may_branch(list(event.where), here):
+                _refuse(
+                    f"values left torch by {event.text}() ({event.where[-1].line}), and code "
+                    "between there and loss.backward() has conditions, which may choose another "
+                    "loss because of other rows",
+                    "Move what reads values behind loss.backward(), or use .item(), which is "
+                    "followed",
+                )
+        for place, operation in program.path.items():
+            if place < first.place:
+                continue
+            found = [
+                f"a tensor of shape {list(leaf.shape)}"
+                for leaf in leaves_of(operation)
+                if isinstance(leaf, Tensor) and not leaf.requires_grad
+            ]
+            found += [
+                repr(number)
+                for number in numbers_of(operation)
+                if not self._is_constant(program, operation, number)
+            ]
+            for what in found:
+                _refuse(
+                    f"values left torch by {first.text}(), and {operation} then brings {what} "
+                    "into the loss, which may depend on other rows",
+                    "Use torch functions in the place of numpy and Python, .item() for metrics, or "
+                    "unison.public(number) for a number that is public; or move metrics behind "
+                    "loss.backward()",
+                )
+        for value in program.tape.unknown_inputs:
+            if self._rows.dim_of(value) is not None:
+                _refuse(
+                    f"values left torch by {first.text}(), and the module is given a tensor of "
+                    f"shape {list(value.shape)} that was not made by torch functions, so it may "
+                    "mix rows",
+                    "Do it in the data set or in collate_fn, or with torch functions",
+                )
+
+    def _is_constant(self, program: Program, operation: Operation, number: float) -> bool:
+        """Whether a number cannot come from data: it is in the code, or a dimension, or a size."""
+        if isinstance(number, Public) or number in (0, 1) or number in operation.constants:
+            return True
+        if not isinstance(number, int) or operation.name in ARITHMETIC:
+            return False
+        sizes = {size for root in program.tape.roots.values() for size in root.value.shape}
+        return -8 <= number <= 8 or number == IGNORED or number in sizes
+
+    def _refuse_changed(self, program: Program, known: Known | None) -> None:
+        """Refuse numbers that change from step to step, where they may come from data."""
+        if known is None or not program.tape.has_read:
+            return
+        for before, now in zip(known.numbers, program.numbers, strict=False):
+            # A number may be the size of the batch, or its inverse.
+            rows, then = self._rows.num_rows, known.num_rows
+            if before != now and before * rows != now * then and before * then != now * rows:
+                _refuse(
+                    f"a number in the loss changes from step to step (it was {before} and is "
+                    f"{now}), and values have left torch (numpy, tolist, float), so it may come "
+                    "from the batch",
+                    "Use .item() for metrics, or declare the number with unison.public(number) if "
+                    "it is public",
+                )
+
+    # --- the check -------------------------------------------------------------------------------
+
+    def _check(self, program: Program, loss: Tensor, known: Known | None) -> Known:
+        some = self._some_rows(program)
+        try:
+            base = self._self_check(program, loss, some)
+        except UnsupportedOperation:
+            raise
+        except Exception as error:
+            _refuse(
+                f"the loss cannot be run again to be checked ({type(error).__name__}: "
+                f"{str(error)[:120]})",
+                REMEDY,
+            )
+        self._replacements(program, base, some, is_first=known is None)
+        self._size_check(program, base, some)
+        size, numbers = self._rows.num_rows, program.numbers
+        now = Known(size, numbers, size, program.all_numbers, has_terms=bool(program.terms))
+        if some is None:
+            self._compare_with_before(program, known)
+            unit = slice(0, self._per_unit)
+            for slot, root in program.tape.roots.items():
+                if self._rows.dim_of(root.value) is not None:
+                    now.unit[slot] = self._rows.matrix(root.value)[unit].clone()
+            for slot, grad in base.grads.items():
+                if self._rows.dim_of(grad) is not None:
+                    now.grads[slot] = self._rows.matrix(grad)[unit].clone()
+        return now
+
+    def _some_rows(self, program: Program) -> Selection | None:
+        """Fewer rows, where outputs are large: what is replayed must fit beside the step."""
+        values = [each for root in program.tape.roots.values() for each in unpacked(root.value)]
+        num_elements = sum(each.numel() for each in values)
+        is_granular = any(len(unpacked(root.value)) > 1 for root in program.tape.roots.values())
+        if num_elements <= FEW_ELEMENTS or is_granular:
+            return None
+        num_units = max(3, FEW_ELEMENTS * self._rows.num_units // num_elements)
+        if num_units >= self._rows.num_units:
+            return None
+        return Selection(self._rows, num_units * self._per_unit)
+
+    def _self_check(self, program: Program, loss: Tensor, some: Selection | None) -> Replay:
+        """Run the program unchanged: is the tape what really ran?"""
+        real = program.real(loss)
+        if some is not None:
+            try:
+                base = self._selected(program, {}, some)
+                rows = Rows(some.num_left, self._per_unit, self._dim)
+                for factor in (1.0, some.num_left / self._rows.num_rows):
+                    if all(
+                        self._is_close(
+                            rows.matrix(base.grads[slot]) * factor,
+                            self._rows.matrix(grad)[: some.num_left],
+                        )
+                        for slot, grad in real.items()
+                        if self._rows.dim_of(grad) is not None
+                    ):
+                        return base
+            except Exception:
+                pass
+        base = program.replay({})
+        other = None
+        for slot, grad in real.items():
+            for a, b in zip(unpacked(base.grads[slot]), unpacked(grad), strict=True):
+                if self._is_close(a, b):
+                    continue
+                other = other or program.replay({}, seed=1)
+                if self._same(base, other):  # it draws no random numbers: something is missing
+                    names = ", ".join(dict.fromkeys(map(str, program.path.values())))
+                    _refuse(
+                        f"part of the loss could not be followed (what could: {names[:200]}); "
+                        "torch.jit, vmap and functions outside of torch cannot",
+                        "Write the loss with torch functions. " + REMEDY,
+                    )
+        return base
+
+    def _selected(self, program: Program, values: Mapping[int, Tensor], some: Selection) -> Replay:
+        return program.replay(some.values(program.tape, values), some=some)
+
+    def _is_close(self, a: Tensor, b: Tensor) -> bool:
+        tolerance = TOLERANCE.get(b.dtype, 1e-9)
+        a, b = whole(a).double(), whole(b).double()
+        scale = float(torch.nan_to_num(b.abs(), posinf=0.0).max()) if b.numel() else 0.0
+        return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+
+    def _same(self, a: Replay, b: Replay) -> bool:
+        pairs = [
+            pair
+            for slot in a.grads
+            for pair in zip(unpacked(a.grads[slot]), unpacked(b.grads[slot]), strict=True)
+        ]
+        return all(_is_equal(x, y, 0.0) for x, y in pairs)
+
+    def _replacements(
+        self, program: Program, base: Replay, some: Selection | None, *, is_first: bool
+    ) -> None:
+        rows = self._rows if some is None else Rows(some.num_left, self._per_unit, self._dim)
+        error: Exception | None = None
+        num_run = 0
+        double: Replay | None = None
+        for kept, way in self._trials(rows, is_first=is_first):
+            values = {
+                slot: self._replaced(program, slot, root, kept, way, rows, some)
+                for slot, root in program.tape.roots.items()
+            }
+            values = {slot: value for slot, value in values.items() if value is not None}
+            try:
+                other = program.replay(values, some=some)
+            except Exception as found:
+                error = found
+                continue
+            num_run += 1
+            self._refuse_other_path(program, base, other)
+            moved = self._moved(program, base, other, kept, rows)
+            if moved is None:
+                continue
+            try:
+                double = double or program.replay(
+                    {} if some is None else some.values(program.tape, {}),
+                    is_double=True,
+                    some=some,
+                )
+                again = program.replay(values, is_double=True, some=some)
+                moved = self._moved(program, double, again, kept, rows, tolerance=FLOAT64_TOLERANCE)
+            except Exception:
+                again, double = other, base
+            if moved is not None:
+                what, remedy = moved
+                where = self._blame(program, double, again, kept, rows)
+                _refuse(f"{what}: {where}", remedy)
+        if not num_run:
+            _refuse(
+                "the loss cannot be run with other rows in the place of these "
+                f"({type(error).__name__}: {str(error)[:120]}), so it cannot be checked",
+                REMEDY,
+            )
+
+    def _trials(self, rows: Rows, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
+        """Which rows stay [rows], and what comes in the place of the others."""
+        units = torch.arange(rows.num_rows) // rows.per_unit
+        order = torch.randperm(rows.num_units, generator=self._generator)
+        half = max(1, rows.num_units // 2)
+        last = torch.tensor([rows.num_units - 1])
+        subsets = [torch.zeros(1, dtype=torch.int64), order[:half], order[half:], last]
+        if not is_first:
+            subsets = subsets[1:2]
+        for subset in subsets:
+            if len(subset):
+                for way in range(3):
+                    yield torch.isin(units, subset), way
+
+    def _replaced(
+        self,
+        program: Program,
+        slot: int,
+        root: Root,
+        kept: Tensor,
+        way: int,
+        rows: Rows,
+        some: Selection | None,
+    ) -> Tensor | None:
+        """A root with other values in the rows that are not kept; None if it stays.
+
+        Args:
+            program: The program.
+            slot: Of the root.
+            root: The root.
+            kept: Which rows stay [rows].
+            way: 0: rows of the batch. 1: values far away, of a like kind. 2: copies of one row.
+            rows: Where rows lie.
+            some: Which rows are left.
+        """
+        value = root.value
+        if self._rows.dim_of(value) is None:
+            # A loss that the module made itself, or a statistic: what comes after must not depend
+            # on its value.
+            if not root.is_output or not value.is_floating_point():
+                return None
+            factor = 1 + float(torch.rand((), generator=self._generator)) * 10**way
+            return packed(value, [each.detach() * factor for each in unpacked(value)])
+        if some is not None:
+            value = self._rows.like(value, self._rows.matrix(value)[: rows.num_rows])
+        matrix = rows.matrix(value)
+        device, generator = matrix.device, self._generator
+        order = torch.randint(0, rows.num_rows, (rows.num_rows,), generator=generator)
+        if way == 2:
+            order = order[:1].expand(rows.num_rows)
+        new = matrix[order.to(device)]
+        labels = self._num_classes(program, root)
+        if way == 2 and labels is not None and not matrix.is_floating_point():
+            label = int(torch.randint(0, labels, (), generator=generator))
+            new = torch.full_like(matrix, label)
+        if way == 1:
+            new = _far(matrix, generator)
+        return rows.like(value, torch.where(kept.to(device)[:, None], matrix, new))
+
+    def _num_classes(self, program: Program, root: Root) -> int | None:
+        size = sum(each.numel() for each in unpacked(root.value))
+        for target in program.tape.targets:
+            if sum(each.numel() for each in unpacked(target.labels)) == size:
+                return target.num_classes
+        return None
+
+    def _refuse_other_path(self, program: Program, base: Replay, other: Replay) -> None:
+        for event in program.tape.events:
+            if event.kind == "branch" and bool(other.env.get(event.slot, event.value)) != bool(
+                base.env.get(event.slot, event.value)
+            ):
+                _refuse(
+                    f"Python code asks {event.text} of a value, and goes another way because of "
+                    "other rows",
+                    "Use torch.where on values of single rows, or ask after loss.backward()",
+                )
+        for slot in program.tape.sized:
+            a, b = base.env.get(slot), other.env.get(slot)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
+                _refuse(
+                    "the size of a selection was asked for, and depends on other rows "
+                    f"({list(a.shape)} and {list(b.shape)})",
+                    "Multiply by the mask in the place of selecting. " + REMEDY,
+                )
+
+    def _moved(
+        self,
+        program: Program,
+        base: Replay,
+        other: Replay,
+        kept: Tensor,
+        rows: Rows,
+        tolerance: float = 0.0,
+    ) -> tuple[str, str] | None:
+        """What changed in the rows that were kept, with a remedy; None if nothing did."""
+        for slot in program.tape.inputs - set(program.tape.roots):
+            a, b = base.env.get(slot), other.env.get(slot)
+            if not isinstance(a, Tensor):
+                continue
+            if _rows_differ(a, b, kept, rows, tolerance) is not None:
+                return "what the module is given for one row depends on other rows", REMEDY
+        for slot, a in base.grads.items():
+            b = other.grads[slot]
+            if rows.dim_of(a) is None:
+                if not _is_equal(a, b, tolerance):
+                    return (
+                        "the gradient of an output that does not hold the rows (a loss that the "
+                        "module made) depends on the batch",
+                        REMEDY,
+                    )
+                continue
+            row = _rows_differ(a, b, kept, rows, tolerance)
+            if row is not None:
+                return (
+                    f"the loss couples rows: the gradient of row {row} depends on other rows",
+                    REMEDY,
+                )
+        for tensor, a, b in zip(program.terms, base.terms, other.terms, strict=True):
+            if not _is_equal(a, b, tolerance):
+                return (
+                    f"a trainable tensor of shape {list(tensor.shape)} meets the private batch "
+                    "outside of the module's forward, so its gradient would be neither clipped "
+                    "nor noised",
+                    "Use it inside of the module that was made private, or freeze it with "
+                    "requires_grad_(False)",
+                )
+        return None
+
+    def _blame(
+        self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: Rows
+    ) -> str:
+        """The operation where rows meet, for the message."""
+        path = [program.path[place] for place in sorted(program.path)]
+        for operation in program.tape.operations:
+            for slot in operation.outs:
+                a, b = base.env.get(slot), other.env.get(slot)
+                if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+                    continue
+                if rows.dim_of(a) is None:
+                    continue
+                if _rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
+                    return f"rows meet in {operation}"
+        reducing = [
+            operation
+            for operation in path
+            if any(isinstance(base.env.get(slot), Tensor) for slot in operation.outs)
+            and all(rows.dim_of(base.env.get(slot)) is None for slot in operation.outs)
+        ]
+        return f"rows meet in or after {reducing[0]}" if reducing else "see the loss"
+
+    def _size_check(self, program: Program, base: Replay, some: Selection | None) -> None:
+        """Leave one record out: gradients may change by the factor of a mean."""
+        rows = self._rows
+        if some is not None or rows.num_units < 2:
+            return
+        if any(len(unpacked(root.value)) > 1 for root in program.tape.roots.values()):
+            return  # granules have one shape
+        fewer = Selection(rows, rows.num_rows - self._per_unit)
+        try:
+            now = self._selected(program, {}, fewer)
+        except Exception:
+            return
+        left = Rows(fewer.num_left, self._per_unit, self._dim)
+        factor = rows.num_rows / fewer.num_left
+        self._require_factor(
+            {s: left.matrix(g) for s, g in now.grads.items() if left.dim_of(g) is not None},
+            {
+                s: rows.matrix(g)[: fewer.num_left]
+                for s, g in base.grads.items()
+                if rows.dim_of(g) is not None
+            },
+            factor,
+        )
+
+    def _compare_with_before(self, program: Program, known: Known | None) -> None:
+        """Put a record of an earlier step into this batch, which has another size."""
+        rows = self._rows
+        if known is None or not known.unit or known.checked_rows == rows.num_rows:
+            return
+        if any(each.func in self._substitutes for each in program.path.values()):
+            return  # batch_mean divides by the rows of all ranks, which is its own affair
+        numbers = program.all_numbers
+        is_explained = len(numbers) == len(known.checked_numbers) and all(
+            a == b or a * rows.num_rows == b * known.checked_rows
+            for a, b in zip(known.checked_numbers, numbers, strict=True)
+        )
+        if not is_explained or set(known.unit) - set(program.tape.roots):
+            return
+        values = {}
+        for slot, unit in known.unit.items():
+            root = program.tape.roots[slot]
+            if rows.dim_of(root.value) is None:
+                return
+            matrix = rows.matrix(root.value).clone()
+            if matrix.shape[1:] != unit.shape[1:]:
+                return
+            matrix[: self._per_unit] = unit
+            values[slot] = rows.like(root.value, matrix)
+        try:
+            now = program.replay(values)
+        except Exception:
+            return
+        self._require_factor(
+            {s: rows.matrix(now.grads[s])[: self._per_unit] for s in known.grads},
+            known.grads,
+            known.checked_rows / rows.num_rows,
+        )
+
+    def _require_factor(self, now: Gradients, before: Gradients, factor: float) -> None:
+        for each in (1.0, factor):
+            if all(self._is_close(now[slot], grad * each) for slot, grad in before.items()):
+                return
+        _refuse(
+            "with another number of rows the gradient of a row changes by neither 1 nor "
+            f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
+            REMEDY,
+        )
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise UnsupportedOperation(f"{what}. {remedy}")
+
+
+def _far(matrix: Tensor, generator: torch.Generator) -> Tensor:
+    """Values far away, of a like kind: a probability stays one, a weight stays positive.
+
+    Integers stay in their range: not all kernels check it.
+    """
+    shape, device = matrix.shape, matrix.device
+
+    def uniform() -> Tensor:
+        return torch.rand(shape, generator=generator).to(device)
+
+    if matrix.dtype == torch.bool:
+        return uniform() < 0.5
+    u = uniform()
+    mixed = matrix.flatten()[(uniform() * matrix.numel()).long().clamp(max=matrix.numel() - 1)]
+    if not matrix.is_floating_point():
+        high = max(0, int(matrix.max())) + 1
+        return torch.where(uniform() < 0.5, mixed, (u * high).to(matrix.dtype))
+    finite = matrix[matrix.isfinite()]
+    low = float(finite.min()) if finite.numel() else 0.0
+    high = float(finite.max()) if finite.numel() else 1.0
+    if low >= 0 and high <= 1:
+        return u.to(matrix.dtype)
+    largest = math.log10(torch.finfo(matrix.dtype).max) / 2  # its square is finite
+    power = min(6.0, largest - math.log10(max(abs(low), abs(high), 1.0)))
+    scale = 10 ** (power * u) if low < 0 else 10 ** (power * (u - 0.5))
+    return (mixed * scale).to(matrix.dtype)
+
+
+def _rows_differ(a: Tensor, b: Any, kept: Tensor, rows: Rows, tolerance: float) -> int | None:
+    """The first kept row in which two tensors differ; None if none does."""
+    if rows.dim_of(a) is None:
+        return None if _is_equal(a, b, tolerance) else 0
+    if not isinstance(b, Tensor) or rows.dim_of(b) is None:
+        return 0
+    kept = kept.to(unpacked(a)[0].device)
+    x, y = rows.matrix(a)[kept], rows.matrix(b)[kept]
+    if x.shape != y.shape:
+        return 0
+    is_same = (x == y) | ((x != x) & (y != y))
+    if tolerance and x.is_floating_point():
+        scale = torch.nan_to_num(x.abs(), posinf=0.0).amax(1, keepdim=True)
+        is_same |= (x - y).abs() <= tolerance * scale
+    is_wrong = ~is_same.all(1)
+    if not bool(is_wrong.any()):
+        return None
+    return int(kept.nonzero().flatten()[is_wrong.nonzero().flatten()[0]])
+
+
+def _is_equal(a: Tensor, b: Any, tolerance: float) -> bool:
+    if not isinstance(b, Tensor) or a.shape != b.shape:
+        return False
+    for x, y in zip(map(whole, unpacked(a)), map(whole, unpacked(b)), strict=True):
+        is_same = (x == y) | ((x != x) & (y != y))
+        if tolerance and x.is_floating_point() and x.numel():
+            is_same |= (x - y).abs() <= tolerance * x.abs().max()
+        if not bool(is_same.all()):
+            return False
+    return True
