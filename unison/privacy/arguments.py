@@ -20,7 +20,8 @@ _HINTS = {
     "secure_mode": "noise is secure by default; secure_noise=False with seed= turns it off",
     "wrap_model": "the module is never wrapped",
     "strict": "everything is checked, always",
-    "batch_size": "it is the data loader's; expected_batch_size= sets the divisor",
+    "batch_size": "it is the data loader's, and so is the sampling rate; expected_batch_size= only "
+    "divides",
     "rand_on_empty": "an empty draw is a row of zeros that counts for nothing",
     "alphas": "the accountants of dp-accounting choose their own orders",
 }
@@ -58,22 +59,15 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
         )
 
 
-def sampling_of(
-    data_loader: DataLoader[Any], is_poisson: bool, expected_batch_size: float | None
-) -> Sampling:
-    """How records are drawn, from the loader's settings."""
+def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:
+    """How records are drawn, from the loader's settings: the rate is its batch size's."""
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     if num_records == 0:
         raise BadInput("the data set is empty")
+    size = batch_size_of(data_loader)
     if not is_poisson:
-        size = batch_size_of(data_loader)
-        if expected_batch_size not in (None, size):
-            raise BadInput(
-                "without Poisson sampling every batch has the loader's size, found "
-                f"{expected_batch_size=} and a batch size of {size}"
-            )
         return Shuffled(batch_size=size, num_records=num_records)
-    return Poisson(rate=min(1.0, (expected_batch_size or batch_size_of(data_loader)) / num_records))
+    return Poisson(rate=min(1.0, size / num_records))
 
 
 def batch_size_of(data_loader: DataLoader[Any]) -> int:

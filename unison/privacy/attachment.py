@@ -22,9 +22,10 @@ from unison.capture.sites import Alike
 from unison.clip import Clipping, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
-from unison.privacy.inputs import Inputs
+from unison.privacy.inputs import Inputs, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import Owner
@@ -82,6 +83,7 @@ class Attachment:
         with ExitStack() as stack:
             for handle in self._hooks():
                 stack.callback(handle.remove)
+            stack.enter_context(scaled_losses_noticed())
             self._handles = stack.pop_all()
 
     def _hooks(self) -> list[Any]:
@@ -95,10 +97,10 @@ class Attachment:
             *guards,
             # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
             self.module.register_forward_pre_hook(
-                self._before_forward, with_kwargs=True, prepend=True
+                ModuleHook(self._before_forward), with_kwargs=True, prepend=True
             ),
             self.module.register_forward_hook(
-                self._after_forward, with_kwargs=True, always_call=True
+                ModuleHook(self._after_forward), with_kwargs=True, always_call=True
             ),
         ]
 
@@ -150,6 +152,7 @@ class Attachment:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        refuse_inputs_with_gradients(inputs)
         return self._learning.plan(self._learning.learn(inputs), num_rows, inputs)
 
     @property
@@ -182,7 +185,8 @@ class Attachment:
                 "per batch; for several batches per step give the loader a larger batch size and "
                 "make_private a max_physical_batch_size"
             )
-        Inputs.of(args, kwargs, self._dealing.parts[0].num_rows, self.settings.batch_dim)
+        num_rows = self._dealing.parts[0].num_rows
+        refuse_inputs_with_gradients(Inputs.of(args, kwargs, num_rows, self.settings.batch_dim))
         if running.call is not None:
             raise UnsupportedOperation(
                 f"clipping {self.settings.mode!r} runs the forward pass again, and several forward "
@@ -193,6 +197,7 @@ class Attachment:
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
+        refuse_inputs_with_gradients(inputs)
         learned = self._learning.learn(inputs)
         plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
         if plan is not self._counted[0]:  # to count takes as long as a layer
@@ -217,10 +222,7 @@ class Attachment:
         context = ExitStack()
         captures = {granule: part.capture for granule, part in parts.items()}
         context.enter_context(self._owner.installed(captures))
-        has_leaf_inputs = any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves
-        )
-        running = RunningPass(batch, parts, context, num_backwards, has_leaf_inputs)
+        running = RunningPass(batch, parts, context, num_backwards)
         if num_forwards == 2:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
@@ -257,6 +259,7 @@ class Attachment:
         gradients: tuple[Tensor | None, ...],
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
+        refuse_scaled_loss()
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
         running = self._pass
@@ -287,18 +290,13 @@ class Attachment:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        # Records are made at the anchors. Naming them keeps inputs of the user's that take
-        # gradients from getting them twice; where there are none, it would only forbid what torch
-        # cannot do with names: reentrant checkpointing.
-        anchors = [
-            each for part in running.parts.values() for each in part.capture.anchors.values()
-        ]
-        if reached and anchors:
+        # Records are made at the anchors. They are not named as inputs=, which would forbid what
+        # torch cannot do with names: reentrant checkpointing. No leaf of the user's is reached.
+        if reached and any(part.capture.anchors for part in running.parts.values()):
             torch.autograd.backward(
                 [output for output, _ in reached],
                 [gradient for _, gradient in reached],
                 retain_graph=True,
-                inputs=anchors if running.has_leaf_inputs else None,
             )
         for part in running.parts.values():
             self._decide(running, part)

@@ -60,7 +60,6 @@ class RunningPass:
     parts: dict[int, RunningPart]  # by granule
     context: ExitStack
     num_backwards: int  # backward passes that clipping takes
-    has_leaf_inputs: bool = False  # the user wants gradients of the batch itself
     call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
 
