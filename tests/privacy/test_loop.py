@@ -5,18 +5,24 @@ import gc
 import io
 import multiprocessing
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, loader, make_model, train
-from unison.errors import BadInput, UnsupportedOperation
+from unison.clip import plan_clipping
+from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
+from unison.privacy.dealing import Dealing
+from unison.shard.ranks import Ranks
 
 
 def step_of(module: nn.Module, private: Any, loss_of: Callable[[Tensor], Tensor] | None = None):
@@ -163,7 +169,7 @@ def test_an_average_follows_private_training():
         average.update_parameters(module)
         now = module[0].weight.detach()
         expected = now.clone() if expected is None else 0.5 * expected + 0.5 * now
-    torch.testing.assert_close(average.module[0].weight, expected)
+    torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
     average(torch.randn(2, NUM_FEATURES)).sum().backward()
 
 
@@ -264,6 +270,66 @@ def test_noise_for_an_epsilon_does_not_depend_on_the_divisor():
         )
         sigmas.append(engine.mechanism.noise_multiplier)
     assert sigmas[0] == sigmas[1]
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def plans_of(steps: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], int]:
+    """Rows that were planned for in some steps, and how many sizes the batches had."""
+    planned: list[int] = []
+
+    def counted(layers: Any, **others: Any) -> Any:
+        planned.append(layers[0].batch)
+        return plan_clipping(layers, **others)
+
+    monkeypatch.setattr("unison.clip.learned.plan_clipping", counted)
+    _, module, optimizer, private = attach(**settings)
+    sizes = set()
+    for _ in range(steps // len(private)):
+        for x, y in private:
+            sizes.add(len(x))
+            optimizer.zero_grad()
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+    return planned, len(sizes)
+
+
+def test_poisson_sizes_do_not_plan_anew(monkeypatch):
+    planned, num_sizes = plans_of(20, monkeypatch)
+    assert num_sizes > 6
+    assert planned == [26]  # 12 + 4·√(12·0.9), rounded up
+    planned, num_sizes = plans_of(20, monkeypatch, max_physical_batch_size=8)
+    assert num_sizes > 3
+    assert planned == [8]
+
+
+def test_a_shuffled_batch_is_planned_for_as_it_is(monkeypatch):
+    data = loader(12, shuffle=True)
+    planned, num_sizes = plans_of(10, monkeypatch, data_loader=data, poisson_sampling=False)
+    assert (planned, num_sizes) == ([12], 1)
+
+
+def test_larger_batches_than_usual_are_planned_for():
+    """And a memory budget holds for them: a plan is of at least as many rows as it serves."""
+    dealing = Dealing(Ranks(None), None, None, usual_size=10)
+    assert [dealing.rows_to_plan(each) for each in (0, 1, 10, 11, 20, 21)] == [
+        10,
+        10,
+        10,
+        20,
+        20,
+        40,
+    ]
+    dealing = Dealing(Ranks(None), None, 25, usual_size=10)
+    assert [dealing.rows_to_plan(each) for each in (1, 10, 11, 21, 25)] == [10, 10, 20, 25, 25]
+
+
+def test_check_plans_what_steps_use():
+    engine, module, optimizer, private = attach()
+    plan = engine.check(torch.randn(5, NUM_FEATURES))
+    train(module, optimizer, private, 3)
+    assert engine.plan() is plan
 
 
 # ---- several engines -----------------------------------------------------------------------------
@@ -454,3 +520,283 @@ def test_a_second_call_of_a_batch_may_not_take_gradients_either():
         module((2 * x).requires_grad_())
     module.eval()  # attributions of a model that is not being trained are nobody's business
     module(x.clone().requires_grad_())
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def tiny_gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def tiny_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tiny_sequential() -> nn.Module:
+    return nn.Sequential(nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize("make", [tiny_sequential, tiny_gpt2, tiny_llama])
+@pytest.mark.parametrize("clipping", ["auto", "ghost", "recompute_bk"])
+def test_memory_is_free_after_detach_and_del(make, clipping):
+    """At once, without the garbage collector; though the user still holds a loss and outputs."""
+    data = TensorDataset(torch.randint(0, 32, (20, 7)))
+    engine, module, optimizer, private = attach(
+        make(), data_loader=DataLoader(data, batch_size=5), clipping=clipping
+    )
+    for (x,) in private:
+        optimizer.zero_grad()
+        output = module(x)
+        logits = output if isinstance(output, Tensor) else output.logits
+        losses = cross_entropy(logits.transpose(1, 2), x, reduction="none").mean(1)
+        loss = losses.mean()
+        loss.backward()
+        optimizer.step()
+    alive = [weakref.ref(module), *map(weakref.ref, module.parameters())]
+    memory = [StorageWeakRef(each.untyped_storage()) for each in module.parameters()]
+    gc.collect()  # what transformers and the tests before have left
+    gc.disable()
+    try:
+        engine.detach()
+        del engine, module, optimizer, private
+        assert not any(each() is not None for each in alive)
+        assert all(each.expired() for each in memory)
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError):
+        loss.backward()  # as ever, of a graph that is gone
+
+
+def test_a_pass_that_was_under_way_ends_with_the_engine():
+    engine, module, optimizer, private = attach()
+    x, y = next(iter(private))
+    loss = cross_entropy(module(x), y)
+    alive = weakref.ref(module)
+    engine.detach()
+    del engine, private
+    with pytest.raises(BadInput, match="engine was detached after this forward pass"):
+        loss.backward()
+    cross_entropy(module(x), y).backward()  # it is the user's own again
+    optimizer.step()
+    del module, optimizer
+    assert alive() is None
+
+
+# ---- what forward may contain --------------------------------------------------------------------
+
+
+class Filter(nn.Module):
+    """A filter in frequency space (as in FNet's kin), of a parameter in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.head = form, nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        shapes = {"rfft": (NUM_FEATURES,), "view_as_complex": (4, 2), "to": (4,), "complex": (4,)}
+        self.weight = nn.Parameter(torch.randn(shapes[form]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "rfft":
+            weight = torch.fft.rfft(self.weight)
+        elif self.form == "view_as_complex":
+            weight = torch.view_as_complex(self.weight)
+        elif self.form == "complex":
+            weight = torch.complex(self.weight, 2 * self.weight).conj()
+        else:
+            weight = self.weight.to(torch.complex64 if x.dtype == torch.float32 else torch.cdouble)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * weight, n=NUM_FEATURES))
+
+
+class Window(nn.Module):
+    """A trained window of a spectrogram."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.head = nn.Parameter(torch.hann_window(4)), nn.Linear(12, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.stft(
+            x, 4, hop_length=2, window=self.window, pad_mode="constant", return_complex=True
+        )
+        return self.head(found.abs().flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:no rule for", "ignore:There is a performance drop")
+@pytest.mark.parametrize("clipping", ["auto", "ghost", "recompute_bk"])
+@pytest.mark.parametrize("form", ["rfft", "view_as_complex", "to", "complex", "stft"])
+def test_fourier_transforms_of_parameters_are_exact(form, clipping):
+    module = Window() if form == "stft" else Filter(form)
+    plain = copy.deepcopy(module).double()
+    _, module, _, private = attach(module, noise_multiplier=0.0, clipping=clipping)
+    x, y = step_of(module, private)
+    expected = {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
+    for one, label in zip(x.double(), y, strict=True):
+        plain.zero_grad()
+        cross_entropy(plain(one[None]), label[None]).backward()
+        norm = torch.stack([each.grad.norm() for each in plain.parameters()]).norm()
+        for name, each in plain.named_parameters():
+            expected[name] += each.grad * min(1.0, 0.5 / norm)
+    for name, each in module.named_parameters():
+        torch.testing.assert_close(12 * each.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Derivative(nn.Module):
+    """A physics-informed network: its output holds its own derivative."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.net, self.create_graph = make_model(), create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.net(x)
+        (gradient,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return u + (gradient if self.create_graph else gradient.detach())[:, :NUM_CLASSES]
+
+
+class Backward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.net(x)
+        u.sum().backward(retain_graph=True)
+        assert x.grad is not None
+        return u + x.grad[:, :NUM_CLASSES]
+
+
+class Vmapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.net)(x)
+
+
+class FunctionalGradient(Vmapped):
+    def forward(self, x: Tensor) -> Tensor:
+        derivative = torch.func.vmap(torch.func.grad(lambda row: self.net(row).sum()))(x)
+        return self.net(x) + derivative[:, :NUM_CLASSES]
+
+
+class Nested(Vmapped):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([row[None] for row in x], layout=self.layout)
+        return torch.stack([each.sum(0) for each in self.net(rows).unbind()])
+
+
+class Table(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, **settings)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((10 * x).abs().long() % 10).mean(1))
+
+
+class Bag(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 4, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((10 * x).abs().long() % 10))
+
+
+class Unregistered(nn.Module):
+    """Has a tensor that takes gradients, and is no parameter; or that of somebody else."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.net, self.shift = make_model(), [shift]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.shift[0]
+
+
+REFUSED = {
+    "autograd.grad": (lambda: Derivative(True), "calls torch.autograd.grad in its forward"),
+    "autograd.grad, detached": (lambda: Derivative(False), "calls torch.autograd.grad"),
+    "backward": (Backward, "calls backward in its forward"),
+    "vmap": (Vmapped, "inside of torch.func or vmap"),
+    "func.grad": (FunctionalGradient, "inside of torch.func or vmap"),
+    "nested": (lambda: Nested(torch.strided), "NestedTensor"),
+    "jagged": (lambda: Nested(torch.jagged), "an operation that was not seen"),
+    "max_norm": (lambda: Table(max_norm=1.0), "max_norm"),
+    "scale_grad_by_freq": (lambda: Table(scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "EmbeddingBag(max_norm=)": (Bag, "embedding_bag"),
+    "a tensor": (
+        lambda: Unregistered(torch.zeros(NUM_CLASSES, requires_grad=True)),
+        r"a tensor of shape \[3\] that takes gradients and is none of its parameters",
+    ),
+    "another's parameter": (
+        lambda: Unregistered(nn.Parameter(torch.zeros(NUM_CLASSES))),
+        "none of its parameters",
+    ),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:no rule for", "ignore:There is a performance drop", "ignore:The PyTorch API of nested"
+)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_clipped_is_refused_before_budget_is_spent(what):
+    make, words = REFUSED[what]
+    engine, module, _, private = attach(make())
+    x, _ = next(iter(private))
+    for use in (module, engine.check):
+        with pytest.raises(UnisonError, match=words):
+            use(x)
+    assert not engine.ledger.spending.events
+    assert all(each.grad is None for each in module.parameters())
+
+
+def test_complex_parameters_are_refused_when_attached():
+    module = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.complex64))
+    with pytest.raises(UnsupportedOperation, match=r"0\.weight is complex.*view_as_complex"):
+        attach(module)
+
+
+class RequiresGradients(nn.Module):
+    """Features of a frozen part are made to take gradients, as for activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(NUM_FEATURES, 4).requires_grad_(False)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(x).requires_grad_())
+
+
+def test_leaves_that_forward_makes_for_itself_are_nobodys():
+    _, module, optimizer, private = attach(RequiresGradients())
+    train(module, optimizer, private, 2)

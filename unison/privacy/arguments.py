@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
 
@@ -32,6 +32,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not found:
         raise BadInput("the module has no trainable parameter")
+    for name, each in found.items():
+        if each.is_complex():
+            raise UnsupportedOperation(
+                f"{name} is complex, and private gradients are of real parameters: make it a real "
+                "parameter of shape [..., 2] and use torch.view_as_complex of it in forward"
+            )
     return found
 
 

@@ -11,7 +11,8 @@ records are added up with the coefficients that are known by then.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -132,14 +133,16 @@ class Attachment:
             self._dealing, self._current, self._coefficients, self._add_sums = kept
 
     def detach(self) -> None:
-        """Give the module back as it was."""
+        """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
+        self.places.forget()
+        self._current = self._coefficients = self._add_sums = _refuse_detached
 
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
         if self._pass is not None:
-            self._pass.context.close()
+            self._pass.close()
             self._pass = None
 
     # --- forward ---------------------------------------------------------------------------------
@@ -153,7 +156,8 @@ class Attachment:
         """
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
         refuse_inputs_with_gradients(inputs)
-        return self._learning.plan(self._learning.learn(inputs), num_rows, inputs)
+        learned = self._learning.learn(inputs)
+        return self._learning.plan(learned, self._dealing.rows_to_plan(num_rows), inputs)
 
     @property
     def _is_aside(self) -> bool:
@@ -248,7 +252,8 @@ class Attachment:
         if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
         own_loss = own_loss_of(output, kwargs)
-        return gate(output, partial(self._on_backward, own_loss))
+        # Weakly: the loss may outlive the engine, and must not keep the module.
+        return gate(output, partial(_on_backward, ref(self), own_loss))
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -347,12 +352,28 @@ class Attachment:
             running.parts.clear()
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
-            _queue(running.context.close)
+            _queue(running.close)
+
+
+def _on_backward(
+    attachment: "ref[Attachment]",
+    own_loss: OwnLoss | None,
+    outputs: tuple[Tensor, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    attached = attachment()
+    if attached is None:
+        raise BadInput("the engine was detached after this forward pass: nothing takes its records")
+    attached._on_backward(own_loss, outputs, gradients)
 
 
 def _queue(callback: Callable[[], None]) -> None:
     """Call back when the running backward pass has ended, after those that asked before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def _refuse_detached(*_: Any) -> NoReturn:
+    raise BadInput("the engine was detached: call make_private again")
 
 
 _TWICE = (

@@ -1,4 +1,4 @@
-"""Where the user's loop meets torch's own helpers: copies of the module, and `GradScaler`.
+"""Where the user's code meets torch's own helpers: copies, `GradScaler`, autograd in forward.
 
 [Note: copies are plain] EMA, `copy.deepcopy`, `torch.save(module)` and pickling take a module with
 its hooks. Ours lead to the engine, and so to keys and the ledger: a copy must not have them, or it
@@ -6,14 +6,18 @@ would train into the original's gradients. Parameters and optimizers leave their
 themselves; modules do not, so ours turn into a function that does nothing.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from unison.capture.tracked import Tracked
 from unison.errors import UnsupportedOperation
 
 
@@ -106,3 +110,65 @@ def refuse_scaled_loss() -> None:
             "torch.autocast(dtype=torch.bfloat16), which needs no scaler, or with "
             "GradScaler(enabled=False)"
         )
+
+
+# --- autograd in forward --------------------------------------------------------------------------
+
+
+class DerivativesRefused(TorchFunctionMode):
+    """Refuses what differentiates inside of a module's forward, while it is learned of.
+
+    A derivative of the module's own layers runs backward through the capture, which would take it
+    for the loss's; and a second derivative leaves no records at all.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run anything but a backward pass."""
+        if func is torch.autograd.grad or func is Tensor.backward:
+            name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
+            raise UnsupportedOperation(
+                f"the module calls {name} in its forward pass (as physics-informed losses do): the "
+                "derivative depends on parameters in a way that leaves no per-sample gradient. "
+                "Write the derivative out as operations of the forward pass"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def leaves_of(losses: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward pass of losses would leave gradients at."""
+    found: list[Tensor] = []
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of an accumulator
+        if variable is not None and type(variable) is not Tracked:
+            found.append(variable)
+        waiting += [each for each, _ in node.next_functions]
+    return found
+
+
+def refuse_leaves(leaves: "Sequence[ref[Tensor]]") -> None:
+    """Make sure that nobody holds a tensor at which a backward pass leaves a raw gradient.
+
+    Args:
+        leaves: What was reached in passes whose graphs are gone. What forward makes for itself is
+            gone by now, too: nobody can look at its gradient, nor train it.
+
+    Raises:
+        UnsupportedOperation: Naming the shape.
+    """
+    if any(each() is not None for each in leaves):
+        gc.collect()  # of what hangs together in a circle nobody holds anything
+    for each in leaves:
+        leaf = each()
+        if leaf is not None:
+            raise UnsupportedOperation(
+                f"the module uses a tensor of shape {list(leaf.shape)} that takes gradients and is "
+                "none of its parameters, where they would be neither clipped nor noised: make it "
+                "an nn.Parameter of the module before make_private, or detach() it"
+            )

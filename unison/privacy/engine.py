@@ -39,7 +39,7 @@ from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.ranks import open_on_ranks, show_shards
 from unison.privacy.recorded import RecordedPass
 from unison.privacy.running import ClippingSettings
-from unison.privacy.sampling import Sampling
+from unison.privacy.sampling import Sampling, usual_batch_size
 from unison.privacy.schedules import Schedule
 from unison.privacy.training import PrivateTraining, refuse_second_engine
 
@@ -211,7 +211,13 @@ class PrivacyEngine:
                 optimizer,
                 loader,
                 owner=owner,
-                dealing=Dealing(ranks, granule, max_physical_batch_size, batch_dim),
+                dealing=Dealing(
+                    ranks,
+                    granule,
+                    max_physical_batch_size,
+                    batch_dim,
+                    usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
+                ),
                 key=key,
                 mechanism=mechanism,
                 ledger=ledger,

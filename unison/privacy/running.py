@@ -63,6 +63,17 @@ class RunningPass:
     call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
 
+    def __post_init__(self) -> None:
+        self._captures = [part.capture for part in self.parts.values()]
+
+    def close(self) -> None:
+        """Let go of the module and of what was recorded: the pass is over, or given up."""
+        self.context.close()
+        for capture in self._captures:
+            capture.release()
+        self.parts.clear()
+        self.call = None
+
 
 class PassSums:
     """Makes the clipped sums of a pass that has ended; see `MakeSums`."""
