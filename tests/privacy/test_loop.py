@@ -557,9 +557,19 @@ def tiny_sequential() -> nn.Module:
     return nn.Sequential(nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32))
 
 
-@pytest.mark.parametrize("make", [tiny_sequential, tiny_gpt2, tiny_llama])
-@pytest.mark.parametrize("clipping", ["auto", "ghost", "recompute_bk"])
-def test_memory_is_free_after_detach_and_del(make, clipping):
+@pytest.mark.parametrize(
+    ("make", "clipping", "is_own_loss"),
+    [
+        (tiny_sequential, "auto", False),
+        (tiny_sequential, "ghost", False),
+        (tiny_sequential, "recompute_bk", False),
+        (tiny_gpt2, "auto", True),
+        (tiny_gpt2, "ghost", False),
+        (tiny_llama, "auto", False),
+        (tiny_llama, "recompute_bk", True),
+    ],
+)
+def test_memory_is_free_after_detach_and_del(make, clipping, is_own_loss):
     """At once, without the garbage collector; though the user still holds a loss and outputs."""
     data = TensorDataset(torch.randint(0, 32, (20, 7)))
     engine, module, optimizer, private = attach(
@@ -567,10 +577,10 @@ def test_memory_is_free_after_detach_and_del(make, clipping):
     )
     for (x,) in private:
         optimizer.zero_grad()
-        output = module(x)
+        output = module(x, labels=x) if is_own_loss else module(x)
         logits = output if isinstance(output, Tensor) else output.logits
         losses = cross_entropy(logits.transpose(1, 2), x, reduction="none").mean(1)
-        loss = losses.mean()
+        loss = output.loss if is_own_loss else losses.mean()
         loss.backward()
         optimizer.step()
     alive = [weakref.ref(module), *map(weakref.ref, module.parameters())]
