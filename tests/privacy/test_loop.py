@@ -810,3 +810,21 @@ class RequiresGradients(nn.Module):
 def test_leaves_that_forward_makes_for_itself_are_nobodys():
     _, module, optimizer, private = attach(RequiresGradients())
     train(module, optimizer, private, 2)
+
+
+class KeepsHidden(nn.Module):
+    """Leaves what it computed on itself, and so all of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(NUM_FEATURES, 4), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.net(x)
+        return self.head(self.hidden)
+
+
+@pytest.mark.parametrize("clipping", ["auto", "ghost"])
+def test_a_module_may_keep_what_it_computed(clipping):
+    _, module, optimizer, private = attach(KeepsHidden(), clipping=clipping)
+    train(module, optimizer, private, 2)

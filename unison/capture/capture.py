@@ -43,6 +43,8 @@ from unison.ops import RULES, Builder, Layout, Record, Streamed
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
 PLACING = "_unison_placing"
+# On the leaves that records hang on, so that who looks at a graph can tell them from the user's.
+ANCHOR = "_unison_anchor"
 
 
 _NO_MODULE = nn.Module()
@@ -408,6 +410,7 @@ class Capture:
         anchor = self.anchors.get(output.device)
         if anchor is None:
             anchor = torch.zeros((), device=output.device, requires_grad=True)
+            setattr(anchor, ANCHOR, True)
             self.anchors[output.device] = anchor
         is_numbered = self.on_product is not None and not is_late
         number = self.repeats.number(call) if is_numbered else None

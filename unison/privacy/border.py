@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from unison.capture.capture import ANCHOR
 from unison.capture.tracked import Tracked
 from unison.errors import UnsupportedOperation
 
@@ -146,7 +147,8 @@ def leaves_of(losses: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)  # of an accumulator
-        if variable is not None and type(variable) is not Tracked:
+        is_own = type(variable) is Tracked or hasattr(variable, ANCHOR)
+        if variable is not None and not is_own:
             found.append(variable)
         waiting += [each for each, _ in node.next_functions]
     return found
