@@ -89,6 +89,19 @@ def warn(world: World) -> str:
     return "passed"
 
 
+# What torch says of a CPU without bf16 in a product of bf16 matrices.
+NO_BF16 = (
+    "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs a "
+    "cpu with bf16 support\nException raised from mkldnn_matmul"
+)
+
+
+def warn_of_the_machine(world: World | None) -> str:
+    for message in (NO_BF16, NO_BF16.partition("gemm:")[2]):
+        warnings.warn(message, UserWarning, stacklevel=1)
+    return "passed"
+
+
 def destroy_the_group(world: World) -> None:
     world.barrier()
     dist.destroy_process_group()
@@ -244,6 +257,11 @@ def test_a_result_that_cannot_be_pickled_is_reported():
 
 def test_warnings_are_errors_in_the_ranks():
     assert "UserWarning: mind the gap" in str(failure_of(1, warn))
+
+
+def test_what_torch_says_of_the_machine_fails_no_test():
+    assert warn_of_the_machine(None) == "passed"
+    assert run_on_ranks(2, warn_of_the_machine) == ["passed"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:mind the gap")

@@ -103,17 +103,6 @@ def test_two_passes_and_several_forward_passes_are_refused():
         (module(x).sum(1) + module(2 * x).sum(1)).mean().backward()
 
 
-def test_gradients_of_the_batch_itself_come_once():
-    for mode in ("ghost", "auto"):
-        _, module, _, private = attach(clipping=mode)
-        x, y = next(iter(private))
-        wanted = x.clone().requires_grad_()
-        cross_entropy(make_model()(wanted), y).backward()
-        x.requires_grad_()
-        cross_entropy(module(x), y).backward()
-        torch.testing.assert_close(x.grad, wanted.grad)
-
-
 # ---- a backward too many, or none ----------------------------------------------------------------
 
 

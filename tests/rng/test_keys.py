@@ -1,6 +1,8 @@
 import copy
 import io
+import multiprocessing
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -149,3 +151,50 @@ def test_seeded_clocks_may_run_again_but_not_rewind():
         a.advance(1)
     a.renew()
     assert not a.advance(1).is_reproducible
+
+
+def in_a_fork(function: Callable[[], object]) -> str:
+    """What a fork of this process gets from a function, as text."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        try:
+            theirs.send(repr(function()))
+        except BadInput as error:
+            theirs.send(f"BadInput: {error}")
+
+    process = context.Process(target=run)
+    process.start()
+    assert ours.poll(60)
+    answer = ours.recv()
+    process.join()
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_fork_may_not_use_the_secret_key_of_its_parent():
+    key = Key.from_entropy()
+    clock = NoiseClock(key)
+    uses = [
+        lambda: key.derive("x"),
+        lambda: key.derive_many(["x"], ["name"], [0], 8),
+        lambda: key.child("x"),
+        key.agree,
+        lambda: clock.advance(0),
+        clock.renew,
+        lambda: Stream(key, "w").words,
+    ]
+    for use in uses:
+        answer = in_a_fork(use)
+        assert answer.startswith("BadInput: a secret key of process"), answer
+        assert "in the process that trains" in answer
+    # What a fork makes itself is its own; and the parent's is still the parent's.
+    assert in_a_fork(lambda: len(Key.from_entropy().derive("x"))) == "32"
+    clock.advance(0).derive("x")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_keys_from_seeds_may_fork():
+    key = Key.from_seed(1)
+    assert in_a_fork(lambda: key.derive("x")) == repr(key.derive("x"))

@@ -5,7 +5,7 @@ The only code that intercepts a pass. It leaves records, as data, by parameter n
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.refuse import may_be_compiled, refuse_compiled
 from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
-from unison.capture.tap import can_hook, hook, tap, untapped
+from unison.capture.tap import can_hook, hook, refuse_second, tap, untapped
 from unison.capture.tracked import (
     Source,
     Tracked,
@@ -39,11 +39,22 @@ from unison.capture.tracked import (
 )
 from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Streamed
+from unison.ops import RULES, Builder, Layout, Record, Streamed
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
 PLACING = "_unison_placing"
+# On the leaves that records hang on, so that who looks at a graph can tell them from the user's.
+ANCHOR = "_unison_anchor"
+
+
+_NO_MODULE = nn.Module()
+_NO_PLACES = Places(_NO_MODULE)
+
+
+def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
+    """What becomes of a record of a pass that is over."""
+    refuse_second()
 
 
 class _Expression(Exception):
@@ -110,6 +121,8 @@ class Capture:
         self._alike = alike if is_light else None
         self._sites: Sites | None = None
         self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
+        # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
+        self._uses: list[Use] | None = None if known is None else []
 
     @contextmanager
     def installed(self, *, is_guarded: bool = False) -> Iterator["Capture"]:
@@ -145,6 +158,8 @@ class Capture:
             with flat_weights_renewed(self._places.recurrent):
                 yield self
             refuse_gradients(unguarded)
+        if self._uses is None:  # nobody else's places: marks lead back to this object
+            self._places.forget()
 
     @contextmanager
     def _marking(self, is_guarded: bool) -> Iterator[Collection[Tracked]]:
@@ -219,6 +234,20 @@ class Capture:
             self._is_again = False
             self.repeats.clear()
 
+    def release(self) -> None:
+        """Let go of the module and its parameters, when no more gradients of the pass can come.
+
+        The graph of a loss that somebody still holds leads to this object.
+        """
+        for use in self._uses or ():
+            use.uses = ()
+        self._uses = None
+        self.repeats.clear()
+        self.anchors.clear()
+        self.on_product = self._sites = self._alike = self._hooked = None
+        self.on_record = _refuse_late
+        self.module, self._places = _NO_MODULE, _NO_PLACES
+
     # --- what tracked tensors call ---------------------------------------------------------------
 
     def call(
@@ -241,7 +270,9 @@ class Capture:
         if is_always_expression(func, args):
             return derive(self, func, args, kwargs)
         rule = RULES.get(func)
-        call = self._call_of(func, args, kwargs)
+        call, is_complex = self._call_of(func, args, kwargs)
+        if is_complex:
+            rule = None  # rules are of real numbers; autograd knows what to conjugate
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedOperation(
                 f"{call} inside of torch.func or vmap, where the samples are not seen; write the "
@@ -302,19 +333,31 @@ class Capture:
         site.wait(output, x, self, self._alike.keeper)
         return output
 
-    def _call_of(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
+    def _call_of(
+        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Call, bool]:
+        """Return what is known of a call before it runs, and whether complex numbers go in."""
         names: tuple[str, ...] = ()
         shapes: list[tuple[int, ...]] = []
+        is_complex = False
         items: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
         for value in items:
             for item in value if isinstance(value, list | tuple) else (value,):
                 if type(item) is Tracked:
+                    is_complex |= item.value.is_complex()
                     shapes.append(item.value.shape)
                     own = item.of_parameters
                     names = tuple(dict.fromkeys(names + own)) if names else own
                 elif isinstance(item, Tensor):
+                    if item.is_nested:
+                        name = getattr(func, "__name__", func)
+                        raise UnsupportedOperation(
+                            f"{name} of a NestedTensor and a parameter, where samples have no "
+                            "dimension of their own; pad the samples, or loop over them"
+                        )
+                    is_complex |= item.is_complex()
                     shapes.append(item.shape)
-        return Call(func, names, tuple(shapes), self.batch)
+        return Call(func, names, tuple(shapes), self.batch), is_complex
 
     def _without_rule(
         self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
@@ -390,10 +433,13 @@ class Capture:
         anchor = self.anchors.get(output.device)
         if anchor is None:
             anchor = torch.zeros((), device=output.device, requires_grad=True)
+            setattr(anchor, ANCHOR, True)
             self.anchors[output.device] = anchor
         is_numbered = self.on_product is not None and not is_late
         number = self.repeats.number(call) if is_numbered else None
         use = Use(self, layout, tracked, number, is_late)
+        if self._uses is not None:
+            self._uses.append(use)
         if self.is_light and can_hook(output):
             self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
@@ -402,7 +448,8 @@ class Capture:
 
 def _has_float_tensor(value: Any) -> bool:
     items = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(item, Tensor) and item.is_floating_point() for item in items)
+    found = [item for item in items if isinstance(item, Tensor)]
+    return any(item.is_floating_point() or item.is_complex() for item in found)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -417,5 +464,6 @@ def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor 
         return None
     items = output if isinstance(output, list | tuple) else [output]
     found = next(item for item in items if isinstance(item, Tensor)).detach()
-    first = local(found).double()
+    first = local(found)
+    first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
     return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)

@@ -96,11 +96,13 @@ def derive(
     """Run a function of parameters alone; what comes out is tracked too."""
     first = args[0] if args else None
     if type(first) is Tracked:
-        if func in SAME:
+        # Where numbers become complex, or cease to be, or are conjugated, autograd leads back.
+        if func in SAME and not first.value.is_complex():
             value = func(first.value, *all_plain(args[1:]), **all_plain(kwargs))
-            is_float = value.is_floating_point()
-            return Tracked.derived(value, first.sources, listener) if is_float else value
-        if func in TRANSPOSES and first.value.ndim == 2:
+            if not value.is_complex():
+                is_float = value.is_floating_point()
+                return Tracked.derived(value, first.sources, listener) if is_float else value
+        elif func in TRANSPOSES and first.value.ndim == 2 and not first.value.is_complex():
             return _made(first, func(first.value), transposed, listener)
         if func is Tensor.__getitem__ and is_lookup(first.value, args[1]):
             return _lookup(listener, args[1] % len(first.value), first)

@@ -72,6 +72,12 @@ class Places:
         self._frozen: list[nn.Parameter] = []  # and the others
         self._trained: tuple[str, ...] = ()
 
+    def forget(self) -> None:
+        """Let go of all that is kept for the next capture; it is looked up again then."""
+        self.last, self.modules, self.recurrent, self.held = [], [], [], Held([])
+        self.tracked, self.sites, self.marks, self.relay = {}, {}, None, Relay()
+        self._facts, self._own, self._frozen, self._trained = None, [], [], ()
+
     def __iter__(self) -> Iterator[Place]:
         return iter(self.now())
 

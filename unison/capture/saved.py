@@ -18,7 +18,9 @@ class _Held:
     __slots__ = ("_saved", "key", "num_bytes", "tensor")
 
     def __init__(self, saved: "SavedBytes", tensor: Tensor, key: int, num_bytes: int) -> None:
-        self._saved, self.tensor, self.key, self.num_bytes = saved, tensor, key, num_bytes
+        # Without its graph: some operations save their own output (log_softmax), whose graph holds
+        # this object. Nobody could free such a circle, nor the module that the graph leads to.
+        self._saved, self.tensor, self.key, self.num_bytes = saved, tensor.detach(), key, num_bytes
         saved._holds[key] += 1
         if saved._holds[key] == 1:
             saved.held += num_bytes

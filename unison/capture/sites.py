@@ -172,7 +172,9 @@ class _Waiting:
     __slots__ = ("_capture", "_keeper", "_saved", "_site", "_version")
 
     def __init__(self, site: Site, x: Tensor, capture: Taker, keeper: Callable[[], Keeper]) -> None:
-        self._site, self._capture, self._keeper = site, capture, keeper
+        self._site: Any = site
+        self._capture: Any = capture
+        self._keeper: Any = keeper
         self._saved: Tensor | None = x
         self._version = x._version
 
@@ -182,12 +184,14 @@ class _Waiting:
             refuse_second()
         if x._version != self._version:
             refuse_changed()
-        # Autograd keeps a hook until the whole graph goes: what is saved must go as it is used.
+        # Autograd keeps a hook until the whole graph goes: what is saved must go as it is used, and
+        # so must the way to the module and its parameters.
         self._saved = None
-        site = self._site
+        site, capture, keeper = self._site, self._capture, self._keeper
+        self._site = self._capture = self._keeper = None
         maker = site.maker
-        if maker is None or _is_recorded() or not maker(self._keeper(), g, x):
-            site.record(g, x, self._capture, self._keeper)
+        if maker is None or _is_recorded() or not maker(keeper(), g, x):
+            site.record(g, x, capture, keeper)
 
 
 _is_recorded = torch.is_grad_enabled

@@ -15,13 +15,13 @@ by another way, and raises.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
-from unison.errors import UnsupportedOperation
+from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record, Streamed
 
 Back = Callable[[Record], Record]
@@ -132,6 +132,14 @@ class Tracked(Tensor):
                 "gradient; redistribute it before"
             )
         return Tracked.derived(local(self.value), self.sources, self.listener)
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        raise BadInput(
+            f"the module is copied or pickled between a forward pass and its backward pass, while "
+            f"the capture stands in the place of {self.of_parameters[0]}. Copy it after backward()"
+        )
+
+    __deepcopy__ = __reduce_ex__ = __reduce__ = _refuse_copy  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(

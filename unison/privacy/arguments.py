@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
 
@@ -20,7 +20,8 @@ _HINTS = {
     "secure_mode": "noise is secure by default; secure_noise=False with seed= turns it off",
     "wrap_model": "the module is never wrapped",
     "strict": "everything is checked, always",
-    "batch_size": "it is the data loader's; expected_batch_size= sets the divisor",
+    "batch_size": "it is the data loader's, and so is the sampling rate; expected_batch_size= only "
+    "divides",
     "rand_on_empty": "an empty draw is a row of zeros that counts for nothing",
     "alphas": "the accountants of dp-accounting choose their own orders",
 }
@@ -31,6 +32,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not found:
         raise BadInput("the module has no trainable parameter")
+    for name, each in found.items():
+        if each.is_complex():
+            raise UnsupportedOperation(
+                f"{name} is complex, and private gradients are of real parameters: make it a real "
+                "parameter of shape [..., 2] and use torch.view_as_complex of it in forward"
+            )
     return found
 
 
@@ -58,22 +65,15 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
         )
 
 
-def sampling_of(
-    data_loader: DataLoader[Any], is_poisson: bool, expected_batch_size: float | None
-) -> Sampling:
-    """How records are drawn, from the loader's settings."""
+def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:
+    """How records are drawn, from the loader's settings: the rate is its batch size's."""
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     if num_records == 0:
         raise BadInput("the data set is empty")
+    size = batch_size_of(data_loader)
     if not is_poisson:
-        size = batch_size_of(data_loader)
-        if expected_batch_size not in (None, size):
-            raise BadInput(
-                "without Poisson sampling every batch has the loader's size, found "
-                f"{expected_batch_size=} and a batch size of {size}"
-            )
         return Shuffled(batch_size=size, num_records=num_records)
-    return Poisson(rate=min(1.0, (expected_batch_size or batch_size_of(data_loader)) / num_records))
+    return Poisson(rate=min(1.0, size / num_records))
 
 
 def batch_size_of(data_loader: DataLoader[Any]) -> int:

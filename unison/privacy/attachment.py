@@ -11,7 +11,8 @@ records are added up with the coefficients that are known by then.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ from unison.capture.sites import Alike
 from unison.clip import Clipping, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
-from unison.privacy.inputs import Inputs
+from unison.privacy.inputs import Inputs, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import OwnLoss, own_loss_of
@@ -89,6 +91,7 @@ class Attachment:
         with ExitStack() as stack:
             for handle in self._hooks():
                 stack.callback(handle.remove)
+            stack.enter_context(scaled_losses_noticed())
             self._handles = stack.pop_all()
 
     def _hooks(self) -> list[Any]:
@@ -105,10 +108,10 @@ class Attachment:
             ),
             # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
             self.module.register_forward_pre_hook(
-                self._before_forward, with_kwargs=True, prepend=True
+                ModuleHook(self._before_forward), with_kwargs=True, prepend=True
             ),
             self.module.register_forward_hook(
-                self._after_forward, with_kwargs=True, always_call=True
+                ModuleHook(self._after_forward), with_kwargs=True, always_call=True
             ),
         ]
 
@@ -142,14 +145,16 @@ class Attachment:
             self._dealing, self._current, self._coefficients, self._add_sums = kept
 
     def detach(self) -> None:
-        """Give the module back as it was."""
+        """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
+        self.places.forget()
+        self._current = self._coefficients = self._add_sums = _refuse_detached
 
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
         if self._pass is not None:
-            self._pass.context.close()
+            self._pass.close()
             self._pass = None
 
     # --- forward ---------------------------------------------------------------------------------
@@ -162,11 +167,14 @@ class Attachment:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = self._inputs_of(args, kwargs, num_rows)
-        return self._learning.plan(self._learning.learn(inputs), num_rows, inputs)
+        learned = self._learning.learn(inputs)
+        return self._learning.plan(learned, self._dealing.rows_to_plan(num_rows), inputs)
 
     def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
         settings = self.settings
-        return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
+        inputs = Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
+        refuse_inputs_with_gradients(inputs)
+        return inputs
 
     @property
     def _is_aside(self) -> bool:
@@ -242,10 +250,7 @@ class Attachment:
         context = ExitStack()
         captures = {granule: part.capture for granule, part in parts.items()}
         context.enter_context(self._owner.installed(captures))
-        has_leaf_inputs = any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs.leaves
-        )
-        running = RunningPass(batch, parts, context, num_backwards, has_leaf_inputs)
+        running = RunningPass(batch, parts, context, num_backwards)
         if num_forwards == 2:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
@@ -279,7 +284,8 @@ class Attachment:
             return output
         self._set_outside(running, is_outside=True)
         own_loss = own_loss_of(output, kwargs)
-        return gate(output, partial(self._on_backward, own_loss))
+        # Weakly: the loss may outlive the engine, and must not keep the module.
+        return gate(output, partial(_on_backward, ref(self), own_loss))
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -290,13 +296,14 @@ class Attachment:
         gradients: tuple[Tensor | None, ...],
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
-        if self._follows_loss and not self._recorder.is_judged:
-            refuse_unseen()
+        refuse_scaled_loss()
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
+        if self._follows_loss and not self._recorder.is_judged:
+            refuse_unseen()
         if running.phase is Phase.BACKWARD:
             if running.num_backwards == 2:
                 raise UnsupportedOperation(
@@ -323,18 +330,13 @@ class Attachment:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        # Records are made at the anchors. Naming them keeps inputs of the user's that take
-        # gradients from getting them twice; where there are none, it would only forbid what torch
-        # cannot do with names: reentrant checkpointing.
-        anchors = [
-            each for part in running.parts.values() for each in part.capture.anchors.values()
-        ]
-        if reached and anchors:
+        # Records are made at the anchors. They are not named as inputs=, which would forbid what
+        # torch cannot do with names: reentrant checkpointing. No leaf of the user's is reached.
+        if reached and any(part.capture.anchors for part in running.parts.values()):
             torch.autograd.backward(
                 [output for output, _ in reached],
                 [gradient for _, gradient in reached],
                 retain_graph=True,
-                inputs=anchors if running.has_leaf_inputs else None,
             )
         for part in running.parts.values():
             self._decide(running, part)
@@ -385,12 +387,28 @@ class Attachment:
             running.parts.clear()
             # Sharded units end their own backward pass after this, and must still know that there
             # are no gradients for them to sum.
-            _queue(running.context.close)
+            _queue(running.close)
+
+
+def _on_backward(
+    attachment: "ref[Attachment]",
+    own_loss: OwnLoss | None,
+    outputs: tuple[Tensor, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    attached = attachment()
+    if attached is None:
+        raise BadInput("the engine was detached after this forward pass: nothing takes its records")
+    attached._on_backward(own_loss, outputs, gradients)
 
 
 def _queue(callback: Callable[[], None]) -> None:
     """Call back when the running backward pass has ended, after those that asked before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def _refuse_detached(*_: Any) -> NoReturn:
+    raise BadInput("the engine was detached: call make_private again")
 
 
 _TWICE = (

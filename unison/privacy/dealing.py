@@ -76,6 +76,7 @@ class Dealing:
         max_physical_batch_size: Most rows in a pass.
         batch_dim: Dimension of the samples in the tensors of a batch.
         rows_per_sample: Rows of those tensors that belong to one sample, one after the other.
+        usual_size: Samples that hardly any logical batch has more of; 1 if nothing is known.
     """
 
     def __init__(
@@ -85,13 +86,15 @@ class Dealing:
         max_physical_batch_size: int | None,
         batch_dim: int = 0,
         rows_per_sample: int = 1,
+        usual_size: int = 1,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
         self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
+        self._usual_size = usual_size
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
-        self.most_rows = 1  # of a part on any rank: what ranks plan for, since they must plan alike
+        self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
 
     def present(self, batch: Any, physical: PhysicalBatch) -> Any:
         """Return a batch with its padding, in granules if asked; its plan becomes the current one.
@@ -118,7 +121,8 @@ class Dealing:
         if self.granule is None:
             longest = max(high - low for low, high in itertools.pairwise(plan.edges))
             rest = longest - physical.index * (self.max_physical_batch_size or longest)
-            self.most_rows = max(1, min(self.max_physical_batch_size or longest, rest))
+            most = max(1, min(self.max_physical_batch_size or longest, rest))
+            self.most_rows = self.rows_to_plan(most)
             self.parts = [Part(PLAIN, is_real)]
         else:
             rows = is_real.split(granule)
@@ -129,6 +133,22 @@ class Dealing:
         if self.granule is None and bool(is_real.all()):
             return batch
         return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+
+    def rows_to_plan(self, num_rows: int) -> int:
+        """Return how many rows to plan clipping for, where a part has these on any rank.
+
+        Poisson sampling gives every batch another size, and to plan takes longer than a step. So
+        nearly all sizes share one plan, of the largest of them: what fits a memory budget then
+        fits it with fewer rows.
+        """
+        if self.granule is not None:
+            return num_rows  # granules are all of one size
+        most = self.max_physical_batch_size
+        rows = -(-self._usual_size // self.ranks.size)
+        rows = rows if most is None else min(rows, most)
+        while rows < num_rows:
+            rows *= 2
+        return rows if most is None or num_rows > most else min(rows, most)
 
     def positions_of(self, part: Part) -> Tensor:
         """Return where the real rows of a part stand in the logical batch [real rows]."""

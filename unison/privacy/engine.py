@@ -39,9 +39,9 @@ from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.ranks import open_on_ranks, show_shards
 from unison.privacy.recorded import RecordedPass
 from unison.privacy.running import ClippingSettings
-from unison.privacy.sampling import Sampling
+from unison.privacy.sampling import Sampling, usual_batch_size
 from unison.privacy.schedules import Schedule
-from unison.privacy.training import PrivateTraining
+from unison.privacy.training import PrivateTraining, refuse_second_engine
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -136,7 +136,8 @@ class PrivacyEngine:
             sampling: Another sampling, such as `TruncatedPoisson`; instead of `poisson_sampling`.
             loss_reduction: What the user's loss is of the samples' losses: `"mean"` or `"sum"`.
             expected_batch_size: What the sum is divided by with `"mean"`, a public constant; the
-                loader's batch size unless given.
+                loader's batch size unless given. It only divides: how often a record is drawn is
+                decided by the loader's batch size, or `sampling`.
             max_physical_batch_size: Most samples in one pass; larger logical batches come in
                 several, in the same loop.
             adaptive_clipping: Lets C follow a quantile of the norms, with noise of its own.
@@ -175,7 +176,9 @@ class PrivacyEngine:
             check.positive(granule=granule)
         check.positive(rows_per_sample=rows_per_sample)
         show_shards(module)
-        check_optimizer(optimizer, trainable(module))
+        parameters = trainable(module)
+        refuse_second_engine(parameters)
+        check_optimizer(optimizer, parameters)
         owner = owner_of(module, is_ordered=granule is not None)
         with ExitStack() as undo:
             undo.callback(owner.detach)  # if anything is refused from here on
@@ -186,7 +189,7 @@ class PrivacyEngine:
                     "make_private(granule=)"
                 )
             if sampling is None:
-                sampling = sampling_of(data_loader, poisson_sampling, expected_batch_size)
+                sampling = sampling_of(data_loader, poisson_sampling)
             elif not poisson_sampling:
                 raise BadInput("sampling= says how records are drawn; leave poisson_sampling out")
             mechanism = Mechanism(
@@ -217,7 +220,12 @@ class PrivacyEngine:
                 loader,
                 owner=owner,
                 dealing=Dealing(
-                    ranks, granule, max_physical_batch_size, batch_dim, rows_per_sample
+                    ranks,
+                    granule,
+                    max_physical_batch_size,
+                    batch_dim,
+                    rows_per_sample,
+                    usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                 ),
                 key=key,
                 mechanism=mechanism,
@@ -269,7 +277,7 @@ class PrivacyEngine:
         if "noise_multiplier" in settings:
             raise BadInput("target_epsilon decides the noise: leave noise_multiplier out")
         sampling = settings.get("sampling") or sampling_of(
-            data_loader, settings.get("poisson_sampling", True), settings.get("expected_batch_size")
+            data_loader, settings.get("poisson_sampling", True)
         )
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")

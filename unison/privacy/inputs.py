@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 from unison.capture.parts import is_in_parts
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.dealing import plain_leaf
 
 
@@ -85,6 +90,31 @@ class Inputs:
             leaves[place] = rows.movedim(0, self.dim)
         args, kwargs = tree_unflatten(leaves, self.spec)
         return module(*args, **kwargs)
+
+
+def refuse_inputs_with_gradients(inputs: Inputs) -> None:
+    """Make sure that no gradient goes past the module, to where it came from.
+
+    What the batch's gradient reaches before the module is neither clipped nor noised: the `.grad`
+    of a leaf would be that of single records, and a layer before the module would train on it.
+
+    Raises:
+        UnsupportedOperation: Naming the argument.
+    """
+    for place, leaf in enumerate(inputs.leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            args, kwargs = tree_unflatten(range(len(inputs.leaves)), inputs.spec)
+            paths = [
+                *((f"argument {i}", each) for i, each in enumerate(args)),
+                *((f"argument {name!r}", each) for name, each in kwargs.items()),
+            ]
+            where = next(name for name, each in paths if place in tree_leaves(each))
+            raise UnsupportedOperation(
+                f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which would "
+                "leave the step neither clipped nor noised. If it is a batch, give the module "
+                "x.detach(); if something trainable made it, put that into the module that "
+                "make_private gets"
+            )
 
 
 def _holds(leaf: Any, num_samples: int, dim: int) -> bool:

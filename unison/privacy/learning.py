@@ -1,5 +1,6 @@
 """What a module does with a batch, learned once per kind of batch; and how clipping is planned."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
+from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
 from unison.privacy.inputs import Inputs, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
@@ -61,9 +63,11 @@ class Learning:
 
     def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
         batch_dim = self._settings.batch_dim
+        leaves: list[weakref.ref[Tensor]] = []
 
         def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
-            output = inputs.run(module, some)
+            with DerivativesRefused():
+                output = inputs.run(module, some)
             losses = probe_losses(output, len(some[0]), batch_dim, self._settings.rows_per_sample)
             if losses is None:
                 raise UnsupportedOperation(
@@ -71,11 +75,13 @@ class Learning:
                     f"{batch_dim}, so it cannot be checked that samples do not mix. Return the "
                     "outputs of each sample beside a loss, as transformers models do"
                 )
+            leaves.extend(map(weakref.ref, leaves_of(losses)))
             return losses
 
         axes: AxisTable = learn_axes(self._module, run, samples)
         check_samples_apart(self._module, run, samples, axes)
         layers = self._owner.agreed(learn_layers(self._module, run, samples, axes))
+        refuse_leaves(leaves)
         return Learned(axes, tuple(layers))
 
     def plan(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:

@@ -153,6 +153,7 @@ class Mechanism:
         "_adaptive",
         "_current",
         "_expected_batch_size",
+        "_made_with",
         "_rounded_elements",
         "_sampling",
         "_settings",
@@ -183,6 +184,8 @@ class Mechanism:
         self._rounded_elements = rounded_elements
         self._current: Release | None = None
         self.release(0)  # a setting that cannot be used is refused here, not in the first step
+        # C and σ may move later; a run that goes on must have begun with the same.
+        self._made_with = self.describe()
 
     # ---- what a step applies ---------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class Mechanism:
         """What may have changed since the mechanism was made, as values that JSON can hold."""
         return {
             **{name: describe(setting) for name, setting in self._settings.items()},
-            "is_adaptive": self._adaptive is not None,
+            "made_with": dict(self._made_with),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -311,25 +314,26 @@ class Mechanism:
 
         Raises:
             BadInput: In the middle of a step, or if the state is that of another mechanism: one
-                with another schedule, or with adaptive clipping where this one has none.
+                that was made with another σ, C, sampling, divisor or adaptive clipping.
         """
         self._refuse_in_a_step()
-        if state["is_adaptive"] != (self._adaptive is not None):
+        made_with = state.get("made_with")
+        if made_with is None:
             raise BadInput(
-                "the saved mechanism and this one must both have adaptive clipping or both have "
-                f"none, found {state['is_adaptive']} and {self._adaptive is not None}"
+                f"expected the state of a mechanism, which says what it was made with, found keys "
+                f"{sorted(state)}"
             )
-        loaded = dict(self._settings)
-        for name, own in self._settings.items():
-            saved = state[name]
-            if not isinstance(saved, dict) and not callable(own):
-                loaded[name] = saved
-            elif saved != describe(own):
+        for name, own in self._made_with.items():
+            # How many elements there are is the model's, which may be cut in other ways now.
+            if name != "rounded_elements" and made_with.get(name) != own:
                 raise BadInput(
-                    f"{name} was saved as {saved!r} and is {describe(own)!r} now; resume with the "
-                    "same schedule"
+                    f"the state is of a run with {name} {made_with.get(name)!r}, and make_private "
+                    f"was given {own!r}: a run goes on with what it began with. Give make_private "
+                    "the same; σ and C may be changed between steps once the state is loaded"
                 )
-        self._take(loaded)
+        # Schedules are functions of the step: the same ones give the same values.
+        moved = {name: state[name] for name, own in self._settings.items() if not callable(own)}
+        self._take({**self._settings, **moved})
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.describe().items())

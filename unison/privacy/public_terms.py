@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unison.errors import UnsupportedOperation
 from unison.privacy.owners.base import Owned, Owner
 from unison.privacy.refuse import refuse_gradient
+from unison.privacy.separation import LossCheck
 
 
 class PublicTerms:
@@ -24,11 +25,11 @@ class PublicTerms:
 
     Args:
         owner: Who holds the parameters.
-        are_allowed: Whether the loss of the running pass has such terms.
+        loss_check: Knows whether the loss of the running pass has such terms.
     """
 
-    def __init__(self, owner: Owner, are_allowed: Callable[[], bool]) -> None:
-        self._owner, self._are_allowed = owner, are_allowed
+    def __init__(self, owner: Owner, loss_check: LossCheck) -> None:
+        self._owner, self._loss_check = owner, loss_check
         self._kept: dict[str, Tensor] = {}
         self._without_grad: set[int] = set()
 
@@ -36,7 +37,7 @@ class PublicTerms:
         """Return the hook of a parameter: it keeps the gradient and lets zeros pass."""
 
         def take(gradient: Tensor) -> Tensor:
-            if not self._are_allowed():
+            if not self._loss_check.has_terms:
                 refuse_gradient(name, gradient)
             if self._owner.everyone.size > 1 or parameter.shape != gradient.shape:
                 raise UnsupportedOperation(

@@ -64,9 +64,19 @@ class RunningPass:
     parts: dict[int, RunningPart]  # by granule
     context: ExitStack
     num_backwards: int  # backward passes that clipping takes
-    has_leaf_inputs: bool = False  # the user wants gradients of the batch itself
     call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
+
+    def __post_init__(self) -> None:
+        self._captures = [part.capture for part in self.parts.values()]
+
+    def close(self) -> None:
+        """Let go of the module and of what was recorded: the pass is over, or given up."""
+        self.context.close()
+        for capture in self._captures:
+            capture.release()
+        self.parts.clear()
+        self.call = None
 
 
 class PassSums:

@@ -4,6 +4,7 @@ Adjacency is add/remove one record for the Poisson kinds. Shuffled batches have 
 there a record is replaced by one that contributes nothing ("zero-out").
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,6 +92,20 @@ class Shuffled:
 
 
 Sampling = Poisson | TruncatedPoisson | Shuffled
+
+
+def usual_batch_size(sampling: Sampling, num_records: int) -> int:
+    """Records that hardly any step draws more than: four standard deviations above the mean.
+
+    >>> usual_batch_size(Poisson(rate=0.01), 10_000), usual_batch_size(Poisson(rate=1.0), 50)
+    (140, 50)
+    """
+    if isinstance(sampling, Shuffled):
+        return sampling.batch_size
+    mean = sampling.rate * num_records
+    most = min(num_records, math.ceil(mean + 4 * math.sqrt(mean * (1 - sampling.rate))))
+    return max(1, min(most, sampling.capacity) if isinstance(sampling, TruncatedPoisson) else most)
+
 
 KINDS: dict[str, type[Sampling]] = {
     "poisson": Poisson,

@@ -5,6 +5,7 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 """
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,27 @@ from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.running import ClippingSettings, LogicalBatch, PassSums
 from unison.privacy.separation import LossCheck
 from unison.privacy.step_graph import is_recording
+from unison.privacy.trained import OptimizerParams
 from unison.rng import Key, NoiseClock
+
+_attached: "weakref.WeakSet[PrivateTraining]" = weakref.WeakSet()
+
+
+def refuse_second_engine(trainable: Mapping[str, nn.Parameter]) -> None:
+    """Make sure that no other engine trains any of these parameters.
+
+    Each would clip and noise the gradients of the other, and neither ledger would hold it.
+
+    Raises:
+        BadInput: Naming a parameter.
+    """
+    taken = {id(each) for other in _attached for each in other.trained}
+    for name, parameter in trainable.items():
+        if id(parameter) in taken:
+            raise BadInput(
+                f"{name} is trained privately already, by another engine: one parameter, one "
+                "engine. detach() the other one first, or make a copy of the module"
+            )
 
 
 class PrivateTraining:
@@ -68,6 +89,7 @@ class PrivateTraining:
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
         self._uncommitted: int | None = None
+        self._optimizer_params = OptimizerParams(optimizer, self._parameters)
         self._is_taken = False  # the step of the last release, by a graph
         self._asked: tuple[object, bool] | None = None  # whether kernels take parameters, and which
         self._has_warned = False
@@ -78,7 +100,7 @@ class PrivateTraining:
             substitutes={batch_mean: local_batch_mean},
         )
         self._recorder = LossRecorder(self._loss_check.judge)
-        self._public_terms = PublicTerms(owner, lambda: self._loss_check.has_terms)
+        self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
             module,
             settings,
@@ -98,10 +120,20 @@ class PrivateTraining:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        _attached.add(self)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """All parameters that are trained, as the module and the optimizer hold them."""
+        return [
+            *self._parameters.values(),
+            *(each for each in self.module.parameters() if each.requires_grad),
+        ]
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
         self._recorder.remove()
+        _attached.discard(self)
         self._attachment.detach()
         for handle in self._handles:
             handle.remove()
@@ -128,10 +160,12 @@ class PrivateTraining:
                 "call loss.backward() for every batch that the loader hands out, or "
                 "loader.abandon() to give a step up"
             )
+        self._key.check_process()
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
         self._attachment.trained.check(is_quick=True)
+        self._optimizer_params.check()
         self._batch = LogicalBatch(
             release=self.mechanism.begin(step),
             next_pass=0,
@@ -229,6 +263,7 @@ class PrivateTraining:
 
     def open_release(self, running: LogicalBatch) -> None:
         """Count a logical batch, before anything of its noise is drawn."""
+        self._key.check_process()  # the ledger's file is the parent's, if this is a fork
         self.ledger.intend(running.release)
         running.key = self._clock.advance(running.release.step)
 
@@ -324,6 +359,7 @@ class PrivateTraining:
                 "capture_graph(..., with_optimizer=True) takes the optimizer's step: leave "
                 "optimizer.step() out, or it would be taken twice"
             )
+        self._optimizer_params.check()
         self._given.check(self._parameters)
         for group in optimizer.param_groups:
             for name, value in group.items():
@@ -350,6 +386,7 @@ class PrivateTraining:
     def check_trained(self) -> None:
         """Make sure that what is trained is what was made private, where no forward pass does."""
         self._attachment.trained.check()
+        self._optimizer_params.check()
 
     def _learning_rates(self) -> list[Any]:
         return [group.get("lr") for group in self.optimizer.param_groups]

@@ -47,8 +47,10 @@ class NoiseClock:
         """Mark `step` as used and return the key for its streams.
 
         Raises:
-            BadInput: `step` is not above the last one used in this process.
+            BadInput: `step` is not above the last one used in this process, or the process is a
+                fork of the one that made a secret key.
         """
+        self._key.check_process()
         with _lock:
             last = self._steps.get(self._id)
             if last is not None and step <= last:

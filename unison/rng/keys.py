@@ -1,8 +1,9 @@
 """Keys: 32 secret bytes, and what may be done with them.
 
 Everything random in unison hangs on a root key. A key made from entropy is secret: it never shows
-in a repr, cannot be copied, pickled or saved, and dies with its process. A key made from a seed is
-for experiments that must be repeated; it says so, and nothing private may rest on it.
+in a repr, cannot be copied, pickled or saved, and dies with its process; a fork may not use it,
+since both would draw the same noise. A key made from a seed is for experiments that must be
+repeated; it says so, and nothing private may rest on it.
 """
 
 import hashlib
@@ -27,16 +28,18 @@ class Key:
     Guarantees:
         `repr`, `str` and error messages never hold the bytes. Copying, pickling and `torch.save`
         raise `TypeError`, so a key cannot slip into a checkpoint. Comparison takes the same time
-        wherever two keys differ.
+        wherever two keys differ. A secret key is of use in the process that made it, and raises
+        in its forks.
     """
 
-    __slots__ = ("_bytes", "_is_reproducible")
+    __slots__ = ("_bytes", "_is_reproducible", "_process")
 
     def __init__(self, secret: bytes, *, is_reproducible: bool) -> None:
         if len(secret) != KEY_BYTES:
             raise BadInput(f"expected a key of {KEY_BYTES} bytes, found {len(secret)}")
         self._bytes = bytes(secret)
         self._is_reproducible = is_reproducible
+        self._process = os.getpid()
 
     @classmethod
     def from_entropy(cls) -> "Key":
@@ -74,7 +77,24 @@ class Key:
 
         The bytes travel over the group's own backend, as the gradients do.
         """
+        self.check_process()
         return Key(_broadcast(self._bytes, group), is_reproducible=self._is_reproducible)
+
+    def check_process(self) -> None:
+        """Make sure that a secret key is used where it was made, and in no fork of that process.
+
+        Forks hold the same bytes and count the same steps: they would draw the same noise, and the
+        difference of what they release would have none.
+
+        Raises:
+            BadInput: In a fork.
+        """
+        if not self._is_reproducible and os.getpid() != self._process:
+            raise BadInput(
+                f"a secret key of process {self._process} was used in process {os.getpid()}, a "
+                "fork of it, which would draw the same noise a second time. Call make_private (or "
+                "make the key) in the process that trains, after the fork"
+            )
 
     def derive(self, *parts: str | int | bytes, size: int = KEY_BYTES) -> bytes:
         """Return `size` bytes that depend on the key and on every part, by keyed BLAKE2b.
@@ -85,6 +105,7 @@ class Key:
         >>> key.derive("ab", "c") == key.derive("a", "bc")
         False
         """
+        self.check_process()
         return _hash(self._bytes, *(_encode(part) for part in parts), size=size)
 
     def derive_many(
@@ -98,6 +119,7 @@ class Key:
 
         What comes before is hashed once, so that hundreds of names take hardly longer than one.
         """
+        self.check_process()
         common = _begun(self._bytes, *map(_encode, before), size=size)
         last = b"".join(_prefixed(_encode(part)) for part in after)
         found = []

@@ -1,0 +1,830 @@
+"""The loop that people write: what it does around the engine is right, or refused in a sentence."""
+
+import copy
+import gc
+import io
+import multiprocessing
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, loader, make_model, train
+from unison.clip import plan_clipping
+from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.privacy import Poisson, PrivacyEngine, Shuffled
+from unison.privacy.dealing import Dealing
+from unison.shard.ranks import Ranks
+
+
+def step_of(module: nn.Module, private: Any, loss_of: Callable[[Tensor], Tensor] | None = None):
+    """One forward and backward pass of a batch of the loader's."""
+    x, y = next(iter(private))
+    loss = cross_entropy(module(x), y)
+    (loss if loss_of is None else loss_of(loss)).backward()
+    return x, y
+
+
+# ---- GradScaler ----------------------------------------------------------------------------------
+
+
+def test_a_grad_scaler_is_refused_before_budget_is_spent():
+    engine, module, optimizer, private = attach()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(UnsupportedOperation, match=r"GradScaler scaled the loss.*bfloat16"):
+        step_of(module, private, scaler.scale)
+    assert not engine.ledger.spending.events
+    assert all(each.grad is None for each in module.parameters())
+    private.abandon()
+    train(module, optimizer, private, 1)  # the same engine trains on without it
+    assert engine.ledger.spending.events.total() == 1
+
+
+def test_a_grad_scaler_that_is_switched_off_changes_nothing():
+    _engine, module, optimizer, private = attach()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step_of(module, private, scaler.scale)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    _, twin, its_optimizer, its_private = attach()
+    step_of(twin, its_private)
+    its_optimizer.step()
+    for mine, its in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_grad_scaler_of_another_model_is_not_the_engines_business():
+    engine, module, optimizer, private = attach()
+    scaler, plain = torch.amp.GradScaler("cpu"), make_model()
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in private:
+        scaler.scale(cross_entropy(plain(x), y)).backward()
+        scaler.step(other)
+        scaler.update()
+        cross_entropy(module(x), y).backward()
+        optimizer.step()
+        break
+    engine.detach()
+    gc.collect()  # of engines that earlier tests left behind
+    assert torch.amp.GradScaler.scale.__qualname__ == "GradScaler.scale"
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved_and_loaded,
+    "swa": lambda module: AveragedModel(module).module,
+    "ema": lambda module: AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9)).module,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("seed", [3, None], ids=["seeded", "secret"])
+def test_copies_of_the_module_are_plain(how, seed):
+    _engine, module, optimizer, private = attach(seed=seed)
+    names = list(module.state_dict())
+    train(module, optimizer, private, 2)
+    twin = COPIES[how](module)
+    assert list(twin.state_dict()) == names
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    gradients = [each.grad.clone() for each in module.parameters()]
+    # It trains on anything, in the plain way, and the original does not hear of it.
+    trainer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    plain = make_model()
+    plain.load_state_dict(twin.state_dict())
+    x, y = torch.randn(5, NUM_FEATURES), torch.randint(0, NUM_CLASSES, (5,))
+    trainer.zero_grad()
+    cross_entropy(twin(x), y).backward()
+    cross_entropy(plain(x), y).backward()
+    for mine, its in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    trainer.step()
+    for name, each in module.state_dict().items():
+        assert torch.equal(each, before[name])
+    for each, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(each.grad, gradient)
+    # The original is private still, and the copy can be made private, too.
+    private.abandon()
+    with pytest.raises(BadInput, match="not a batch of its loader"):
+        module(x)
+    train(module, optimizer, private, 1)
+    _, twin, trainer, others = attach(twin)
+    train(twin, trainer, others, 1)
+
+
+def test_what_is_pickled_holds_nothing_of_unison_and_no_key():
+    engine, module, optimizer, private = attach(seed=None)
+    train(module, optimizer, private, 1)
+    key = engine._attached._key._bytes
+    for what in (module, optimizer, module.state_dict(), optimizer.state_dict()):
+        data = pickle.dumps(what)
+        assert b"unison" not in data
+        assert key not in data
+    for what in (engine, private):
+        with pytest.raises(TypeError, match="Key cannot be copied, pickled or saved"):
+            pickle.dumps(what)
+
+
+def test_copies_of_the_optimizer_are_plain():
+    engine, module, _, private = attach()
+    engine.detach()
+    optimizer = torch.optim.Adam(module.parameters())
+    engine, module, optimizer, private = attach(module, optimizer=optimizer)
+    train(module, optimizer, private, 1)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not twin._optimizer_step_pre_hooks
+        assert twin.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+        for group in twin.param_groups:
+            for each in group["params"]:
+                each.grad = torch.ones_like(each)  # nobody's business
+        twin.step()
+    train(module, optimizer, private, 1)
+
+
+def test_an_average_follows_private_training():
+    _engine, module, optimizer, private = attach()
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = None
+    for _ in range(3):
+        train(module, optimizer, private, 1)
+        average.update_parameters(module)
+        now = module[0].weight.detach()
+        expected = now.clone() if expected is None else 0.5 * expected + 0.5 * now
+    torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
+    average(torch.randn(2, NUM_FEATURES)).sum().backward()
+
+
+def test_a_copy_amid_a_pass_is_refused_in_a_sentence():
+    _, module, _, private = attach()
+    x, _ = next(iter(private))
+    module(x)
+    for how in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(BadInput, match=r"0\.weight\. Copy it after backward"):
+            how(module)
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_fork_cannot_train_with_the_noise_of_its_parent(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    _engine, module, optimizer, private = attach(seed=None, ledger=path)
+    train(module, optimizer, private, 1)
+    iteration = iter(private)
+    x, y = next(iteration)
+    loss = cross_entropy(module(x), y)
+    before = path.read_bytes()
+
+    def go_on() -> None:
+        loss.backward()
+
+    def begin() -> None:
+        iteration.close()
+        private.abandon()
+        next(iter(private))
+
+    for use in (go_on, begin):
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+
+        def run(use: Callable[[], None] = use, pipe: Any = theirs) -> None:
+            try:
+                use()
+                pipe.send("went on")
+            except BadInput as error:
+                pipe.send(str(error))
+
+        process = context.Process(target=run)
+        process.start()
+        assert ours.poll(60)
+        assert "a fork of it, which would draw the same noise" in ours.recv()
+        process.join()
+        assert path.read_bytes() == before
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_workers_that_are_forks_read_for_a_secret_key():
+    data = loader(num_workers=2, multiprocessing_context="fork")
+    _engine, module, optimizer, private = attach(seed=None, data_loader=data)
+    train(module, optimizer, private, 3)
+
+
+# ---- the divisor ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_poisson", [True, False])
+def test_expected_batch_size_only_divides(is_poisson):
+    """The rate is the loader's; the sum of the same draw is divided by another number."""
+    found = []
+    for divisor in (None, 48.0):
+        engine, module, _optimizer, private = attach(
+            expected_batch_size=divisor,
+            poisson_sampling=is_poisson,
+            noise_multiplier=0.0,
+            data_loader=loader(12, shuffle=True),
+        )
+        wanted = Poisson(rate=0.1) if is_poisson else Shuffled(batch_size=12, num_records=120)
+        assert private.sampling == engine.mechanism.sampling == wanted
+        assert engine.mechanism.expected_batch_size == (divisor or 12)
+        step_of(module, private)
+        found.append([each.grad for each in module.parameters()])
+    for usual, divided in zip(*found, strict=True):
+        torch.testing.assert_close(usual, 4 * divided)
+
+
+def test_noise_for_an_epsilon_does_not_depend_on_the_divisor():
+    sigmas = []
+    for divisor in (None, 48.0):
+        engine, module = PrivacyEngine(accountant="rdp"), make_model()
+        engine.make_private_with_epsilon(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=loader(12),
+            target_epsilon=4.0,
+            target_delta=1e-3,
+            epochs=1,
+            max_grad_norm=1.0,
+            expected_batch_size=divisor,
+        )
+        sigmas.append(engine.mechanism.noise_multiplier)
+    assert sigmas[0] == sigmas[1]
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def plans_of(steps: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], int]:
+    """Rows that were planned for in some steps, and how many sizes the batches had."""
+    planned: list[int] = []
+
+    def counted(layers: Any, **others: Any) -> Any:
+        planned.append(layers[0].batch)
+        return plan_clipping(layers, **others)
+
+    monkeypatch.setattr("unison.clip.learned.plan_clipping", counted)
+    _, module, optimizer, private = attach(**settings)
+    sizes = set()
+    for _ in range(steps // len(private)):
+        for x, y in private:
+            sizes.add(len(x))
+            optimizer.zero_grad()
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+    return planned, len(sizes)
+
+
+def test_poisson_sizes_do_not_plan_anew(monkeypatch):
+    planned, num_sizes = plans_of(20, monkeypatch)
+    assert num_sizes > 6
+    assert planned == [26]  # 12 + 4·√(12·0.9), rounded up
+    planned, num_sizes = plans_of(20, monkeypatch, max_physical_batch_size=8)
+    assert num_sizes > 3
+    assert planned == [8]
+
+
+def test_a_shuffled_batch_is_planned_for_as_it_is(monkeypatch):
+    data = loader(12, shuffle=True)
+    planned, num_sizes = plans_of(10, monkeypatch, data_loader=data, poisson_sampling=False)
+    assert (planned, num_sizes) == ([12], 1)
+
+
+def test_larger_batches_than_usual_are_planned_for():
+    """And a memory budget holds for them: a plan is of at least as many rows as it serves."""
+    dealing = Dealing(Ranks(None), None, None, usual_size=10)
+    assert [dealing.rows_to_plan(each) for each in (0, 1, 10, 11, 20, 21)] == [
+        10,
+        10,
+        10,
+        20,
+        20,
+        40,
+    ]
+    dealing = Dealing(Ranks(None), None, 25, usual_size=10)
+    assert [dealing.rows_to_plan(each) for each in (1, 10, 11, 21, 25)] == [10, 10, 20, 25, 25]
+
+
+def test_check_plans_what_steps_use():
+    engine, module, optimizer, private = attach()
+    plan = engine.check(torch.randn(5, NUM_FEATURES))
+    train(module, optimizer, private, 3)
+    assert engine.plan() is plan
+
+
+# ---- several engines -----------------------------------------------------------------------------
+
+
+def test_two_engines_on_one_module_are_refused_at_once():
+    engine, module, optimizer, private = attach()
+    with pytest.raises(
+        BadInput, match=r"0\.weight is trained privately already, by another engine"
+    ):
+        attach(module)
+    with pytest.raises(BadInput, match="by another engine"):
+        attach(module, optimizer=optimizer)
+    train(module, optimizer, private, 1)  # and the first one is as it was
+    engine.detach()
+    attach(module, optimizer=optimizer)
+
+
+def test_two_engines_that_share_a_parameter_are_refused():
+    _, module, _, _ = attach()
+    other = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), module[2])
+    with pytest.raises(BadInput, match=r"2\.weight is trained privately already"):
+        attach(other)
+    tied = make_model()
+    tied[2].bias = module[2].bias
+    with pytest.raises(BadInput, match=r"2\.bias is trained privately already"):
+        attach(tied)
+
+
+def test_two_engines_may_share_what_is_frozen():
+    backbone = nn.Linear(NUM_FEATURES, 5).requires_grad_(False)
+    for _ in range(2):
+        _, module, optimizer, private = attach(nn.Sequential(backbone, nn.Linear(5, NUM_CLASSES)))
+        train(module, optimizer, private, 1)
+
+
+def test_a_private_loader_of_another_engine_is_refused():
+    _, _, _, private = attach()
+    with pytest.raises(BadInput, match="private already"):
+        attach(data_loader=private)
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"noise_multiplier": 2.0}, r"noise_multiplier 1\.0, and make_private was given 2\.0"),
+        ({"max_grad_norm": 0.25}, r"max_grad_norm 0\.5, and make_private was given 0\.25"),
+        ({"batch_size": 24}, r"sampling .*'rate': 0\.1.* was given .*'rate': 0\.2"),
+        ({"expected_batch_size": 24}, r"expected_batch_size 12, and make_private was given 24"),
+    ],
+)
+def test_a_state_of_another_mechanism_is_refused(other, words):
+    engine, module, optimizer, private = attach()
+    train(module, optimizer, private, 2)
+    state = engine.state_dict()
+    resumed, module, optimizer, private = attach(**other)
+    with pytest.raises(BadInput, match=words):
+        resumed.load_state_dict(state)
+    assert private.next_step == 0
+    train(module, optimizer, private, 1)
+
+
+def test_a_state_whose_noise_was_changed_goes_on_with_it():
+    engine, module, optimizer, private = attach()
+    train(module, optimizer, private, 1)
+    engine.mechanism.noise_multiplier = 3.0
+    state = engine.state_dict()
+    resumed, *_ = attach()
+    resumed.load_state_dict(state)
+    assert resumed.mechanism.noise_multiplier == 3.0
+
+
+# ---- the optimizer at every step -----------------------------------------------------------------
+
+
+def test_a_parameter_that_the_optimizer_gets_later_is_refused_at_the_next_step():
+    engine, module, optimizer, private = attach()
+    head = nn.Linear(NUM_CLASSES, 2)
+    iteration = iter(private)
+    x, _ = next(iteration)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    module(x).sum(1).mean().backward()
+    before = head.weight.detach().clone()
+    with pytest.raises(BadInput, match=r"shape \[2, 3\] that make_private did not see"):
+        optimizer.step()
+    assert torch.equal(head.weight, before)
+    spent = engine.ledger.spending.events.total()
+    with pytest.raises(BadInput, match=r"shape \[2, 3\]"):
+        next(iteration)
+    assert engine.ledger.spending.events.total() == spent
+
+
+def test_a_parameter_that_the_optimizer_loses_is_refused():
+    _, module, optimizer, private = attach()
+    lost = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(BadInput, match=r"lost 2\.bias since make_private"):
+        next(iter(private))
+    optimizer.param_groups[0]["params"].append(nn.Parameter(lost.detach().clone()))
+    with pytest.raises(BadInput, match="did not see"):
+        next(iter(private))
+    optimizer.param_groups[0]["params"][-1] = lost
+    train(module, optimizer, private, 1)
+
+
+def test_a_frozen_parameter_of_the_optimizer_may_not_be_thawed():
+    module = make_model()
+    outside = nn.Parameter(torch.zeros(4), requires_grad=False)
+    optimizer = torch.optim.SGD([*module.parameters(), outside], lr=0.1)
+    _, module, optimizer, private = attach(module, optimizer=optimizer)
+    train(module, optimizer, private, 1)
+    outside.requires_grad_()
+    with pytest.raises(BadInput, match=r"shape \[4\] that make_private did not see"):
+        next(iter(private))
+
+
+def test_groups_of_the_optimizer_may_be_cut_anew():
+    _, module, optimizer, private = attach()
+    train(module, optimizer, private, 1)
+    group = optimizer.param_groups[0]
+    rest = {**group, "params": group["params"][2:], "lr": 0.01}
+    group["params"] = group["params"][:2]
+    optimizer.param_groups.append(rest)
+    train(module, optimizer, private, 2)
+
+
+def test_a_second_optimizer_finds_private_gradients_or_none():
+    """With virtual batches there is no gradient before the last pass, and then a noisy one."""
+    _engine, module, optimizer, private = attach(max_physical_batch_size=4, noise_multiplier=50.0)
+    second = torch.optim.SGD(module.parameters(), lr=0.1)
+    for x, y in private:
+        optimizer.zero_grad()
+        before = [each.detach().clone() for each in module.parameters()]
+        cross_entropy(module(x), y).backward()
+        gradients = [each.grad for each in module.parameters()]
+        if not private.current.is_last:
+            assert gradients == [None] * 4
+            second.step()
+            for each, its in zip(module.parameters(), before, strict=True):
+                assert torch.equal(each, its)
+            continue
+        assert all(each.norm() > 1 for each in gradients)  # σ·C / B = 2 per element
+        second.step()
+        break
+
+
+# ---- gradients of what comes before the module ---------------------------------------------------
+
+
+@pytest.mark.parametrize("clipping", ["auto", "ghost"])
+def test_a_batch_that_takes_gradients_is_refused(clipping):
+    engine, module, optimizer, private = attach(clipping=clipping)
+    iteration = iter(private)
+    x, y = next(iteration)
+    x.requires_grad_()
+    with pytest.raises(UnsupportedOperation, match=r"argument 0 of the module.*x\.detach\(\)"):
+        module(x)
+    with pytest.raises(UnsupportedOperation, match="argument 'input' of the module"):
+        module(input=x)
+    with pytest.raises(UnsupportedOperation, match="argument 0 of the module"):
+        engine.check(x)
+    assert not engine.ledger.spending.events
+    cross_entropy(module(x.detach()), y).backward()
+    assert x.grad is None
+    optimizer.step()
+
+
+def test_a_layer_before_the_module_is_refused():
+    _engine, module, _, private = attach()
+    before = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+    x, y = next(iter(private))
+    with pytest.raises(UnsupportedOperation, match="put that into the module"):
+        module(before(x))
+    with torch.no_grad():
+        features = before(x)
+    cross_entropy(module(features), y).backward()
+    with pytest.raises(BadInput, match="went backward already"):
+        module(features)
+
+
+def test_a_second_call_of_a_batch_may_not_take_gradients_either():
+    _, module, _, private = attach()
+    x, _ = next(iter(private))
+    module(x)
+    with pytest.raises(UnsupportedOperation, match="argument 0"):
+        module((2 * x).requires_grad_())
+    module.eval()  # attributions of a model that is not being trained are nobody's business
+    module(x.clone().requires_grad_())
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def tiny_gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def tiny_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tiny_sequential() -> nn.Module:
+    return nn.Sequential(nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize(
+    ("make", "clipping", "is_own_loss"),
+    [
+        (tiny_sequential, "auto", False),
+        (tiny_sequential, "ghost", False),
+        (tiny_sequential, "recompute_bk", False),
+        (tiny_gpt2, "auto", True),
+        (tiny_gpt2, "ghost", False),
+        (tiny_llama, "auto", False),
+        (tiny_llama, "recompute_bk", True),
+    ],
+)
+def test_memory_is_free_after_detach_and_del(make, clipping, is_own_loss):
+    """At once, without the garbage collector; though the user still holds a loss and outputs."""
+    data = TensorDataset(torch.randint(0, 32, (20, 7)))
+    engine, module, optimizer, private = attach(
+        make(), data_loader=DataLoader(data, batch_size=5), clipping=clipping
+    )
+    for (x,) in private:
+        optimizer.zero_grad()
+        output = module(x, labels=x) if is_own_loss else module(x)
+        logits = output if isinstance(output, Tensor) else output.logits
+        losses = cross_entropy(logits.transpose(1, 2), x, reduction="none").mean(1)
+        loss = output.loss if is_own_loss else losses.mean()
+        loss.backward()
+        optimizer.step()
+    alive = [weakref.ref(module), *map(weakref.ref, module.parameters())]
+    memory = [StorageWeakRef(each.untyped_storage()) for each in module.parameters()]
+    gc.collect()  # what transformers and the tests before have left
+    gc.disable()
+    try:
+        engine.detach()
+        del engine, module, optimizer, private
+        assert not any(each() is not None for each in alive)
+        assert all(each.expired() for each in memory)
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError):
+        loss.backward()  # as ever, of a graph that is gone
+
+
+def test_a_pass_that_was_under_way_ends_with_the_engine():
+    engine, module, optimizer, private = attach()
+    x, y = next(iter(private))
+    loss = cross_entropy(module(x), y)
+    alive = weakref.ref(module)
+    engine.detach()
+    del engine, private
+    with pytest.raises(BadInput, match="engine was detached after this forward pass"):
+        loss.backward()
+    cross_entropy(module(x), y).backward()  # it is the user's own again
+    optimizer.step()
+    del module, optimizer
+    assert alive() is None
+
+
+# ---- what forward may contain --------------------------------------------------------------------
+
+
+class Filter(nn.Module):
+    """A filter in frequency space (as in FNet's kin), of a parameter in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.head = form, nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        shapes = {"rfft": (NUM_FEATURES,), "view_as_complex": (4, 2), "to": (4,), "complex": (4,)}
+        self.weight = nn.Parameter(torch.randn(shapes[form]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "rfft":
+            weight = torch.fft.rfft(self.weight)
+        elif self.form == "view_as_complex":
+            weight = torch.view_as_complex(self.weight)
+        elif self.form == "complex":
+            weight = torch.complex(self.weight, 2 * self.weight).conj()
+        else:
+            weight = self.weight.to(torch.complex64 if x.dtype == torch.float32 else torch.cdouble)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * weight, n=NUM_FEATURES))
+
+
+class Window(nn.Module):
+    """A trained window of a spectrogram."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.head = nn.Parameter(torch.hann_window(4)), nn.Linear(12, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.stft(
+            x, 4, hop_length=2, window=self.window, pad_mode="constant", return_complex=True
+        )
+        return self.head(found.abs().flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:no rule for", "ignore:There is a performance drop")
+@pytest.mark.parametrize("clipping", ["auto", "ghost", "recompute_bk"])
+@pytest.mark.parametrize("form", ["rfft", "view_as_complex", "to", "complex", "stft"])
+def test_fourier_transforms_of_parameters_are_exact(form, clipping):
+    module = Window() if form == "stft" else Filter(form)
+    plain = copy.deepcopy(module).double()
+    _, module, _, private = attach(module, noise_multiplier=0.0, clipping=clipping)
+    x, y = step_of(module, private)
+    expected = {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
+    for one, label in zip(x.double(), y, strict=True):
+        plain.zero_grad()
+        cross_entropy(plain(one[None]), label[None]).backward()
+        norm = torch.stack([each.grad.norm() for each in plain.parameters()]).norm()
+        for name, each in plain.named_parameters():
+            expected[name] += each.grad * min(1.0, 0.5 / norm)
+    for name, each in module.named_parameters():
+        torch.testing.assert_close(12 * each.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Derivative(nn.Module):
+    """A physics-informed network: its output holds its own derivative."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.net, self.create_graph = make_model(), create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.net(x)
+        (gradient,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return u + (gradient if self.create_graph else gradient.detach())[:, :NUM_CLASSES]
+
+
+class Backward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.net(x)
+        u.sum().backward(retain_graph=True)
+        assert x.grad is not None
+        return u + x.grad[:, :NUM_CLASSES]
+
+
+class Vmapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.net)(x)
+
+
+class FunctionalGradient(Vmapped):
+    def forward(self, x: Tensor) -> Tensor:
+        derivative = torch.func.vmap(torch.func.grad(lambda row: self.net(row).sum()))(x)
+        return self.net(x) + derivative[:, :NUM_CLASSES]
+
+
+class Nested(Vmapped):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([row[None] for row in x], layout=self.layout)
+        return torch.stack([each.sum(0) for each in self.net(rows).unbind()])
+
+
+class Table(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, **settings)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((10 * x).abs().long() % 10).mean(1))
+
+
+class Bag(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 4, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((10 * x).abs().long() % 10))
+
+
+class Unregistered(nn.Module):
+    """Has a tensor that takes gradients, and is no parameter; or that of somebody else."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.net, self.shift = make_model(), [shift]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.shift[0]
+
+
+REFUSED = {
+    "autograd.grad": (lambda: Derivative(True), "calls torch.autograd.grad in its forward"),
+    "autograd.grad, detached": (lambda: Derivative(False), "calls torch.autograd.grad"),
+    "backward": (Backward, "calls backward in its forward"),
+    "vmap": (Vmapped, "inside of torch.func or vmap"),
+    "func.grad": (FunctionalGradient, "inside of torch.func or vmap"),
+    "nested": (lambda: Nested(torch.strided), "NestedTensor"),
+    "jagged": (lambda: Nested(torch.jagged), "an operation that was not seen"),
+    "max_norm": (lambda: Table(max_norm=1.0), "max_norm"),
+    "scale_grad_by_freq": (lambda: Table(scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "EmbeddingBag(max_norm=)": (Bag, "embedding_bag"),
+    "a tensor": (
+        lambda: Unregistered(torch.zeros(NUM_CLASSES, requires_grad=True)),
+        r"a tensor of shape \[3\] that takes gradients and is none of its parameters",
+    ),
+    "another's parameter": (
+        lambda: Unregistered(nn.Parameter(torch.zeros(NUM_CLASSES))),
+        "none of its parameters",
+    ),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:no rule for", "ignore:There is a performance drop", "ignore:The PyTorch API of nested"
+)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_clipped_is_refused_before_budget_is_spent(what):
+    make, words = REFUSED[what]
+    engine, module, _, private = attach(make())
+    x, _ = next(iter(private))
+    for use in (module, engine.check):
+        with pytest.raises(UnisonError, match=words):
+            use(x)
+    assert not engine.ledger.spending.events
+    assert all(each.grad is None for each in module.parameters())
+
+
+def test_complex_parameters_are_refused_when_attached():
+    module = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.complex64))
+    with pytest.raises(UnsupportedOperation, match=r"0\.weight is complex.*view_as_complex"):
+        attach(module)
+
+
+class RequiresGradients(nn.Module):
+    """Features of a frozen part are made to take gradients, as for activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(NUM_FEATURES, 4).requires_grad_(False)
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(x).requires_grad_())
+
+
+def test_leaves_that_forward_makes_for_itself_are_nobodys():
+    _, module, optimizer, private = attach(RequiresGradients())
+    train(module, optimizer, private, 2)
+
+
+class KeepsHidden(nn.Module):
+    """Leaves what it computed on itself, and so all of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(NUM_FEATURES, 4), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.net(x)
+        return self.head(self.hidden)
+
+
+@pytest.mark.parametrize("clipping", ["auto", "ghost"])
+def test_a_module_may_keep_what_it_computed(clipping):
+    _, module, optimizer, private = attach(KeepsHidden(), clipping=clipping)
+    train(module, optimizer, private, 2)
