@@ -37,6 +37,13 @@ class Tap(Protocol):
         """Whether a value is a parameter whose uses are recorded."""
         ...
 
+    def align(self, value: Tensor, like: Tensor) -> None:
+        """Say that the rows of `value`, made without the batch, are the samples' of `like`.
+
+        As those of a recurrent network's first state, which are zeros.
+        """
+        ...
+
     def __call__(
         self,
         output: Tensor,
