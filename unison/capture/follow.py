@@ -36,45 +36,48 @@ def learn_rows(module: nn.Module, run: Run, batch: Any) -> AxisTable:
     """
     if any(map(is_in_parts, module.parameters())):
         return learn_axes(module, run, batch)  # below DTensors there is no batch to follow
-    axes, refusal = AxisTable(rows_per_sample={}), None
+    met, reads = _follow(module, run, batch)
+    if reads.has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
+        return _learn_partly(module, run, batch)
+    axes = AxisTable(rows_per_sample={})
     try:
         learn_axes(module, run, batch, axes)
-    except UnsupportedOperation as error:
-        refusal = error
-        axes = _learn_partly(module, run, batch)
-    batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
-    size = batch_size_of(batch)
-    capture = Capture(module, size, axes=axes, on_record=_nothing)
-    with generators_kept(batch), checkpointing_quiet(), _Reads(capture) as reads:
-        with capture.meeting(batch) as met:
-            run(module, batch)
-    if refusal is not None and any(_is_lost(each) for each in met):
-        raise refusal
+    except UnsupportedOperation:
+        if any(map(_is_lost, met)):
+            raise
+        return _learn_partly(module, run, batch)
     trained = {name for name, each in module.named_parameters() if each.requires_grad}
-    has_other_paths = reads.may_branch and not trained <= {name for each in met for name in each.call.names}
-    axes.is_traced = (
-        refusal is not None
-        or reads.has_numbers
-        or has_other_paths
-        or any(_must_be_followed(each, axes, size) for each in met)
-    )
+    used = {name for each in met for name in each.call.names}
+    has_other_paths = reads.may_branch and not trained <= used
+    if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
+        return _learn_partly(module, run, batch)
     return axes
+
+
+def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], "_Reads"]:
+    """Run a pass with a trace, and return what parameters have met in it."""
+    batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
+    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+    with (
+        generators_kept(batch),
+        checkpointing_quiet(),
+        _Reads(capture) as reads,
+        capture.meeting(batch) as met,
+    ):
+        run(module, batch)
+    return met, reads
 
 
 def _is_lost(met: Met) -> bool:
     return met.layout is None and met.rows is not None and is_mixed(met.rows)
 
 
-def _must_be_followed(met: Met, axes: AxisTable, size: int) -> bool:
-    """Whether rows do not lie, in every batch, where the table says."""
-    if met.rows is None:
-        return False
-    if met.rows.is_by_value:
-        return True
+def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
+    """Whether rows do not lie sample by sample, as many for each, where the table says."""
     known = axes.find(met.call)
-    if is_mixed(met.rows) or known is None or known[0] is NO_AXIS:
+    if met.rows is None or is_mixed(met.rows) or known is None or known[0] is NO_AXIS:
         return False  # the table is what is known of it, and is checked by gradients
-    return not _lie_in_order(met.rows, known[0], size)
+    return not _lie_in_order(met.rows, known[0], met.call.batch)
 
 
 def _lie_in_order(rows: Rows, dim: int, size: int) -> bool:
@@ -86,18 +89,19 @@ def _lie_in_order(rows: Rows, dim: int, size: int) -> bool:
 
 
 def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
-    """Learn what two sizes tell of a model that does not do the same for both."""
-    axes = AxisTable()
+    """Learn what two sizes tell of a model that is going to be traced."""
     size = batch_size_of(batch)
     sizes = (size, size - 1 if size > 2 else size + 1)
-    for _ in range(2):  # what is made of parameters alone is known in the second
-        many, fewer = (_calls(module, run, resized(batch, each), axes) for each in sizes)
-        axes.learn_partly(many, fewer, sizes)
+    # Rows of another number may be as many by chance, and look as if no sample were in them: what
+    # is found goes into a table that no pass of these has seen.
+    many, fewer = (_calls(module, run, resized(batch, each)) for each in sizes)
+    axes = AxisTable(is_traced=True)
+    axes.learn_partly(many, fewer, sizes)
     return axes
 
 
-def _calls(module: nn.Module, run: Run, batch: Any, axes: AxisTable) -> list[Seen]:
-    capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
+def _calls(module: nn.Module, run: Run, batch: Any) -> list[Seen]:
+    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
     with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
         run(module, batch)
     return seen

@@ -45,9 +45,7 @@ def resized(batch: Any, num_samples: int) -> Any:
     return tree_map(rows, batch)
 
 
-def learn_axes(
-    module: nn.Module, run: Run, batch: Any, axes: AxisTable | None = None
-) -> AxisTable:
+def learn_axes(module: nn.Module, run: Run, batch: Any, axes: AxisTable | None = None) -> AxisTable:
     """Find where samples lie in every operation that touches a parameter; see axes.py.
 
     The model runs without gradients, twice or a few times, and torch's generators are left as they

@@ -96,7 +96,7 @@ class RowTrace(TorchDispatchMode):
         """
         with _disable_current_modes():
             rows = self.find(tensor)
-            if rows is None or rows.is_random or bool((rows.ids == NOBODY).all()):
+            if rows is None or rows.is_random or _is_nobodys(rows):
                 return None
             if bool((rows.ids == MIXED).any()):
                 raise UnsupportedOperation(
@@ -185,6 +185,10 @@ def _seen_through(known: dict[tuple, Rows], tensor: Tensor) -> Rows:
             view = ids.as_strided(tensor.shape, tensor.stride(), first - offset)
             return replace(rows, ids=compressed(view))
     return lost(tensor, "a view made elsewhere")
+
+
+def _is_nobodys(rows: Rows) -> bool:
+    return rows.ids.numel() > 0 and bool((rows.ids == NOBODY).all())
 
 
 def _same(left: Rows, right: Rows) -> bool:
