@@ -41,7 +41,7 @@ from unison.capture.tracked import (
 )
 from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Streamed
+from unison.ops import Builder, Layout, Streamed, rule_of
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -306,7 +306,7 @@ class Capture:
             return func(*all_plain(args), **all_plain(kwargs))
         if is_always_expression(func, args):
             return derive(self, func, args, kwargs)
-        rule = RULES.get(func)
+        rule = rule_of(func)
         call = self._call_of(func, args, kwargs)
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedOperation(
@@ -527,10 +527,9 @@ class Capture:
         """Whether a value's uses are recorded."""
         return type(value) is Tracked
 
-    def align(self, value: Tensor, like: Tensor) -> None:
-        """Say that rows made without the batch are those of a tensor that they will meet."""
-        if self.trace is not None:
-            self.trace.follow(value, like)
+    def align(self, value: Tensor, like: Tensor) -> Tensor:
+        """Let rows made without the batch be those of a tensor that they will meet."""
+        return value if self.trace is None else self.trace.aligned(value, like)
 
     def __call__(
         self,

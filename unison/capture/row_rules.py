@@ -8,7 +8,7 @@ each output, or None where nobody can tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -560,6 +560,8 @@ def pad(find: Find, a: Arguments, out: Tensor) -> Found:
 
 def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> Rows:
     """Rows of a tensor, chosen by others: those of nobody are the choosers'."""
+    if ids.numel() != 1 or int(ids) != NOBODY:  # what many have chosen is nobody's all the same
+        choosers = torch.where(choosers == MIXED, NOBODY, choosers)
     is_torn = (ids >= 0) & (choosers >= 0) & (ids != choosers)
     return Rows(torch.where(is_torn, MIXED, filled(ids, choosers)), is_by_value=is_by_value)
 
@@ -679,21 +681,28 @@ def masked_select(find: Find, a: Arguments, out: Tensor) -> Found:
     return _chosen(ids, own, is_by_value=True)
 
 
-def _put(before: Tensor, there: Tensor, values: Tensor, put: Callable[[Tensor], Tensor]) -> Found:
-    """Rows that were written into others': whoever's they were before keeps them.
+def _put(
+    before: Tensor,
+    there: Tensor,
+    values: Tensor,
+    put: Callable[[Tensor], Tensor],
+    *,
+    is_added: bool,
+) -> Tensor:
+    """Rows that were written into others.
 
     Args:
         before: Whose all elements were.
         there: The same where something was written.
         values: Whose that is.
         put: Writes values into `before`.
+        is_added: Whether what was there counts too.
     """
-    agreed = combined(*_same_ndim(there, values))
-    if bool((agreed == MIXED).any()):
-        return put(torch.where(agreed == MIXED, MIXED, agreed))
-    if agreed.shape == there.shape and torch.equal(agreed, there):
+    there, values = _same_ndim(there, values)
+    after = combined(there, values) if is_added else filled(values, there)
+    if after.shape == there.shape and torch.equal(after, there):
         return before
-    return put(agreed)
+    return put(after)
 
 
 @_rule("index_put", "_index_put_impl", "_unsafe_index_put")
@@ -717,10 +726,15 @@ def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
     if shadow is not None:  # what nobody made is written by whoever chose the place
         shadow = torch.where(shadow == MIXED, NOBODY, shadow)
         value_ids = filled(value_ids, shadow.expand(there.shape))
-    made = _put(before, there, value_ids, lambda new: before.index_put(tuple(indices), new))
+    made = _put(
+        before,
+        there,
+        value_ids,
+        lambda new: before.index_put(tuple(indices), new),
+        is_added=bool(a.get("accumulate")),
+    )
     if made is before:
         return ids
-    assert isinstance(made, Tensor)
     made = compressed(made)
     return made.reshape(*made.shape, *(1 for _ in range(num_left_out)))
 
@@ -742,7 +756,8 @@ def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
     if sizes != there.shape:
         before = before.expand([x.shape[d] if d == dim else n for d, n in enumerate(sizes)])
         there = before.index_select(dim, chosen)
-    made = _put(before, there, values, lambda new: _sown(before, dim, chosen, new))
+    sow = partial(_sown, before, dim, chosen)
+    made = _put(before, there, values, sow, is_added="alpha" in a)
     return ids if made is before else made
 
 
@@ -757,8 +772,14 @@ def _sown(before: Tensor, dim: int, chosen: Tensor, values: Tensor) -> Tensor:
     return made
 
 
-@_rule("scatter", "scatter_add", "scatter_reduce")
-def scatter(find: Find, a: Arguments, out: Tensor) -> Found:
+@_rule("scatter_add", "scatter_reduce")
+def scatter_add(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x.scatter_add(dim, i, y)`."""
+    return scatter(find, a, out, is_added=True)
+
+
+@_rule("scatter")
+def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
     """`x.scatter(dim, i, y)`: each element to its own number, beside its own place elsewhere."""
     x, dim, chosen, source = a["self"], a["dim"], a["index"], a.get("src")
     ids, own = _all_ids(find, x), _all_ids(find, chosen)
@@ -781,11 +802,12 @@ def scatter(find: Find, a: Arguments, out: Tensor) -> Found:
     before = ids.expand(x.shape)
     there = before.gather(dim, chosen)
     own = own.expand(chosen.shape)
-    made = _put(before, there, own, lambda new: before.scatter(dim, chosen, new))
+    is_added |= "reduce" in a
+    made = _put(before, there, own, lambda new: before.scatter(dim, chosen, new), is_added=is_added)
     if made is before:
         return ids
-    assert isinstance(made, Tensor)
-    if bool((made.gather(dim, chosen) != combined(there, own)).any()):
+    after = combined(there, own) if is_added else filled(own, there)
+    if bool((made.gather(dim, chosen) != after).any()):
         return None  # several in one place that do not agree
     return compressed(made)
 

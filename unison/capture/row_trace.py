@@ -126,13 +126,17 @@ class RowTrace(TorchDispatchMode):
             ids = uniform(size, self.batch, dim, tensor.ndim, tensor.device)
             self.put(tensor, Rows(ids))
 
-    def follow(self, tensor: Tensor, like: Tensor) -> None:
+    def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Let rows that nobody made be those of a tensor that they are about to meet."""
         with _disable_current_modes():
             rows, own = self.find(like), self.find(tensor)
-            if rows is not None and own is None:
-                ids = reduced(rows.ids, range(1, rows.ids.ndim), keepdim=True)
-                self.put(tensor, replace(rows, ids=ids))
+            if rows is None or own is not None:
+                return tensor
+            tensor = tensor.clone()  # others may have views of it, which are nobody's
+            self.put(
+                tensor, replace(rows, ids=reduced(rows.ids, range(1, like.ndim), keepdim=True))
+            )
+            return tensor
 
     # --- what happens ----------------------------------------------------------------------------
 

@@ -106,20 +106,30 @@ class Layout:
         total = sums.new_zeros(self.batch + 1, *shape)  # the last is nobody's
         return add_rows_(total, index % (self.batch + 1), sums)[:-1]
 
+    def with_index(self, value: Tensor) -> "Layout":
+        """The same with an index, for a tensor of which this is the layout."""
+        if self.index is not None:
+            return self
+        size = value.shape[self.axis]
+        index = torch.arange(self.batch, device=value.device)
+        index = index.repeat_interleave(size // max(self.batch, 1))
+        shape = [size if dim == self.axis else 1 for dim in range(value.ndim)]
+        return Layout(self.batch, self.axis, index.reshape(shape))
+
     def grouped(self, groups: Tensor, num_groups: int) -> "Layout":
         """The same rows with every sample cut into groups, such as experts.
 
         Args:
-            groups: The group of each row, of the shape of the dimensions that hold rows [rows].
+            groups: The group of each row of a tensor [rows, features].
             num_groups: How many there are.
 
         Returns:
             A layout of `batch * num_groups` samples, those of one sample next to each other.
         """
         assert self.index is not None
-        index = self.index.reshape(-1)
+        index = self.index_of(tuple(groups.shape))
         whose = torch.where(index < 0, index, index * num_groups + groups)
-        return Layout(self.batch * num_groups, 0, whose.reshape(-1, *self.index.shape[1:]))
+        return Layout(self.batch * num_groups, 0, whose.unsqueeze(-1))  # [rows, 1]
 
     def check_nobodys(self, g: Tensor) -> None:
         """Make sure that no gradient came to rows that belong to nobody.
