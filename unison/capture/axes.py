@@ -6,7 +6,7 @@ with another number of samples, and the dimension whose size has changed is the 
 has not changed at all does not depend on the batch: it is made of parameters alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -191,6 +191,21 @@ class AxisTable:
                     "in different dimensions; learn from a batch with another number of samples"
                 )
             self._put(call, found)
+        return num_new
+
+    def add(self, calls: Iterable[Call], other: "AxisTable") -> int:
+        """Take what another table knows of calls that make no rows for samples.
+
+        Returns:
+            How many of them were new.
+        """
+        num_new = 0
+        for call in calls:
+            found = other.find(call)
+            if found is not None and found[0] is NO_AXIS and not self.knows(call):
+                self.by_call[call] = found
+                self._put(call, found)
+                num_new += 1
         return num_new
 
     def _put(self, call: Call, found: Axes) -> None:

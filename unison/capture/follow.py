@@ -17,7 +17,14 @@ from torch.overrides import TorchFunctionMode
 from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import NO_AXIS, AxisTable, Seen
 from unison.capture.capture import Capture, Met
-from unison.capture.learn import Run, batch_size_of, generators_kept, learn_axes, resized
+from unison.capture.learn import (
+    MAX_ROUNDS,
+    Run,
+    batch_size_of,
+    generators_kept,
+    learn_axes,
+    resized,
+)
 from unison.capture.parts import is_in_parts
 from unison.capture.rows import Rows, is_mixed, uniform
 from unison.errors import UnsupportedOperation
@@ -92,16 +99,20 @@ def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
     """Learn what two sizes tell of a model that is going to be traced."""
     size = batch_size_of(batch)
     sizes = (size, size - 1 if size > 2 else size + 1)
-    # Rows of another number may be as many by chance, and look as if no sample were in them: what
-    # is found goes into a table that no pass of these has seen.
-    many, fewer = (_calls(module, run, resized(batch, each)) for each in sizes)
-    axes = AxisTable(is_traced=True)
-    axes.learn_partly(many, fewer, sizes)
+    axes, expressions = AxisTable(is_traced=True), AxisTable()
+    for _ in range(MAX_ROUNDS):
+        many, fewer = (_calls(module, run, resized(batch, each), expressions) for each in sizes)
+        axes.learn_partly(many, fewer, sizes)
+        # As many rows for both sizes, by chance, look as if no sample were in them: only what is
+        # made of nothing but parameters is known to be an expression.
+        made = [seen.call for seen in many if seen.digest is None]
+        if expressions.add([call for call in made if axes.knows(call)], axes) == 0:
+            break
     return axes
 
 
-def _calls(module: nn.Module, run: Run, batch: Any) -> list[Seen]:
-    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+def _calls(module: nn.Module, run: Run, batch: Any, axes: AxisTable) -> list[Seen]:
+    capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
     with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
         run(module, batch)
     return seen
