@@ -42,6 +42,7 @@ from unison.capture.tracked import (
 from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Layout, Streamed, rule_of
+from unison.ops.linear import of_bias
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -530,6 +531,21 @@ class Capture:
     def align(self, value: Tensor, like: Tensor) -> Tensor:
         """Let rows made without the batch be those of a tensor that they will meet."""
         return value if self.trace is None else self.trace.aligned(value, like)
+
+    def expand(self, value: Tracked, shape: Sequence[int], like: Tensor) -> Any:
+        """Expand a parameter to meet a tensor, whose samples its rows are."""
+        if self.trace is None:
+            return value.expand(shape)
+        made = value.value.expand(shape)
+        output = self.trace.aligned(made, like)
+        if output is made:
+            return value.expand(shape)
+        call = self._call_of(Tensor.expand, (value, tuple(shape)), {})
+        before, self._current = self._current, (call, None)
+        try:
+            return self(output, saved=(), uses=[(value, of_bias)], is_fresh=False)
+        finally:
+            self._current = before
 
     def __call__(
         self,

@@ -571,16 +571,18 @@ def index(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x[i, mask, :]`."""
     x, indices = a["self"], list(a["indices"])
     ids = _all_ids(find, x)
-    dims, dim = [], 0
+    dims: list[int] = []  # that are indexed
+    is_by_value, dim = False, 0
     for each in indices:
-        num_dims = each.ndim if each is not None and _is_mask(each) else 1
-        dims += list(range(dim, dim + num_dims)) if each is not None else []
-        dim += num_dims
+        own = range(dim, dim + (each.ndim if each is not None and _is_mask(each) else 1))
+        dim = own.stop
+        if each is None:
+            continue
+        dims += own
+        if find.knows(each):  # of a mask at least the number of rows changes
+            is_by_value |= _is_mask(each) or any(ids.shape[d] > 1 for d in own)
     # A dimension that is not indexed, and along which samples do not change, stays of 1.
     wide = ids.expand([x.shape[d] if d in dims else ids.shape[d] for d in range(x.ndim)])
-    volatile = [each for each in indices if each is not None and find.knows(each)]
-    is_by_value = bool(volatile) and any(ids.shape[d] > 1 for d in dims)
-    is_by_value |= any(map(_is_mask, volatile))  # the number of rows changes at least
     shadow = _index_shadow(find, x, indices, out)
     if _ids(find, x) is None and shadow is not None:  # rows of a table
         return Rows(shadow, is_by_value=is_by_value)

@@ -132,10 +132,10 @@ class RowTrace(TorchDispatchMode):
             rows, own = self.find(like), self.find(tensor)
             if rows is None or own is not None:
                 return tensor
+            sizes = zip(tensor.shape, like.shape, strict=True)
+            dims = [dim for dim, (a, b) in enumerate(sizes) if a != b]
             tensor = tensor.clone()  # others may have views of it, which are nobody's
-            self.put(
-                tensor, replace(rows, ids=reduced(rows.ids, range(1, like.ndim), keepdim=True))
-            )
+            self.put(tensor, replace(rows, ids=reduced(rows.ids, dims, keepdim=True)))
             return tensor
 
     # --- what happens ----------------------------------------------------------------------------

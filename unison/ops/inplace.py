@@ -42,7 +42,13 @@ rule(Tensor.div_)(in_place(torch.div))
 @rule(Tensor.copy_)
 def copy(tap: Tap, target: Any, value: Any, non_blocking: bool = False) -> Tensor:
     """`x.copy_(w)`."""
-    return target.copy_(_checked(tap, target, value.expand(tap.plain(target).shape)))
+    return target.copy_(_checked(tap, target, _expanded(tap, value, target)))
+
+
+def _expanded(tap: Tap, value: Any, target: Any) -> Any:
+    if tap.tracks(target) or not tap.tracks(value):
+        return value.expand(tap.plain(target).shape)
+    return tap.expand(value, target.shape, target)
 
 
 @rule(Tensor.__setitem__)
@@ -59,4 +65,4 @@ def set_item(tap: Tap, target: Any, index: Any, value: Any) -> None:
             raise UnsupportedOperation(
                 "a parameter written to rows found by tensors of indices; use torch.where"
             )
-    target[index] = _checked(tap, target, value.expand(target[index].shape))
+    target[index] = _checked(tap, target, _expanded(tap, value, target[index]))

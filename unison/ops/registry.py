@@ -45,6 +45,10 @@ class Tap(Protocol):
         """
         ...
 
+    def expand(self, value: Any, shape: Sequence[int], like: Tensor) -> Any:
+        """`value.expand(shape)` of a parameter, to meet `like`: its rows are the samples' of it."""
+        ...
+
     def __call__(
         self,
         output: Tensor,
