@@ -29,7 +29,7 @@ def of_operand(
     """
     of_x, of_w, of_y = terms
     index = layout.index
-    dims = [] if index is None else [dim for dim, size in enumerate(index.shape) if size > 1]
+    dims = [] if index is None else [dim for dim, size in enumerate(index.shape) if size != 1]
     if len(dims) > 1:
         raise UnsupportedOperation(
             f"einsum({of_x},{of_w}->{of_y}) where samples lie in several dimensions of the output"

@@ -195,7 +195,7 @@ class Layout:
     def _by_row(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Bring a tensor to [rows, *its shape with 1 where samples change], and whose they are."""
         assert self.index is not None
-        dims = [dim for dim, size in enumerate(self.index.shape) if size > 1]
+        dims = [dim for dim, size in enumerate(self.index.shape) if size != 1]
         rest = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
         moved = value.movedim(dims, list(range(len(dims))))
         num_rows = math.prod(value.shape[dim] for dim in dims)
