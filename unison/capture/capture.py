@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.again import (
@@ -504,6 +505,8 @@ class Capture:
         if is_lookup and saved and rows is not None and rows.lost_by and is_mixed(rows):
             raise _Expression
         layout = self._layout_for(call, output)
+        if layout is not None and rows is None:
+            _check_constant(call, saved, layout.axis, output)
         if self._met is not None:
             self._met.append(Met(call, rows, layout))
         if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
@@ -597,6 +600,26 @@ class Capture:
             self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+
+
+def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
+    """Make sure that rows which are taken for samples by their place are all the same.
+
+    Such as zeros, which a recurrent network begins with. Those of a batch that was read out of
+    torch and back would lie wherever that put them.
+
+    Raises:
+        UnsupportedOperation: If they are not.
+    """
+    with _disable_current_modes():
+        rows = [x for x in saved if x.ndim > dim and x.shape[dim] == output.shape[dim] > 1]
+        if all(bool((each == each.narrow(dim, 0, 1)).all()) for each in rows):
+            return
+    raise UnsupportedOperation(
+        f"{', '.join(call.names)}: {call} is given rows that come neither from the batch by "
+        "torch's functions nor are the same for all samples, so that it is not known whose they "
+        "are. Do not take values out of torch (numpy, lists) to make rows of them"
+    )
 
 
 def _has_float_tensor(value: Any) -> bool:

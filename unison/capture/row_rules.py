@@ -8,7 +8,7 @@ each output, or None where nobody can tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def rows_after(
             Rows(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
             for each in outputs
         ]
-    is_by_value = any(each.is_by_value for each in real)
+    is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
     lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
     made: Any = None
     if signature.rule is not None:
@@ -189,6 +189,11 @@ def _fits(ids: Tensor, output: Tensor) -> bool:
     )
 
 
+# They move rows by values, and have no rule: what comes out is lost, and not forgotten.
+_MOVERS = {
+    *("take", "put", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("unique_dim_consecutive", "argwhere", "nonzero_static", "multinomial", "segment_reduce"),
+}
 _NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, StopIteration)
 
 
@@ -396,8 +401,8 @@ def view(find: Find, a: Arguments, out: Tensor) -> Found:
     ids = _all_ids(find, x)
     if not isinstance(a.get("size", a.get("shape", ())), list | tuple):
         return ids if x.shape == out.shape else None  # another dtype
-    if x.numel() == 0:
-        return _nobodys(out)
+    if x.numel() == 0:  # nobody's rows, and none of them
+        return torch.full([min(size, 1) for size in out.shape], NOBODY, device=out.device)
     pieces: list[int] = []  # sizes of the numbers before the pieces are put together
     shape: list[int] = []  # and those of the output that become of them
     for old, new in _aligned(tuple(x.shape), tuple(out.shape)):
@@ -685,26 +690,27 @@ def masked_select(find: Find, a: Arguments, out: Tensor) -> Found:
 
 def _put(
     before: Tensor,
-    there: Tensor,
     values: Tensor,
-    put: Callable[[Tensor], Tensor],
     *,
+    get: Callable[[Tensor], Tensor],
+    put: Callable[[Tensor], Tensor],
     is_added: bool,
-) -> Tensor:
-    """Rows that were written into others.
+) -> Tensor | None:
+    """Rows that were written into others; None where several do not agree whose one is.
 
     Args:
         before: Whose all elements were.
-        there: The same where something was written.
-        values: Whose that is.
+        values: Whose what was written is.
+        get: Reads where it was written.
         put: Writes values into `before`.
         is_added: Whether what was there counts too.
     """
-    there, values = _same_ndim(there, values)
+    there, values = _same_ndim(get(before), values)
     after = combined(there, values) if is_added else filled(values, there)
     if after.shape == there.shape and torch.equal(after, there):
         return before
-    return put(after)
+    made = put(after)
+    return made if torch.equal(get(made), after.expand(there.shape)) else None
 
 
 @_rule("index_put", "_index_put_impl", "_unsafe_index_put")
@@ -730,13 +736,13 @@ def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
         value_ids = filled(value_ids, shadow.expand(there.shape))
     made = _put(
         before,
-        there,
         value_ids,
-        lambda new: before.index_put(tuple(indices), new),
+        get=lambda ids: torch.ops.aten.index.Tensor(ids, indices),
+        put=lambda new: before.index_put(tuple(indices), new),
         is_added=bool(a.get("accumulate")),
     )
-    if made is before:
-        return ids
+    if made is None or made is before:
+        return None if made is None else ids
     made = compressed(made)
     return made.reshape(*made.shape, *(1 for _ in range(num_left_out)))
 
@@ -758,20 +764,14 @@ def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
     if sizes != there.shape:
         before = before.expand([x.shape[d] if d == dim else n for d, n in enumerate(sizes)])
         there = before.index_select(dim, chosen)
-    sow = partial(_sown, before, dim, chosen)
-    made = _put(before, there, values, sow, is_added="alpha" in a)
+    made = _put(
+        before,
+        values,
+        get=lambda ids: ids.index_select(dim, chosen),
+        put=lambda new: before.index_copy(dim, chosen, new.expand(there.shape)),
+        is_added="alpha" in a,
+    )
     return ids if made is before else made
-
-
-def _sown(before: Tensor, dim: int, chosen: Tensor, values: Tensor) -> Tensor:
-    """Write rows; several in one place must agree."""
-    values = values.expand([*before.shape[:dim], len(chosen), *before.shape[dim + 1 :]])
-    made = before.index_copy(dim, chosen, values)
-    is_torn = made.index_select(dim, chosen) != values
-    if bool(is_torn.any()):
-        made = made.index_copy(dim, chosen, torch.where(is_torn, MIXED, values))
-        made = made.index_fill(dim, chosen[is_torn.movedim(dim, 0).flatten(1).any(1)], MIXED)
-    return made
 
 
 @_rule("scatter_add", "scatter_reduce")
@@ -802,15 +802,15 @@ def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) ->
                 return None
         return combined(ids, own)
     before = ids.expand(x.shape)
-    there = before.gather(dim, chosen)
-    own = own.expand(chosen.shape)
-    is_added |= "reduce" in a
-    made = _put(before, there, own, lambda new: before.scatter(dim, chosen, new), is_added=is_added)
-    if made is before:
-        return ids
-    after = combined(there, own) if is_added else filled(own, there)
-    if bool((made.gather(dim, chosen) != after).any()):
-        return None  # several in one place that do not agree
+    made = _put(
+        before,
+        own.expand(chosen.shape),
+        get=lambda ids: ids.gather(dim, chosen),
+        put=lambda new: before.scatter(dim, chosen, new),
+        is_added=is_added,
+    )
+    if made is None or made is before:
+        return None if made is None else ids
     return compressed(made)
 
 

@@ -57,6 +57,11 @@ def set_item(tap: Tap, target: Any, index: Any, value: Any) -> None:
     if tap.tracks(target):
         _checked(tap, target, target)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
+        if tap.plain(value).ndim > target.ndim - index.ndim and len(tap.plain(value)) != 1:
+            raise UnsupportedOperation(
+                "several rows made of parameters alone, written to where a mask is true; make as "
+                "many rows as the target has, and use torch.where"
+            )
         mask = index.reshape(*index.shape, *(1 for _ in range(target.ndim - index.ndim)))
         target.copy_(_checked(tap, target, torch.where(mask, value, target.clone())))
         return
