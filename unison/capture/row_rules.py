@@ -148,6 +148,8 @@ def rows_after(
             Rows(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
             for each in outputs
         ]
+    if signature.base in _FRESH:
+        return [None for _ in outputs]
     is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
     lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
     made: Any = None
@@ -194,6 +196,8 @@ _MOVERS = {
     *("take", "put", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
     *("unique_dim_consecutive", "argwhere", "nonzero_static", "multinomial", "segment_reduce"),
 }
+# They read no values.
+_FRESH = {"new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided"}
 _NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, StopIteration)
 
 
