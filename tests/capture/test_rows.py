@@ -347,6 +347,6 @@ def test_experts_one_by_one(name):
 @pytest.mark.full
 def test_default_experts_with_checkpointing():
     model, oracle = mixture("Mixtral")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     ids = torch.randint(0, 32, (3, 7), generator=torch.Generator().manual_seed(1))
     check(model, ids, loss=token_losses, oracle=oracle)

@@ -482,10 +482,11 @@ class Capture:
         if layout is not None:
             return layout
         known = self.axes.find(call)  # one row for every sample, made without them
-        if known is None or known[0] is NO_AXIS or output.shape[known[0]] % self.batch:
+        dim = NO_AXIS if known is None else known[0]
+        if dim is None or output.shape[dim] % self.batch:
             return None
-        self.trace.begin_rows(output, known[0])
-        return Layout(self.batch, known[0])
+        self.trace.begin_rows(output, dim)
+        return Layout(self.batch, dim)
 
     def _traced_layout(self, call: Call, output: Tensor, saved: Sequence[Tensor]) -> Layout | None:
         """As `_layout_for`, of a call that has a rule; None in a backward pass.

@@ -82,9 +82,10 @@ def _is_lost(met: Met) -> bool:
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     """Whether rows do not lie sample by sample, as many for each, where the table says."""
     known = axes.find(met.call)
-    if met.rows is None or is_mixed(met.rows) or known is None or known[0] is NO_AXIS:
+    dim = NO_AXIS if known is None else known[0]
+    if dim is None or met.rows is None or is_mixed(met.rows):
         return False  # the table is what is known of it, and is checked by gradients
-    return not _lie_in_order(met.rows, known[0], met.call.batch)
+    return not _lie_in_order(met.rows, dim, met.call.batch)
 
 
 def _lie_in_order(rows: Rows, dim: int, size: int) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -207,8 +207,11 @@ RULES: dict[str, RowRule] = {}
 _LISTS = {"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
 
 
-def _rule(*names: str) -> Callable[[RowRule], RowRule]:
-    def register(function: RowRule) -> RowRule:
+_Rule = TypeVar("_Rule", bound=RowRule)
+
+
+def _rule(*names: str) -> Callable[[_Rule], _Rule]:
+    def register(function: _Rule) -> _Rule:
         for name in names:
             assert name not in RULES, name
             RULES[name] = function
@@ -317,7 +320,7 @@ def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     *("replication_pad2d", "replication_pad3d", "channel_shuffle", "affine_grid_generator"),
     *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
 )
-def first_dim(find: Find, a: Arguments, out: Any) -> Found | list[Found]:
+def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
     """What works on the images of a batch, one by one."""
     ids: Tensor | None = None
     for value in tree_leaves(a):
@@ -361,7 +364,8 @@ def matmul(find: Find, a: Arguments, out: Any) -> Found:
 @_rule("mv", "addmv", "dot", "vdot")
 def vectors(find: Find, a: Arguments, out: Tensor) -> Found:
     """Products with a vector."""
-    x, v = (a["mat"], a["vec"]) if "mat" in a else (a["self"], a.get("vec", a.get("tensor")))
+    x = a["self"] if "mat" not in a else a["mat"]
+    v = a["vec"] if "vec" in a else a["tensor"]
     own = reduced(_all_ids(find, x), [-1], keepdim=False)
     return combined(own, grown(reduced(_all_ids(find, v), [-1], keepdim=False), own.ndim))
 
@@ -649,10 +653,10 @@ def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
     return _chosen(made, choosers, is_by_value=is_moved and find.knows(chosen))
 
 
-@_rule("gather", "take_along_dim")
+@_rule("gather")
 def gather(find: Find, a: Arguments, out: Tensor) -> Found:
     """`gather`: each element by its own number."""
-    x, dim, chosen = a["self"], a["dim"], a.get("index", a.get("indices"))
+    x, dim, chosen = a["self"], a["dim"], a["index"]
     ids = _all_ids(find, x)
     is_moved = ids.ndim > 0 and ids.shape[dim] > 1
     if is_moved:

@@ -14,7 +14,7 @@ float's sample counts. To choose a row by its number does not make it the choose
 
 The trace runs below autograd, where torch has a few hundred functions with one name each, and only
 for models that need it: those that move rows by values, or read values to decide what to do
-(`follow_samples` in learn.py). Numbers belong to memory: a view that somebody made without us finds
+(follow.py). Numbers belong to memory: a view that somebody made without us finds
 none, and is `MIXED`.
 """
 

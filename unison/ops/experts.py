@@ -33,8 +33,8 @@ def of_experts(
 
 
 def _grouped(tap: Tap, run: Any, x: Any, weight: Any, offsets: Any) -> Any:
-    is_plain = tap.tracks(weight) and not tap.tracks(x) and offsets is not None
-    if not is_plain or x.ndim != 2 or tap.plain(weight).ndim != 3:
+    is_plain = tap.tracks(weight) and not tap.tracks(x)
+    if offsets is None or not is_plain or x.ndim != 2 or tap.plain(weight).ndim != 3:
         return NotImplemented
     y = run(x, tap.plain(weight))
     return tap(y, saved=(as_computed(x, y), offsets), uses=[(weight, of_experts)])
