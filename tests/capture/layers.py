@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.common import TOKENS, WIDTH, Case, floats, squares, squares_time_major
+from tests.capture.common import (
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Case,
+    floats,
+    ids,
+    squares,
+    squares_time_major,
+)
 from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.ops import RULES
 
@@ -409,6 +418,8 @@ LAYERS: dict[str, Case] = {
     **ATTENTION,
     **RECURRENT,
     **OPERATIONS,
+    "bags": Case(lambda: nn.EmbeddingBag(VOCAB, WIDTH, padding_idx=3), ids, squares),
+    "bags of sums": Case(lambda: nn.EmbeddingBag(VOCAB, WIDTH, mode="sum"), ids, squares),
     "latents": Case(Latents, floats(TOKENS, WIDTH), squares),
     "linear cross-entropy": Case(Heads, floats(TOKENS, WIDTH), squares),
     "weight norm": Case(Parametrized, floats(TOKENS, WIDTH), squares),

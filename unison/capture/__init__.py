@@ -3,6 +3,7 @@
 from unison.capture.again import Surroundings
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
+from unison.capture.follow import learn_rows
 from unison.capture.learn import (
     batch_size_of,
     check_samples_apart,
@@ -21,5 +22,6 @@ __all__ = [
     "check_samples_apart",
     "generators_kept",
     "learn_axes",
+    "learn_rows",
     "resized",
 ]

@@ -6,8 +6,9 @@ with another number of samples, and the dimension whose size has changed is the 
 has not changed at all does not depend on the batch: it is made of parameters alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +62,24 @@ class Seen(NamedTuple):
 
 @dataclass
 class AxisTable:
-    """What was learned: the axis of the samples by kind of call, or by call where kinds differ."""
+    """What was learned: the axis of the samples by kind of call, or by call where kinds differ.
+
+    Attributes:
+        by_kind: By kind of call.
+        by_call: By call.
+        mixed: The calls of kinds that were seen in several ways.
+        is_traced: Whether rows lie where values put them, so that samples are followed through
+            every pass: see [Note: the sample of every row]. The table then only knows of what is
+            made without the batch, such as one class token for every sample.
+        rows_per_sample: By kind of call, where every batch must have as many rows per sample as the
+            one that was learned from; None where it need not.
+    """
 
     by_kind: dict[tuple, Axes] = field(default_factory=dict)
     by_call: dict[Call, Axes] = field(default_factory=dict)
-    mixed: dict[tuple, list[Call]] = field(default_factory=dict)  # kinds seen in several ways
+    mixed: dict[tuple, list[Call]] = field(default_factory=dict)
+    is_traced: bool = False
+    rows_per_sample: dict[tuple, set[Fraction]] | None = None
 
     def find(self, call: Call) -> Axes | None:
         """The dimensions that hold the samples in the output and in each tensor argument.
@@ -110,6 +124,41 @@ class AxisTable:
             )
         return found
 
+    def check_rows(self, call: Call, num_rows: int) -> None:
+        """Make sure that samples have as many rows each as they had.
+
+        Raises:
+            UnsupportedOperation: If they have not: then they need not have as many each.
+        """
+        if self.rows_per_sample is None:
+            return
+        expected = self.rows_per_sample.get(call.kind)
+        if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
+            raise UnsupportedOperation(
+                f"{call} has {num_rows} rows for {call.batch} samples, and had "
+                f"{', '.join(map(str, sorted(expected)))} per sample when it was learned where "
+                "samples lie: the number of rows depends on Python's reading of values. Select "
+                "rows with a mask or with indices that are tensors, whose samples are followed"
+            )
+
+    def learn_partly(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> None:
+        """As `learn`, of the calls that two passes have both made, as far as they tell anything."""
+        by_kind: dict[tuple, list[Seen]] = {}
+        for seen in fewer:
+            by_kind.setdefault(seen.call.kind, []).append(seen)
+        kinds = [seen.call.kind for seen in many]
+        for first in many:
+            second = by_kind.get(first.call.kind, [])
+            if len(second) != kinds.count(first.call.kind):
+                continue  # another path
+            try:
+                self.learn([first], [second[0]], sizes)
+            except UnsupportedOperation:
+                by_kind[first.call.kind] = []  # what is not known is asked the trace
+            else:
+                kinds.remove(first.call.kind)
+                del second[0]
+
     def learn(self, many: list[Seen], fewer: list[Seen], sizes: tuple[int, int]) -> int:
         """Compare two passes over different numbers of samples, `sizes`.
 
@@ -132,6 +181,9 @@ class AxisTable:
                 _changed(a, b, call) for a, b in zip(call.shapes, second.call.shapes, strict=True)
             )
             found = _samples(first, second, sizes), arguments
+            if self.rows_per_sample is not None and found[0] is not None:
+                ratio = Fraction(first.output[found[0]], sizes[0])
+                self.rows_per_sample.setdefault(call.kind, set()).add(ratio)
             num_new += not self.knows(call)
             if self.by_call.setdefault(call, found) != found:
                 raise UnsupportedOperation(
@@ -139,6 +191,21 @@ class AxisTable:
                     "in different dimensions; learn from a batch with another number of samples"
                 )
             self._put(call, found)
+        return num_new
+
+    def add(self, calls: Iterable[Call], other: "AxisTable") -> int:
+        """Take what another table knows of calls that make no rows for samples.
+
+        Returns:
+            How many of them were new.
+        """
+        num_new = 0
+        for call in calls:
+            found = other.find(call)
+            if found is not None and found[0] is NO_AXIS and not self.knows(call):
+                self.by_call[call] = found
+                self._put(call, found)
+                num_new += 1
         return num_new
 
     def _put(self, call: Call, found: Axes) -> None:

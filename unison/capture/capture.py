@@ -5,10 +5,12 @@ The only code that intercepts a pass. It leaves records, as data, by parameter n
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from unison.capture.again import (
     Repeats,
@@ -26,6 +28,8 @@ from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.refuse import may_be_compiled, refuse_compiled
+from unison.capture.row_trace import RowTrace
+from unison.capture.rows import Rows, is_mixed
 from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
 from unison.capture.tap import can_hook, hook, refuse_second, tap, untapped
 from unison.capture.tracked import (
@@ -39,7 +43,8 @@ from unison.capture.tracked import (
 )
 from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Record, Streamed
+from unison.ops import Builder, Layout, Record, Streamed, rule_of
+from unison.ops.linear import of_bias
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -59,6 +64,20 @@ def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
 
 class _Expression(Exception):
     """An output does not depend on the batch."""
+
+
+class Met(NamedTuple):
+    """An operation with parameters in a pass in which samples are followed.
+
+    Attributes:
+        call: The call.
+        rows: Whose the rows of what came out are; None if it was made without the batch.
+        layout: Where samples lie in it; None if that is not known.
+    """
+
+    call: Call
+    rows: Rows | None
+    layout: Layout | None
 
 
 class Capture:
@@ -118,7 +137,12 @@ class Capture:
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
         self._layouts: dict[int, Layout] = {}
-        self._alike = alike if is_light else None
+        # While samples are followed; and what was made of parameters alone in the last such pass.
+        self.trace: RowTrace | None = None
+        self._met: list[Met] | None = None  # while it is looked at where samples go
+        self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
+        # Where rows lie anew in every pass, no use is known from another.
+        self._alike = alike if is_light and not axes.is_traced else None
         self._sites: Sites | None = None
         self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
@@ -204,6 +228,58 @@ class Capture:
             self.seen = None
 
     @contextmanager
+    def following(self, batch: Any, dim: int = 0, per_sample: int = 1) -> Iterator[None]:
+        """Follow samples through the forward pass in this block, where the model needs it.
+
+        Args:
+            batch: The tensors that hold the samples, in lists, tuples and dictionaries; one that
+                has no such dimension, or another size, holds none.
+            dim: Their dimension of samples.
+            per_sample: Rows of it that belong to one sample, one after the other.
+
+        Raises:
+            UnsupportedOperation: If a CUDA graph is recorded, which cannot wait for values.
+        """
+        if not self.axes.is_traced:
+            yield
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedOperation(
+                "rows are selected by values, and whose they are is read in every pass, which a "
+                "CUDA graph cannot repeat; train without capture_graph"
+            )
+        with self._traced(batch, dim, per_sample):
+            yield
+
+    @contextmanager
+    def _traced(self, batch: Any, dim: int, per_sample: int = 1) -> Iterator[None]:
+        before, trace = self.trace, RowTrace(self.batch)
+        num_rows = self.batch * per_sample
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_rows:
+                trace.begin(leaf, dim, per_sample)
+        self.trace = trace
+        try:
+            with trace:
+                yield
+        finally:
+            self.trace = before
+
+    @contextmanager
+    def meeting(self, batch: Any) -> Iterator[list[Met]]:
+        """Only write down which operations parameters meet, and whose rows come out of them.
+
+        Args:
+            batch: Tensors with samples along dimension 0.
+        """
+        self._met = []
+        try:
+            with self.installed(), torch.no_grad(), self._traced(batch, 0):
+                yield self._met
+        finally:
+            self._met = None
+
+    @contextmanager
     def again(self, surroundings: Surroundings) -> Iterator[None]:
         """Run the forward pass once more in this block: see [Note: keep g, recompute a].
 
@@ -264,12 +340,12 @@ class Capture:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_learning = self.seen is not None
+        is_learning = self.seen is not None or self._met is not None
         if func in UNFOLLOWED or not (is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
         if is_always_expression(func, args):
             return derive(self, func, args, kwargs)
-        rule = RULES.get(func)
+        rule = rule_of(func)
         call, is_complex = self._call_of(func, args, kwargs)
         if is_complex:
             rule = None  # rules are of real numbers; autograd knows what to conjugate
@@ -278,9 +354,11 @@ class Capture:
                 f"{call} inside of torch.func or vmap, where the samples are not seen; write the "
                 "model for a batch"
             )
-        axes = self.axes.find(call)
+        is_traced = self.axes.is_traced or self._met is not None
+        axes = None if is_traced else self.axes.find(call)
         if rule is None:
-            return self._without_rule(call, axes, args, kwargs)
+            without = self._without_rule_traced if is_traced else self._without_rule
+            return without(call, axes, args, kwargs)
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
@@ -288,7 +366,9 @@ class Capture:
         try:
             output = rule(self, *args, **kwargs)
         except _Expression:
-            return derive(self, func, args, kwargs)
+            return (
+                self._derived(call, args, kwargs) if is_traced else derive(self, func, args, kwargs)
+            )
         except UnsupportedOperation as error:
             names = ", ".join(call.names)
             message = str(error)
@@ -298,7 +378,8 @@ class Capture:
         finally:
             self._current = before
         if output is NotImplemented:
-            return self._without_rule(call, axes, args, kwargs)
+            without = self._without_rule_traced if is_traced else self._without_rule
+            return without(call, axes, args, kwargs)
         self._remember(func, args, kwargs)
         return output
 
@@ -388,6 +469,127 @@ class Capture:
             return derive(self, func, args, kwargs)
         return output
 
+    # --- where samples are followed --------------------------------------------------------------
+
+    def _derived(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Follow what is made of parameters alone, by numbers of rows that are nobody's."""
+        output = derive(self, call.func, args, kwargs)
+        self._resolved[call] = True
+        if self.trace is not None:
+            for item in output if isinstance(output, list | tuple) else (output,):
+                if type(item) is Tracked:
+                    self.trace.forget(item.value)
+        return output
+
+    def _without_rule_traced(
+        self, call: Call, axes: Axes | None, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        func, trace = call.func, self.trace
+        plain_args, plain_kwargs = all_plain(args), all_plain(kwargs)
+        if is_in_place(func) or "out" in kwargs:
+            raise UnsupportedOperation(
+                f"{call} writes in place and has no rule; write it as an operation with a result"
+            )
+        if trace is None:
+            is_expression = self._resolved.get(call)
+            if is_expression is None:
+                output = func(*plain_args, **plain_kwargs)
+                if not _has_float_tensor(output):
+                    return output
+                self._refuse_late(call)
+            if is_expression:
+                return derive(self, func, args, kwargs)
+            raise AssertionError(f"{call} has no rule, and was recorded")
+        output = func(*plain_args, **plain_kwargs)
+        if not _has_float_tensor(output):
+            return output  # a size, a device, a mask: nothing to record
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        rows = [trace.find(each) if type(each) is not Tracked else None for each in given]
+        is_chosen_for_all = not any(
+            found is not None and (each.is_floating_point() or each.ndim)
+            for each, found in zip(given, rows, strict=True)
+        )
+        first = next(item for item in tree_leaves(output) if isinstance(item, Tensor))
+        layout = None if is_chosen_for_all else self._layout_for(call, first)
+        if self._met is not None:
+            self._met.append(Met(call, trace.find(first), layout))
+            return self._derived(call, args, kwargs) if layout is None else output
+        if layout is None:
+            return self._derived(call, args, kwargs)
+        dims = [self._dim_for(call, each) for each in given]
+        if layout.index is not None:
+            raise UnsupportedOperation(
+                f"{call} has no rule, and its rows lie where values have put them; write it with "
+                "operations that have one, such as F.linear"
+            )
+        before, self._current = self._current, (call, None)
+        try:
+            return per_sample_fallback(self, call, (layout.axis, tuple(dims)), args, kwargs)
+        finally:
+            self._current = before
+
+    def _dim_for(self, call: Call, value: Tensor) -> int | None:
+        """The dimension of the samples in an argument of a call without a rule."""
+        assert self.trace is not None
+        layout = None if type(value) is Tracked else self.trace.layout_of(value)
+        if layout is not None and layout.index is not None:
+            raise UnsupportedOperation(
+                f"{call} has no rule, and rows of what goes in lie where values have put them"
+            )
+        return None if layout is None else layout.axis
+
+    def _layout_for(self, call: Call, output: Tensor) -> Layout | None:
+        """Where samples lie in what came out of a call; None if parameters are all of it."""
+        assert self.trace is not None
+        try:
+            layout = self.trace.layout_of(output)
+        except UnsupportedOperation as error:
+            if self._met is not None:
+                return None
+            raise UnsupportedOperation(f"{', '.join(call.names)}: {call}: {error}") from None
+        if layout is not None:
+            return layout
+        known = self.axes.find(call)  # one row for every sample, made without them
+        dim = NO_AXIS if known is None else known[0]
+        if dim is None or output.shape[dim] % self.batch:
+            return None
+        self.trace.begin_rows(output, dim)
+        return Layout(self.batch, dim)
+
+    def _traced_layout(self, call: Call, output: Tensor, saved: Sequence[Tensor]) -> Layout | None:
+        """As `_layout_for`, of a call that has a rule; None in a backward pass.
+
+        Raises:
+            _Expression: If what came out does not depend on the batch.
+        """
+        if self.trace is None:
+            if self._resolved.get(call) is None:
+                self._refuse_late(call)
+            if self._resolved[call]:
+                raise _Expression
+            return None
+        # Rows of a table that were chosen for all samples together are all samples'.
+        is_lookup = not any(each.is_floating_point() for each in saved)
+        rows = self.trace.find(output)
+        if is_lookup and saved and rows is not None and rows.lost_by and is_mixed(rows):
+            raise _Expression
+        layout = self._layout_for(call, output)
+        if layout is not None and rows is None:
+            _check_constant(call, saved, layout.axis, output)
+        if self._met is not None:
+            self._met.append(Met(call, rows, layout))
+        if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
+            raise _Expression
+        self._resolved[call] = False
+        return layout
+
+    def _refuse_late(self, call: Call) -> NoReturn:
+        raise UnsupportedOperation(
+            f"{', '.join(call.names)}: {call} was first seen in a backward pass, where samples are "
+            "not followed, and rows of this model lie where values have put them. Use activation "
+            "checkpointing with use_reentrant=False"
+        )
+
     # --- what rules call -------------------------------------------------------------------------
 
     def plain(self, value: Any) -> Any:
@@ -397,6 +599,25 @@ class Capture:
     def tracks(self, value: Any) -> bool:
         """Whether a value's uses are recorded."""
         return type(value) is Tracked
+
+    def align(self, value: Tensor, like: Tensor) -> Tensor:
+        """Let rows made without the batch be those of a tensor that they will meet."""
+        return value if self.trace is None else self.trace.aligned(value, like)
+
+    def expand(self, value: Tracked, shape: Sequence[int], like: Tensor) -> Any:
+        """Expand a parameter to meet a tensor, whose samples its rows are."""
+        if self.trace is None:
+            return value.expand(shape)
+        made = value.value.expand(shape)
+        output = self.trace.aligned(made, like)
+        if output is made:
+            return value.expand(shape)
+        call = self._call_of(Tensor.expand, (value, tuple(shape)), {})
+        before, self._current = self._current, (call, None)
+        try:
+            return self(output, saved=(), uses=[(value, of_bias)], is_fresh=False)
+        finally:
+            self._current = before
 
     def __call__(
         self,
@@ -414,12 +635,19 @@ class Capture:
             if axes is not None and axes[0] is NO_AXIS:
                 raise _Expression
             return output
-        axis = self.axes.axis(call) if axes is None else axes[0]
-        assert axis is not None
+        if self.axes.is_traced or self._met is not None:
+            layout = self._traced_layout(call, output, saved)
+            if self._met is not None:
+                return output
+        else:
+            axis = self.axes.axis(call) if axes is None else axes[0]
+            assert axis is not None
+            self.axes.check_rows(call, output.shape[axis])
+            known = self._layouts.get(axis)
+            layout = known or self._layouts.setdefault(axis, Layout(self.batch, axis))
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
         for value, _ in tracked:
             self.used.update(value.of_parameters)
-        layout = self._layouts.get(axis) or self._layouts.setdefault(axis, Layout(self.batch, axis))
         if self._is_again:
             use, inputs = Use(self, layout, tracked), tuple(each.detach() for each in saved)
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
@@ -444,6 +672,26 @@ class Capture:
             self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+
+
+def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
+    """Make sure that rows which are taken for samples by their place are all the same.
+
+    Such as zeros, which a recurrent network begins with. Those of a batch that was read out of
+    torch and back would lie wherever that put them.
+
+    Raises:
+        UnsupportedOperation: If they are not.
+    """
+    with _disable_current_modes():
+        rows = [x for x in saved if x.ndim > dim and x.shape[dim] == output.shape[dim] > 1]
+        if all(bool((each == each.narrow(dim, 0, 1)).all()) for each in rows):
+            return
+    raise UnsupportedOperation(
+        f"{', '.join(call.names)}: {call} is given rows that come neither from the batch by "
+        "torch's functions nor are the same for all samples, so that it is not known whose they "
+        "are. Do not take values out of torch (numpy, lists) to make rows of them"
+    )
 
 
 def _has_float_tensor(value: Any) -> bool:

@@ -45,11 +45,17 @@ def resized(batch: Any, num_samples: int) -> Any:
     return tree_map(rows, batch)
 
 
-def learn_axes(module: nn.Module, run: Run, batch: Any) -> AxisTable:
+def learn_axes(module: nn.Module, run: Run, batch: Any, axes: AxisTable | None = None) -> AxisTable:
     """Find where samples lie in every operation that touches a parameter; see axes.py.
 
     The model runs without gradients, twice or a few times, and torch's generators are left as they
-    were.
+    were. Rows are taken to lie sample by sample, as many for each; `learn_rows` makes sure of it.
+
+    Args:
+        module: The model.
+        run: One loss per sample.
+        batch: Samples to learn from.
+        axes: A table to fill, rather than a new one.
 
     Raises:
         BadInput: If the batch is empty.
@@ -58,7 +64,7 @@ def learn_axes(module: nn.Module, run: Run, batch: Any) -> AxisTable:
     size = batch_size_of(batch)
     if size == 0:
         raise BadInput("expected samples to learn from, found a batch of 0")
-    axes = AxisTable()
+    axes = AxisTable() if axes is None else axes
     other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
     for _ in range(MAX_ROUNDS):
         many, fewer = (
@@ -100,7 +106,8 @@ def check_samples_apart(module: nn.Module, run: Run, batch: Any, axes: AxisTable
 
         capture = Capture(module, size, axes=axes, on_record=check)
         with capture.installed(is_guarded=True), generators_kept(batch), torch.enable_grad():
-            losses = run(module, batch)
+            with capture.following(batch):
+                losses = run(module, batch)
             if losses.shape != (size,):
                 raise BadInput(
                     f"expected one loss per sample, [{size}], found {list(losses.shape)}"

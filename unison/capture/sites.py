@@ -94,6 +94,7 @@ class Site:
         self._before, self._after = plain[:place], plain[place + 1 : num_placed]
         self._keywords = keywords
         self._named = dict(zip(keywords, plain[num_placed:], strict=True))
+        assert use.layout is not None  # only where samples are followed it may not be known
         self._run, self.layout, self.uses = DIRECT[func], use.layout, use.uses
         self.names = [tracked.of_parameters[0] for tracked, _ in use.uses]
         self.maker: Maker | None = None

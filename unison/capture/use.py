@@ -9,6 +9,7 @@ from torch import Tensor
 from unison.capture.again import Place, Repeats
 from unison.capture.parts import local, record_of
 from unison.capture.tracked import Tracked
+from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Builder, Layout, Product, Record, Streamed
 
 OnRecord = Callable[[str, Record], None]
@@ -30,7 +31,7 @@ class Use:
     """The uses of parameters by one operation, waiting for its output's gradient."""
 
     capture: Taker
-    layout: Layout
+    layout: Layout | None  # None if it was made in a backward pass, and is not known there
     uses: Sequence[tuple[Tracked, Builder]]
     number: int | None = None  # in the forward pass, if it can be met again
     is_late: bool = False  # made in a backward pass
@@ -39,14 +40,25 @@ class Use:
         self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
     ) -> Iterator[tuple[Place, str, Record]]:
         """Make the records, or some of them: where each belongs, its parameter, the record."""
+        layout = self.layout
+        if layout is None:
+            name = self.uses[0][0].of_parameters[0]
+            raise UnsupportedOperation(
+                f"{name}: rows of this model lie where values have put them, and reentrant "
+                "activation checkpointing runs it where samples are not followed; use "
+                "use_reentrant=False"
+            )
+        layout.check_nobodys(g)
         is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
         for i, (tracked, builder) in enumerate(self.uses):
             if places is not None and all(i != place[0] for place in places):
                 continue
-            if is_whole:
-                record = builder(self.layout, g, *saved, shape=tuple(tracked.value.shape))
+            if layout.index is not None:
+                record = _indexed(layout, tracked, builder, g, saved)
+            elif is_whole:
+                record = builder(layout, g, *saved, shape=tuple(tracked.value.shape))
             else:
-                record = record_of(builder, self.layout, tracked.value, g, saved)
+                record = record_of(builder, layout, tracked.value, g, saved)
             for j, source in enumerate(tracked.sources):
                 if places is None or (i, j) in places:
                     yield (i, j), source.name, source.of(record)
@@ -66,3 +78,15 @@ class Use:
         if places:
             assert number is not None
             capture.repeats.keep(number, g, tuple(map(local, saved)), places)
+
+
+def _indexed(
+    layout: Layout, tracked: Tracked, builder: Builder, g: Tensor, saved: tuple[Tensor, ...]
+) -> Record:
+    """Make a record of rows that lie where values have put them."""
+    try:
+        return builder(layout, g, *saved, shape=tuple(tracked.value.shape))
+    except BadInput as error:
+        raise UnsupportedOperation(
+            f"{tracked.of_parameters[0]}: its rows lie where values have put them, and {error}"
+        ) from None

@@ -95,7 +95,8 @@ def clipped_gradients(
     )
     with capture.installed(), torch.enable_grad():
         surroundings = Surroundings.here(model, batch)
-        losses = per_sample_loss(model, batch)
+        with capture.following(batch):
+            losses = per_sample_loss(model, batch)
         _check_losses(losses, size)
         losses.sum().backward(retain_graph=plan.num_backwards == 2)
         norms = clipping.norms().total()
@@ -108,7 +109,7 @@ def clipped_gradients(
         elif clipping.num_forwards == 2:
             del losses  # and what its graph still holds
             clipping.begin_second_pass(by_name)
-            with capture.again(surroundings):
+            with capture.again(surroundings), capture.following(batch):
                 per_sample_loss(model, batch)
         sums |= clipping.clipped_sums(by_name)
     return ClippedGradients(

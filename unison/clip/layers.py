@@ -53,6 +53,7 @@ class Layer:
             kept of them is float32, for float16 would overflow.
         freed_per_sample: Bytes that ordinary training has freed when the first gradient of this
             layer comes, per sample of the batch; 0 if it is not known.
+        is_variable: Whether values decide how often it is used, and by how many tokens.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Layer:
     is_repeatable: bool = True
     is_float16: bool = False
     freed_per_sample: int = 0
+    is_variable: bool = False
 
     @property
     def freed_bytes(self) -> int:

@@ -15,7 +15,7 @@ from unison.capture import (
     Capture,
     check_samples_apart,
     generators_kept,
-    learn_axes,
+    learn_rows,
     resized,
 )
 from unison.capture.saved import SavedBytes
@@ -93,7 +93,7 @@ def learn(
     key = (*kind_of(model, batch), code_of(per_sample_loss))
     tables = _learned.setdefault(model, {})
     if key not in tables:
-        axes = learn_axes(model, per_sample_loss, batch)
+        axes = learn_rows(model, per_sample_loss, batch)
         if is_checked:
             check_samples_apart(model, per_sample_loss, batch, axes)
         tables[key] = Learned(axes, learn_layers(model, per_sample_loss, batch, axes))
@@ -163,7 +163,7 @@ def learn_layers(
     few = resized(batch, _FEW)
     capture = Capture(model, _FEW, axes=axes, on_record=keep, streams=True)
     with capture.installed(), generators_kept(batch), torch.enable_grad():
-        with saved.counted():
+        with saved.counted(), capture.following(few):
             losses = per_sample_loss(model, few)
         if losses.requires_grad:
             losses.sum().backward()
@@ -173,6 +173,7 @@ def learn_layers(
             is_checkpointed=name in capture.used_late,
             is_repeatable=name not in capture.recorded_late,
             freed_per_sample=freed[name] // _FEW,
+            is_variable=axes.is_traced,
         )
         for name in sorted(found)
     )

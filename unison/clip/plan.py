@@ -129,7 +129,8 @@ class Plan:
     def num_uses(self, name: str) -> int | None:
         """Return how often the parameter of that name is expected to be used; None if not known."""
         planned = self._by_name.get(name)
-        return None if planned is None else len(planned.layer.uses)
+        is_known = planned is not None and not planned.layer.is_variable
+        return len(planned.layer.uses) if planned is not None and is_known else None
 
     def num_forwards_of(self, name: str) -> int:
         """Return how many forward passes the layer of that name takes; one if it is not known."""

@@ -6,6 +6,7 @@ from unison.ops import (
     cross_entropy,
     einsum,
     embedding,
+    experts,
     inplace,
     linear,
     norm,
@@ -25,12 +26,12 @@ from unison.ops.records import (
     reshaped,
     transposed,
 )
-from unison.ops.registry import DIRECT, RULES, Builder, Rule, Tap, rule
+from unison.ops.registry import DIRECT, RULES, Builder, Rule, Tap, rule, rule_of
 from unison.ops.streamed import Streamed
 
 # Importing them fills the table.
 _FILES = (
-    *(attention, conv, cross_entropy, einsum, embedding),
+    *(attention, conv, cross_entropy, einsum, embedding, experts),
     *(inplace, linear, norm, recurrent, scale),
 )
 
@@ -53,5 +54,6 @@ __all__ = [
     "per_sample",
     "reshaped",
     "rule",
+    "rule_of",
     "transposed",
 ]

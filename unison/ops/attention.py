@@ -24,7 +24,7 @@ def scaled_dot_product_attention(
     if any(tap.tracks(each) for each in (query, key, value)) or query.ndim != 4:
         return NotImplemented
     shape = torch.broadcast_shapes(tap.plain(attn_mask).shape, (len(query), 1, 1, 1))
-    bias = attn_mask.expand(shape)
+    bias = tap.expand(attn_mask, shape, query)
     return F.scaled_dot_product_attention(query, key, value, bias, *args, **options)
 
 
@@ -72,8 +72,8 @@ def multi_head_attention(
         q, k, v = _packed_projection(query, key, value, in_proj_weight, in_proj_bias)
     batch, num_keys = k.shape[1], k.shape[0]
     if bias_k is not None:  # one learned key and value more
-        k = torch.cat([k, bias_k.expand(1, batch, -1)])
-        v = torch.cat([v, bias_v.expand(1, batch, -1)])
+        k = torch.cat([k, tap.expand(bias_k, (1, batch, -1), k)])
+        v = torch.cat([v, tap.expand(bias_v, (1, batch, -1), v)])
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
     has_hint = is_causal and key_padding_mask is None and not need_weights

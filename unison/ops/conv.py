@@ -45,7 +45,8 @@ def of_kernel(
     """Record of a kernel [out, in / groups, *kernel]."""
     sides = [side for pair in reversed(padding) for side in pair]
     patches = unfolded(F.pad(x, sides), shape[2:], stride=stride, dilation=dilation)
-    outputs = g.flatten(2).transpose(1, 2)  # [batch, places, out]
+    outputs = g.flatten(2).transpose(1, 2)  # [images, places, out]
+    patches, outputs = layout.rows(patches), layout.rows(outputs)  # [batch, places, ...]
     if groups == 1:
         return Product(patches, outputs, is_transposed=False, shape=shape)
     # Channels are ordered by group on both sides.
@@ -57,7 +58,10 @@ def of_kernel(
 
 def of_channels(layout: Layout, g: Tensor, *_: Tensor, shape: tuple[int, ...]) -> Dense:
     """Record of one number per channel, added."""
-    return Dense(wide(g).flatten(2).sum(dim=2))
+    if layout.index is None and len(g) == layout.batch:
+        return Dense(wide(g).flatten(2).sum(dim=2))
+    per_image = (*shape, *(1 for _ in g.shape[2:]))
+    return Dense(layout.reduced(wide(g), per_image).reshape(layout.batch, *shape))
 
 
 def _each(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:

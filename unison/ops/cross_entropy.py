@@ -64,7 +64,7 @@ class _Use:
             layout.rows(lse, num_features=0),
             layout.rows(g, num_features=0),
             # Where samples lie elsewhere, rows are in another order than the operation's.
-            of_hidden=self.needs_hidden and layout.axis == 0,
+            of_hidden=self.needs_hidden and layout.axis == 0 and layout.index is None,
             of_bias=self.has_bias,
         )
         self.waiting = record, g

@@ -28,7 +28,13 @@ def of_operand(
         UnsupportedOperation: If the parameter, or the output alone, has the letter of the samples.
     """
     of_x, of_w, of_y = terms
-    sample = of_y[layout.axis]
+    index = layout.index
+    dims = [] if index is None else [dim for dim, size in enumerate(index.shape) if size != 1]
+    if len(dims) > 1:
+        raise UnsupportedOperation(
+            f"einsum({of_x},{of_w}->{of_y}) where samples lie in several dimensions of the output"
+        )
+    sample = of_y[dims[0] if dims else layout.axis]
     if sample in of_w or sample not in of_x:
         raise UnsupportedOperation(
             f"einsum({of_x},{of_w}->{of_y}) where {sample!r} holds the samples: only the input and "
@@ -36,8 +42,8 @@ def of_operand(
         )
     # A new letter for the samples, in front; the old one stays for what is flattened into it.
     new = next(letter for letter in string.ascii_letters if letter not in of_x + of_w + of_y)
-    x, of_x = _split(x, of_x, sample, layout.batch, new)
-    g, of_y = _split(g, of_y, sample, layout.batch, new)
+    x, of_x = _split(x, of_x, sample, layout, new)
+    g, of_y = _split(g, of_y, sample, layout, new)
     incoming = [letter for letter in of_w if letter in of_x and letter not in of_y]
     outgoing = [letter for letter in of_w if letter in of_y and letter not in of_x]
     tokens = [letter for letter in of_x if letter in of_y and letter not in of_w]
@@ -49,15 +55,15 @@ def of_operand(
     return Dense(torch.einsum(f"{of_x},{of_y}->{new}{of_w}", wide(x), wide(g)))
 
 
-def _split(value: Tensor, term: str, sample: str, batch: int, new: str) -> tuple[Tensor, str]:
+def _split(value: Tensor, term: str, sample: str, layout: Layout, new: str) -> tuple[Tensor, str]:
     """[..., samples * rest, ...] to [samples, rest, ...]."""
     axis = term.index(sample)
     front = value.movedim(axis, 0)
-    rest = len(front) // max(batch, 1)
-    return (
-        front.reshape(batch, rest, *front.shape[1:]),
-        new + sample + term[:axis] + term[axis + 1 :],
+    index = (
+        None if layout.index is None else layout.index.reshape(-1, *(1 for _ in front.shape[1:]))
     )
+    rows = Layout(layout.batch, 0, index).rows(front, num_features=front.ndim - 1)
+    return rows, new + sample + term[:axis] + term[axis + 1 :]
 
 
 def _grouped(value: Tensor, term: str, tokens: list[str], features: list[str]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unison.errors import UnsupportedOperation
 from unison.ops.layout import Layout
+from unison.ops.linear import wide
 from unison.ops.records import Lookup, Record, per_sample
 from unison.ops.registry import Tap, rule
 
@@ -19,8 +20,14 @@ def of_table(
     layout: Layout, g: Tensor, ids: Tensor, *, shape: tuple[int, ...], padding: int | None = None
 ) -> Lookup:
     """Record of a table [rows, features]; the row `padding` gets no gradient."""
-    rows = layout.rows(ids, num_features=0)
-    return Lookup(_without(padding, rows, shape), layout.rows(g), shape)
+    return Lookup(_without(padding, _id_rows(layout, ids), shape), layout.rows(g), shape)
+
+
+def _id_rows(layout: Layout, ids: Tensor) -> Tensor:
+    """Bring ids to [batch, tokens]; where samples are padded, with ids that count for nothing."""
+    if layout.index is None:
+        return layout.rows(ids, num_features=0)
+    return layout.rows(ids - NO_ROW, num_features=0) + NO_ROW
 
 
 def looked_up(
@@ -64,6 +71,84 @@ def embedding(
         )
     y = F.embedding(input, tap.plain(weight), padding_idx)
     return tap(y, saved=(input,), uses=[(weight, partial(of_table, padding=padding_idx))])
+
+
+def of_bags(
+    layout: Layout,
+    g: Tensor,
+    ids: Tensor,
+    starts: Tensor,
+    *weights: Tensor,
+    shape: tuple[int, ...],
+    is_mean: bool,
+    padding: int | None,
+) -> Lookup:
+    """Record of a table [rows, features] whose rows were added up by bags.
+
+    Args:
+        layout: Where samples lie among the bags.
+        g: The gradient of the sums [bags, features].
+        ids: The rows [tokens].
+        starts: Where each bag begins among them [bags].
+        weights: A factor for each token [tokens], if they have any.
+        shape: Of the table.
+        is_mean: Whether sums were divided by the number of tokens.
+        padding: A row that counts for nothing.
+    """
+    places = torch.arange(len(ids), device=ids.device)
+    bags = torch.searchsorted(starts, places, right=True) - 1  # [tokens]
+    counts = torch.ones_like(ids) if padding is None else (ids != padding % shape[0]).long()
+    each = wide(g)[bags]
+    if is_mean:
+        sizes = torch.zeros_like(starts).index_add_(0, bags, counts)
+        each = each / sizes.clamp(min=1)[bags].unsqueeze(-1)
+    if weights:
+        each = each * weights[0].unsqueeze(-1)
+    samples = layout.with_index(g).index_of((len(g),))[bags]
+    tokens = Layout(layout.batch, 0, samples.unsqueeze(-1))  # [tokens, 1]
+    return Lookup(_without(padding, _id_rows(tokens, ids), shape), tokens.rows(each), shape)
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    tap: Tap,
+    input: Any,  # noqa: A002
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """`F.embedding_bag` of sums and means."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise UnsupportedOperation(
+            "F.embedding_bag with max_norm or scale_grad_by_freq, which couple samples with one "
+            "another"
+        )
+    if mode == "max" or tap.tracks(per_sample_weights):
+        return NotImplemented
+    y = F.embedding_bag(
+        input,
+        tap.plain(weight),
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+    if offsets is None:
+        starts = torch.arange(len(input), device=input.device) * input.shape[1]
+    else:
+        starts = (offsets[:-1] if include_last_offset else offsets).to(torch.int64)
+    factors = () if per_sample_weights is None else (per_sample_weights.reshape(-1).detach(),)
+    bags = partial(of_bags, is_mean=mode == "mean", padding=padding_idx)
+    saved = (input.reshape(-1).to(torch.int64), starts.contiguous(), *factors)
+    return tap(y, saved=saved, uses=[(weight, bags)])
 
 
 @rule(Tensor.__getitem__)

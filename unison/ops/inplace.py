@@ -42,7 +42,13 @@ rule(Tensor.div_)(in_place(torch.div))
 @rule(Tensor.copy_)
 def copy(tap: Tap, target: Any, value: Any, non_blocking: bool = False) -> Tensor:
     """`x.copy_(w)`."""
-    return target.copy_(_checked(tap, target, value.expand(tap.plain(target).shape)))
+    return target.copy_(_checked(tap, target, _expanded(tap, value, target)))
+
+
+def _expanded(tap: Tap, value: Any, target: Any) -> Any:
+    if tap.tracks(target) or not tap.tracks(value):
+        return value.expand(tap.plain(target).shape)
+    return tap.expand(value, target.shape, target)
 
 
 @rule(Tensor.__setitem__)
@@ -51,6 +57,11 @@ def set_item(tap: Tap, target: Any, index: Any, value: Any) -> None:
     if tap.tracks(target):
         _checked(tap, target, target)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
+        if tap.plain(value).ndim > target.ndim - index.ndim and len(tap.plain(value)) != 1:
+            raise UnsupportedOperation(
+                "several rows made of parameters alone, written to where a mask is true; make as "
+                "many rows as the target has, and use torch.where"
+            )
         mask = index.reshape(*index.shape, *(1 for _ in range(target.ndim - index.ndim)))
         target.copy_(_checked(tap, target, torch.where(mask, value, target.clone())))
         return
@@ -59,4 +70,4 @@ def set_item(tap: Tap, target: Any, index: Any, value: Any) -> None:
             raise UnsupportedOperation(
                 "a parameter written to rows found by tensors of indices; use torch.where"
             )
-    target[index] = _checked(tap, target, value.expand(target[index].shape))
+    target[index] = _checked(tap, target, _expanded(tap, value, target[index]))

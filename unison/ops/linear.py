@@ -23,7 +23,8 @@ def of_transposed(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...
 
 def of_left(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Product:
     """Record of W [d_out, d_in] in y = W x, where tokens are columns."""
-    turned = Layout(layout.batch, min(layout.axis, g.ndim - 2))
+    index = None if layout.index is None else layout.index.mT
+    turned = Layout(layout.batch, min(layout.axis, g.ndim - 2), index)
     return of_weight(turned, g.mT, x.mT, shape=shape)
 
 

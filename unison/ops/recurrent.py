@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.errors import UnsupportedOperation
 from unison.ops.registry import Rule, Tap, rule
 
 State = Sequence[Tensor]  # h, or h and c
@@ -45,8 +44,10 @@ def relu_step(from_input: Tensor, from_state: Tensor, state: State) -> State:
 
 
 def run_layer(
+    tap: Tap,
     step: Step,
-    x: Tensor,  # [time, batch, features]
+    x: Tensor,  # [time, batch, features], or [rows, features] of a packed sequence
+    sizes: Sequence[int] | None,
     state: State,  # each [batch, hidden]
     weights: Sequence[Any],
     *,
@@ -56,33 +57,46 @@ def run_layer(
     """Run one direction of one layer.
 
     Args:
+        tap: What the rule was given.
         step: The cell.
         x: What goes in.
+        sizes: Of a packed sequence, how many sequences have not ended at each time; they are
+            sorted, so that it is the first ones.
         state: What it starts with.
         weights: `w_ih, w_hh`, then `b_ih, b_hh` if biased, then `w_hr` if h is projected.
         is_biased: Whether it has biases.
         is_reversed: Whether time runs backwards.
 
     Returns:
-        Outputs [time, batch, hidden] and the last state.
+        Outputs [time, batch, hidden], or [rows, hidden], and the last state.
     """
     w_ih, w_hh = weights[:2]
     b_ih, b_hh = weights[2:4] if is_biased else (None, None)
     projection = weights[4 if is_biased else 2 :]
     from_input = F.linear(x, w_ih, b_ih)  # [time, batch, gates * hidden]
+    steps = from_input.unbind(0) if sizes is None else from_input.split(list(sizes))
+    state = tuple(tap.align(each, steps[0]) for each in state)
     outputs: list[Tensor] = []
-    steps = reversed(range(len(x))) if is_reversed else range(len(x))
-    for time in steps:
-        state = step(from_input[time], F.linear(state[0], w_hh, b_hh), state)
+    for now in reversed(steps) if is_reversed else steps:
+        rest: State = ()  # of sequences that have ended, or begin later
+        if len(now) < len(state[0]):
+            rest = tuple(each[len(now) :] for each in state)
+            state = tuple(each[: len(now)] for each in state)
+        state = step(now, F.linear(state[0], w_hh, b_hh), state)
         if projection:
             state = (F.linear(state[0], projection[0]), *state[1:])
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if is_reversed else outputs), state
+        if rest:
+            state = tuple(torch.cat(pair) for pair in zip(state, rest, strict=True))
+    outputs = outputs[::-1] if is_reversed else outputs
+    return torch.stack(outputs) if sizes is None else torch.cat(outputs), state
 
 
 def run_layers(
+    tap: Tap,
     step: Step,
     x: Tensor,
+    sizes: Sequence[int] | None,
     states: State,  # each [layers * directions, batch, hidden]
     weights: Sequence[Any],
     is_biased: bool,
@@ -90,7 +104,7 @@ def run_layers(
     dropout: float,
     is_training: bool,
     is_bidirectional: bool,
-    is_batch_first: bool,
+    is_batch_first: bool = False,
 ) -> tuple[Tensor, ...]:
     """Run all layers: outputs, and the last states as they came."""
     x = x.transpose(0, 1) if is_batch_first else x  # [time, batch, features]
@@ -102,8 +116,10 @@ def run_layers(
         for direction in range(num_directions):
             place = len(last)
             output, state = run_layer(
+                tap,
                 step,
                 x,
+                sizes,
                 tuple(each[place] for each in states),
                 weights[place * per_direction : (place + 1) * per_direction],
                 is_biased=is_biased,
@@ -122,14 +138,13 @@ def network(step: Step) -> Rule:
     """The rule of all layers at once."""
 
     def run(tap: Tap, x: Any, hx: Any, *args: Any) -> Any:
-        if isinstance(hx, Tensor) and not hx.is_floating_point():
-            raise UnsupportedOperation(
-                "a packed sequence, whose rows are not in the order of the samples; pass padded "
-                "sequences and leave the padding out of the loss"
-            )
         if tap.tracks(x):
             return NotImplemented
-        return run_layers(step, x, (hx,) if isinstance(hx, Tensor) else tuple(hx), *args)
+        sizes = None
+        if isinstance(hx, Tensor) and not hx.is_floating_point():  # a packed sequence
+            sizes, hx, args = hx.tolist(), args[0], args[1:]
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        return run_layers(tap, step, x, sizes, states, *args)
 
     return run
 
@@ -143,7 +158,9 @@ def cell(step: Step) -> Rule:
         if tap.tracks(x):
             return NotImplemented
         state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        after = step(F.linear(x, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), state)
+        from_input = F.linear(x, w_ih, b_ih)
+        state = tuple(tap.align(each, from_input) for each in state)
+        after = step(from_input, F.linear(state[0], w_hh, b_hh), state)
         return tuple(after) if len(after) > 1 else after[0]
 
     return run

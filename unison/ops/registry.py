@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from unison.ops.records import Record
 
@@ -35,6 +36,17 @@ class Tap(Protocol):
 
     def tracks(self, value: Any) -> bool:
         """Whether a value is a parameter whose uses are recorded."""
+        ...
+
+    def align(self, value: Tensor, like: Tensor) -> Tensor:
+        """The same values, whose rows are the samples' of `like` if they were made without them.
+
+        As those of a recurrent network's first state, which are zeros.
+        """
+        ...
+
+    def expand(self, value: Any, shape: Sequence[int], like: Tensor) -> Any:
+        """`value.expand(shape)` of a parameter, to meet `like`: its rows are the samples' of it."""
         ...
 
     def __call__(
@@ -88,3 +100,27 @@ def rule(
         return function
 
     return register
+
+
+NAMED_RULES: dict[str, Rule] = {}
+"""Rules of functions that other packages register with torch, which may not be there yet."""
+
+
+def rule_by_name(name: str) -> Callable[[Rule], Rule]:
+    """Register a rule for a function of `torch.ops` by its name, `namespace::function`."""
+
+    def register(function: Rule) -> Rule:
+        assert name not in NAMED_RULES, f"{name} has two rules"
+        NAMED_RULES[name] = function
+        return function
+
+    return register
+
+
+def rule_of(func: Callable[..., Any]) -> Rule | None:
+    """The rule of a torch function; None if it has none."""
+    found = RULES.get(func)
+    if found is None and isinstance(func, OpOverload | OpOverloadPacket):
+        packet = func.overloadpacket if isinstance(func, OpOverload) else func
+        return NAMED_RULES.get(packet._qualified_op_name)
+    return found

@@ -88,6 +88,7 @@ class Attachment:
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
         self._is_repeating = False  # runs the module again, for what was not kept
+        self._following = ExitStack()  # samples through the forward pass, where values move rows
         with ExitStack() as stack:
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -153,6 +154,7 @@ class Attachment:
 
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
+        self._following.close()
         if self._pass is not None:
             self._pass.close()
             self._pass = None
@@ -197,9 +199,26 @@ class Attachment:
         if self._pass is not None and self._pass.batch is batch:
             self._join(self._pass, args, kwargs)
             self._set_outside(self._pass, is_outside=False)
+        else:
+            self.drop_pass()
+            self._pass = self._begin_pass(batch, args, kwargs)
+        self._follow(self._following, self._pass, args, kwargs)
+
+    def _follow(
+        self, context: ExitStack, running: RunningPass, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        """Follow samples through a forward pass, where values decide which rows are whose."""
+        (first, *others) = running.parts.values()
+        if not first.capture.axes.is_traced:
             return
-        self.drop_pass()
-        self._pass = self._begin_pass(batch, args, kwargs)
+        if others:
+            raise UnsupportedOperation(
+                "values decide where rows of this module lie, and samples are not followed through "
+                "several granules at once; train it without granule="
+            )
+        inputs = self._inputs_of(args, kwargs, first.rows.num_rows)
+        samples = [inputs.leaves[place] for place in inputs.places]
+        context.enter_context(first.capture.following(samples, inputs.dim, inputs.rows))
 
     def _set_outside(self, running: RunningPass, *, is_outside: bool) -> None:
         """Tell captures whether uses of parameters are the module's own, or the user's."""
@@ -269,6 +288,7 @@ class Attachment:
     ) -> Any:
         if self._is_aside:
             return output
+        self._following.close()
         gated = self._gated(module, kwargs, output)
         self._recorder.leave_module(gated, is_trained=gated is not output)
         return gated
@@ -356,6 +376,7 @@ class Attachment:
                 stack.enter_context(part.capture.again(surroundings))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
+            self._follow(stack, running, args, kwargs)
             self.module(*args, **kwargs)
 
     def _decide(self, running: RunningPass, part: RunningPart) -> None:

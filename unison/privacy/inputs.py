@@ -121,18 +121,67 @@ def _holds(leaf: Any, num_samples: int, dim: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
-def probe_losses(output: Any, num_samples: int, dim: int, rows: int = 1) -> Tensor | None:
+class OutputDims:
+    """Which dimension of each part of a module's output holds the samples.
+
+    A sequence-first network may take [time, samples, features] and return [samples, classes]: what
+    changes with the number of samples is known once the module has run with two of them.
+
+    Args:
+        dim: Where they lie in the inputs, and in outputs as long as nothing else is known.
+        rows: How many rows belong to one sample.
+    """
+
+    def __init__(self, dim: int, rows: int = 1) -> None:
+        self._dim, self._rows = dim, rows
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # by number of samples
+
+    def of(self, output: Any, num_samples: int) -> list[int | None]:
+        """The dimension in each leaf of an output; None if there is none."""
+        leaves = tree_leaves(output)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
+        self._shapes.setdefault(num_samples, shapes)
+        for other, known in self._shapes.items():
+            if other != num_samples and len(known) == len(shapes):
+                return [
+                    _changed(now, num_samples * self._rows, then, other * self._rows)
+                    for now, then in zip(shapes, known, strict=True)
+                ]
+        return [self._dim for _ in leaves]
+
+
+def _changed(
+    now: tuple[int, ...], num_now: int, then: tuple[int, ...], num_then: int
+) -> int | None:
+    if len(now) != len(then):
+        return None
+    dims = [d for d, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]
+    is_one = len(dims) == 1 and (now[dims[0]], then[dims[0]]) == (num_now, num_then)
+    return dims[0] if is_one else None
+
+
+def probe_losses(
+    output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
+) -> Tensor | None:
     """Make one number per sample of a module's output [samples], to send back one by one.
 
     Stands in for a loss that is not known yet. Every element has a weight of its own, so that
     normalised outputs, which sum to a constant, have a gradient too. All terms are positive: in a
     sum of millions that cancel, rounding would look as if samples mixed.
 
+    Args:
+        output: What the module returned.
+        num_samples: The number of samples.
+        dims: Where they lie in each leaf of the output.
+        rows: How many rows belong to one sample.
+
     Returns:
         None if no part of the output holds the samples.
     """
     total = None
-    for leaf in tree_leaves(output):
+    for leaf, dim in zip(tree_leaves(output), dims, strict=True):
+        if dim is None:
+            continue
         if _holds(leaf, num_samples * rows, dim) and leaf.is_floating_point():
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
             each = whole.movedim(dim, 0).reshape(num_samples, -1)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unison.capture import AxisTable, check_samples_apart, learn_axes, resized
+from unison.capture import AxisTable, check_samples_apart, learn_rows, resized
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
 from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
-from unison.privacy.inputs import Inputs, probe_losses
+from unison.privacy.inputs import Inputs, OutputDims, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
@@ -63,12 +63,15 @@ class Learning:
 
     def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
         batch_dim = self._settings.batch_dim
+        rows = self._settings.rows_per_sample
         leaves: list[weakref.ref[Tensor]] = []
+        dims = OutputDims(batch_dim, rows)
 
         def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
             with DerivativesRefused():
                 output = inputs.run(module, some)
-            losses = probe_losses(output, len(some[0]), batch_dim, self._settings.rows_per_sample)
+            num_samples = len(some[0])
+            losses = probe_losses(output, num_samples, dims.of(output, num_samples), rows)
             if losses is None:
                 raise UnsupportedOperation(
                     f"no part of the module's output holds its {len(some[0])} samples in dimension "
@@ -78,7 +81,13 @@ class Learning:
             leaves.extend(map(weakref.ref, leaves_of(losses)))
             return losses
 
-        axes: AxisTable = learn_axes(self._module, run, samples)
+        axes: AxisTable = learn_rows(self._module, run, samples)
+        if axes.is_traced and self._owner.everyone.size > 1 and not self._owner.can_repeat:
+            raise UnsupportedOperation(
+                "values decide where rows of this module lie, and so how its parameters are used: "
+                "ranks that hold parts of them would wait for one another. Train it on one rank, "
+                "or wrap it in DistributedDataParallel"
+            )
         check_samples_apart(self._module, run, samples, axes)
         layers = self._owner.agreed(learn_layers(self._module, run, samples, axes))
         refuse_leaves(leaves)

@@ -209,6 +209,7 @@ class LossTape:
         self.has_read = False  # values left torch, nobody knows where to
         self.has_hooks = False  # users' own, which may change gradients on their way
         self._num_slots = 0
+        self.memory: dict[int, int] = {}  # where the values of a slot lie
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     # --- who is who ------------------------------------------------------------------------------
@@ -233,6 +234,7 @@ class LossTape:
         """Give a tensor a slot of its own."""
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._slots[id(value)] = weakref.ref(value), slot
+        self.memory[slot] = _memory_of(value)
         return slot
 
     def survivors(self) -> dict[int, "weakref.ref[Tensor]"]:
@@ -366,9 +368,9 @@ class LossTape:
         """Keep what roots were; a constant that data is written into is data from now on."""
         if not isinstance(target, Tensor):
             return
-        memory = target.untyped_storage().data_ptr()
+        memory = _memory_of(target)
         for root in self.roots.values():
-            if any(each.untyped_storage().data_ptr() == memory for each in unpacked(root.value)):
+            if _memory_of(root.value) == memory:
                 copies = [each.detach().clone() for each in unpacked(root.value)]
                 root.value = packed(root.value, copies)
         if self.slot_of(target) is None and not self.is_earlier(target):
@@ -420,6 +422,15 @@ class LossTape:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.add_root(leaf, is_output=is_trained)
+
+
+def _memory_of(value: Tensor) -> int:
+    """Where the memory of a tensor begins, which views of it share; the first granule's."""
+    first = unpacked(value)[0]
+    try:
+        return first.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors have several
+        return id(first)
 
 
 _NO_CAST = (None, None)
@@ -749,14 +760,17 @@ def refuse_unseen() -> None:
 
 def path_to(tape: LossTape, slot: int) -> Iterator[tuple[int, Operation]]:
     """Yield the operations that lead to a slot, last first, with their places."""
-    needed = {slot}
+    needed, memory = {slot}, {tape.memory.get(slot)}
     for place in reversed(range(len(tape.operations))):
         operation = tape.operations[place]
-        # What is written in place may be seen through other tensors that share its memory.
+        # What is written in place is seen through all tensors that share its memory.
         is_write = operation.handling is Handling.WRITE
-        if needed.isdisjoint(operation.outs) and not is_write:
+        is_seen = is_write and any(tape.memory[out] in memory for out in operation.outs)
+        if needed.isdisjoint(operation.outs) and not is_seen:
             continue
-        needed.update(refs_of(operation))
+        refs = refs_of(operation)
+        needed.update(refs)
+        memory.update(tape.memory[ref] for ref in refs if ref in tape.memory)
         yield place, operation
 
 

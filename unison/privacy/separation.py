@@ -217,12 +217,26 @@ class LossCheck:
                     "Move what reads values behind loss.backward(), or use .item(), which is "
                     "followed",
                 )
+        self._refuse_numbers(program, first.place, f"values left torch by {first.text}()")
+        for value in program.tape.unknown_inputs:
+            if self._rows.dim_of(value) is not None:
+                _refuse(
+                    f"values left torch by {first.text}(), and the module is given a tensor of "
+                    f"shape {list(value.shape)} that was not made by torch functions, so it may "
+                    "mix rows",
+                    "Do it in the data set or in collate_fn, or with torch functions",
+                )
+
+    def _refuse_numbers(
+        self, program: Program, since: int, why: str, *, with_tensors: bool = True
+    ) -> None:
+        """Refuse numbers and new tensors on the way to the loss that may come from data."""
         for place, operation in program.path.items():
-            if place < first.place:
+            if place < since:
                 continue
             found = [
                 f"a tensor of shape {list(leaf.shape)}"
-                for leaf in leaves_of(operation)
+                for leaf in leaves_of(operation) * with_tensors
                 if isinstance(leaf, Tensor) and not leaf.requires_grad
             ]
             found += [
@@ -232,19 +246,11 @@ class LossCheck:
             ]
             for what in found:
                 _refuse(
-                    f"values left torch by {first.text}(), and {operation} then brings {what} "
-                    "into the loss, which may depend on other rows",
-                    "Use torch functions in the place of numpy and Python, .item() for metrics, or "
-                    "unison.public(number) for a number that is public; or move metrics behind "
-                    "loss.backward()",
-                )
-        for value in program.tape.unknown_inputs:
-            if self._rows.dim_of(value) is not None:
-                _refuse(
-                    f"values left torch by {first.text}(), and the module is given a tensor of "
-                    f"shape {list(value.shape)} that was not made by torch functions, so it may "
-                    "mix rows",
-                    "Do it in the data set or in collate_fn, or with torch functions",
+                    f"{why}, and {operation} brings {what} into the loss, which may depend on "
+                    "other rows",
+                    "Use torch functions in the place of numpy and Python, multiply by a mask in "
+                    "the place of selecting, and use .item() for metrics, or unison.public(number) "
+                    "for a number that is public; or move metrics behind loss.backward()",
                 )
 
     def _is_constant(self, program: Program, operation: Operation, number: float) -> bool:
@@ -488,10 +494,13 @@ class LossCheck:
         for slot in program.tape.sized:
             a, b = base.env.get(slot), other.env.get(slot)
             if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
-                _refuse(
-                    "the size of a selection was asked for, and depends on other rows "
+                program.tape.has_read = True
+                self._refuse_numbers(
+                    program,
+                    0,
+                    "the size of a selection was asked for, which depends on other rows "
                     f"({list(a.shape)} and {list(b.shape)})",
-                    "Multiply by the mask in the place of selecting. " + REMEDY,
+                    with_tensors=False,
                 )
 
     def _moved(

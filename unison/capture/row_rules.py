@@ -1,0 +1,896 @@
+"""Whose the rows of an output are, for each of torch's functions below autograd.
+
+See [Note: the sample of every row]. A rule takes what finds the rows of an input, the function's
+arguments by name and its output, and returns the samples' numbers in the (first) output, or one for
+each output, or None where nobody can tell.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.rows import (
+    MIXED,
+    Rows,
+    combined,
+    compressed,
+    filled,
+    grown,
+    lost,
+    reduced,
+)
+from unison.ops.layout import NOBODY
+
+Arguments = dict[str, Any]
+Found = Tensor | Rows | None
+
+
+class Find:
+    """Finds whose the rows of inputs are.
+
+    Args:
+        known: Whose the rows of any tensor are, None for nobody's.
+    """
+
+    def __init__(self, known: Callable[[Tensor], Rows | None]) -> None:
+        self._known = known
+
+    def __call__(self, tensor: Tensor) -> Rows | None:
+        """Whose rows are that depend on samples; None for nobody's."""
+        rows = self._known(tensor)
+        return None if rows is None or rows.is_random else rows
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is not the same in every pass: it comes from the batch, or is random."""
+        return self._known(tensor) is not None
+
+
+RowRule = Callable[[Find, Arguments, Any], Found | Sequence[Found]]
+
+
+# --- functions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """What is known of one of torch's functions.
+
+    Attributes:
+        name: With its namespace, without the overload.
+        base: The name alone, without the mark of a function that works in place.
+        names: Of its arguments.
+        defaults: Their values where they are left out.
+        is_written: Whether it writes to an argument.
+        is_random: Whether it draws random numbers.
+        rule: Whose the rows of its output are.
+    """
+
+    name: str
+    base: str
+    names: tuple[str, ...]
+    defaults: Arguments
+    is_written: tuple[bool, ...]
+    is_random: bool
+    rule: RowRule | None
+
+    def bound(self, args: tuple, kwargs: Arguments) -> Arguments:
+        """All arguments by name."""
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
+        """The arguments that it writes to."""
+        if not any(self.is_written):
+            return []
+        given = self.bound(args, kwargs)
+        named = zip(self.names, self.is_written, strict=True)
+        return tree_leaves([given.get(name) for name, is_written in named if is_written])
+
+
+@cache
+def signature_of(func: Any) -> Signature:
+    """Read what torch says of a function."""
+    schema = func._schema
+    namespace, _, plain = schema.name.partition("::")
+    base = plain.rstrip("_") if not plain.startswith("__") else plain
+    rule = RULES.get(base)
+    if rule is None and namespace == "aten" and _is_pointwise(func, base):
+        rule = pointwise
+    if rule is None and base.startswith("_fft"):
+        rule = along_dims
+    if namespace not in ("aten", "prims", "transformers"):
+        rule = None  # somebody's own function may do anything with rows
+    return Signature(
+        name=schema.name,
+        base=base,
+        names=tuple(each.name for each in schema.arguments),
+        defaults={
+            each.name: each.default_value
+            for each in schema.arguments
+            if each.default_value is not None
+        },
+        is_written=tuple(
+            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        ),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        rule=rule,
+    )
+
+
+def _is_pointwise(func: Any, base: str) -> bool:
+    packet = getattr(torch.ops.aten, base, None)
+    names = [] if packet is None else packet.overloads()
+    return any(
+        torch.Tag.pointwise in each.tags for each in (func, *(getattr(packet, n) for n in names))
+    )
+
+
+def rows_after(
+    known: Callable[[Tensor], Rows | None],
+    signature: Signature,
+    args: tuple,
+    kwargs: Arguments,
+    outputs: Sequence[Tensor],
+) -> list[Rows | None]:
+    """Whose the rows of a function's outputs are; None for what was made without the batch."""
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    found = [each for each in map(known, inputs) if each is not None]
+    real = [each for each in found if not each.is_random]
+    if not real:
+        if not found and not signature.is_random:
+            return [None for _ in outputs]
+        return [
+            Rows(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
+            for each in outputs
+        ]
+    if signature.base in _FRESH:
+        return [None for _ in outputs]
+    is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
+    lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
+    made: Any = None
+    if signature.rule is not None:
+        only = len(outputs) == 1 and signature.base not in _LISTS
+        arguments = signature.bound(args, kwargs)
+        try:
+            made = signature.rule(Find(known), arguments, outputs[0] if only else outputs)
+        except _NOT_FORESEEN:  # nobody can tell: an operation with a parameter will refuse it
+            made = None
+    several = list(made) if isinstance(made, list | tuple) else [made] * len(outputs)
+    return [
+        _rows(each, ids, signature.name, is_by_value=is_by_value, lost_by=lost_by)
+        for each, ids in zip(outputs, several, strict=True)
+    ]
+
+
+def _rows(
+    output: Tensor, made: Found, name: str, *, is_by_value: bool, lost_by: str | None
+) -> Rows:
+    if isinstance(made, Rows):
+        is_by_value |= made.is_by_value
+        made = made.ids
+    if made is not None and not _fits(made, output):
+        made = None
+    if made is None:
+        found = lost(output, lost_by or name)
+        return Rows(found.ids, is_by_value=is_by_value, lost_by=lost_by or name)
+    if made.device != output.device:
+        made = made.to(output.device)
+    if lost_by is None and bool((made == MIXED).any()):
+        lost_by = name
+    return Rows(made, is_by_value=is_by_value, lost_by=lost_by)
+
+
+def _fits(ids: Tensor, output: Tensor) -> bool:
+    return ids.ndim == output.ndim and all(
+        a in (1, b) for a, b in zip(ids.shape, output.shape, strict=True)
+    )
+
+
+# They move rows by values, and have no rule: what comes out is lost, and not forgotten.
+_MOVERS = {
+    *("take", "put", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("unique_dim_consecutive", "argwhere", "nonzero_static", "multinomial", "segment_reduce"),
+}
+# They read no values.
+_FRESH = {"new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided"}
+_NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, StopIteration)
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+RULES: dict[str, RowRule] = {}
+_LISTS = {"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
+
+
+_Rule = TypeVar("_Rule", bound=RowRule)
+
+
+def _rule(*names: str) -> Callable[[_Rule], _Rule]:
+    def register(function: _Rule) -> _Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def _ids(find: Find, value: Any) -> Tensor | None:
+    rows = find(value) if isinstance(value, Tensor) else None
+    return None if rows is None else rows.ids
+
+
+def _nobodys(value: Tensor) -> Tensor:
+    return torch.full((1,) * value.ndim, NOBODY, device=value.device)
+
+
+def _all_ids(find: Find, value: Tensor) -> Tensor:
+    ids = _ids(find, value)
+    return _nobodys(value) if ids is None else ids
+
+
+def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
+    dim = a.get(name)
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(ndim))
+    return list(dim) if isinstance(dim, list | tuple) else [dim]
+
+
+@_rule(
+    *("_to_copy", "copy", "floor_divide", "native_dropout", "dropout", "tril", "triu", "isin"),
+    *("bucketize", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "clone"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    *("bernoulli", "uniform", "normal", "exponential", "fill", "zero", "masked_fill", "where"),
+    *("_conj", "conj", "resolve_conj", "resolve_neg", "_neg_view", "nan_to_num", "to", "view_as"),
+    *("_fused_dropout", "randint_like", "dist", "rrelu_with_noise", "polygamma"),
+)
+def pointwise(find: Find, a: Arguments, out: Any) -> Found:
+    """All that is broadcast to an element; floats first, see the note."""
+    first = out if isinstance(out, Tensor) else out[0]
+    floats, others = None, None
+    for value in tree_leaves(a):
+        ids = _ids(find, value)
+        if ids is None or value.ndim > first.ndim:
+            continue
+        ids = grown(ids, first.ndim)
+        if value.is_floating_point() or value.is_complex():
+            floats = ids if floats is None else combined(floats, ids)
+        else:
+            others = ids if others is None else combined(others, ids)
+    if floats is None or others is None:
+        return others if floats is None else floats
+    return filled(floats, others)
+
+
+def _copied(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x.copy_(y)`: what is written over is gone."""
+    ids = grown(_all_ids(find, a["src"]).to(out.device), out.ndim)
+    return filled(ids, _all_ids(find, a["self"]))
+
+
+RULES["copy"] = _copied
+
+
+@_rule(
+    *("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "var", "std", "nansum"),
+    *("var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"),
+    *("count_nonzero", "median", "mode", "kthvalue", "aminmax", "nanmedian"),
+)
+def reduction(find: Find, a: Arguments, out: Any) -> Found:
+    """Sums and the like."""
+    if isinstance(a.get("other"), Tensor):  # max and min of two
+        return pointwise(find, a, out)
+    x = a["self"]
+    return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=bool(a.get("keepdim")))
+
+
+@_rule(
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin"),
+    *("_cummax_helper", "_cummin_helper", "logcumsumexp", "glu", "renorm", "softmax"),
+    *("log_softmax",),
+)
+def along_dims(find: Find, a: Arguments, out: Any) -> Found:
+    """What computes along a dimension, each element of many."""
+    x = a["self"]
+    return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=True)
+
+
+@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+def last_dims(find: Find, a: Arguments, out: Any) -> Found:
+    """Norms over the last dimensions."""
+    x = a["input"]
+    num_dims = len(a["normalized_shape"])
+    return reduced(_all_ids(find, x), range(x.ndim - num_dims, x.ndim), keepdim=True)
+
+
+@_rule(
+    *("convolution", "_convolution", "mkldnn_convolution", "native_group_norm", "im2col", "col2im"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("avg_pool1d", "max_pool1d", "max_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    *("adaptive_max_pool2d", "adaptive_max_pool3d", "grid_sampler_2d", "grid_sampler_3d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+    *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "pixel_shuffle"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d"),
+    *("replication_pad2d", "replication_pad3d", "channel_shuffle", "affine_grid_generator"),
+    *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
+)
+def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
+    """What works on the images of a batch, one by one."""
+    ids: Tensor | None = None
+    for value in tree_leaves(a):
+        found = _ids(find, value)
+        if found is not None:
+            found = reduced(found, range(1, found.ndim), keepdim=True).reshape(-1)
+            ids = found if ids is None else combined(ids, found)
+    assert ids is not None
+    outputs = [out] if isinstance(out, Tensor) else out
+    made = [ids.reshape(-1, *(1 for _ in range(each.ndim - 1))) for each in outputs]
+    return made if len(made) > 1 else made[0]
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """[..., i, k] and [..., k, j]."""
+    return combined(reduced(left, [-1], keepdim=True), reduced(right, [-2], keepdim=True))
+
+
+@_rule("mm", "bmm", "addmm", "baddbmm", "matmul", "_grouped_mm", "grouped_mm_fallback", "_int_mm")
+def matmul(find: Find, a: Arguments, out: Any) -> Found:
+    """Products of matrices, and one added to them."""
+    names = (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other"))
+    names = (*names, ("self", "mat2"), ("input", "weight"))
+    left, right = next((a[i], a[j]) for i, j in names if i in a and j in a)
+    x, w = _all_ids(find, left), _all_ids(find, right)
+    if "offs" in a:
+        if _ids(find, right) is not None or right.ndim != 3 or left.ndim != 2:
+            return None
+        return reduced(x, [-1], keepdim=True)
+    if min(left.ndim, right.ndim) < 2:
+        return None
+    ids = _product(x, w)
+    if "mat1" in a or "batch1" in a:
+        ids = combined(ids, grown(_all_ids(find, a["self"]), ids.ndim))
+    return ids
+
+
+@_rule("mv", "addmv", "dot", "vdot")
+def vectors(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Products with a vector."""
+    x = a["self"] if "mat" not in a else a["mat"]
+    v = a["vec"] if "vec" in a else a["tensor"]
+    own = reduced(_all_ids(find, x), [-1], keepdim=False)
+    return combined(own, grown(reduced(_all_ids(find, v), [-1], keepdim=False), own.ndim))
+
+
+@_rule("_cdist_forward", "_euclidean_dist")
+def distances(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Of all rows of one to all rows of another."""
+    left, right = (_all_ids(find, a[name]) for name in ("x1", "x2"))
+    right = reduced(right, [-1], keepdim=True)
+    return combined(reduced(left, [-1], keepdim=True), right.transpose(-1, -2))
+
+
+@_rule(
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable",),
+    *("_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"),
+)
+def attention(find: Find, a: Arguments, out: Any) -> list[Found]:
+    """[batch, heads, tokens, features]: all tokens of one are mixed."""
+    ids: Tensor | None = None
+    for name in ("query", "key", "value"):
+        own = reduced(_all_ids(find, a[name]), [-1, -2], keepdim=True)
+        ids = own if ids is None else combined(ids, own)
+    mask = a.get("attn_mask", a.get("attn_bias"))
+    assert ids is not None
+    if isinstance(mask, Tensor) and _ids(find, mask) is not None:
+        own = reduced(grown(_all_ids(find, mask), 4), [-1, -2], keepdim=True)
+        ids = combined(ids, own) if mask.is_floating_point() else filled(ids, own)
+    outputs = [out] if isinstance(out, Tensor) else out
+    return [ids if each.ndim == 4 else None for each in outputs]
+
+
+# --- elements that move ------------------------------------------------------------------------
+
+
+@_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy", "unflatten")
+def view(find: Find, a: Arguments, out: Tensor) -> Found:
+    """The same elements in another shape: only dimensions that samples lie in are looked at."""
+    x = a["self"]
+    ids = _all_ids(find, x)
+    if not isinstance(a.get("size", a.get("shape", ())), list | tuple):
+        return ids if x.shape == out.shape else None  # another dtype
+    if x.numel() == 0:  # nobody's rows, and none of them
+        return torch.full([min(size, 1) for size in out.shape], NOBODY, device=out.device)
+    pieces: list[int] = []  # sizes of the numbers before the pieces are put together
+    shape: list[int] = []  # and those of the output that become of them
+    for old, new in _aligned(tuple(x.shape), tuple(out.shape)):
+        if all(ids.shape[dim] == 1 for dim in old):
+            shape += [1] * len(new)
+            pieces += [1] * len(old)
+        else:
+            shape += [out.shape[dim] for dim in new]
+            pieces += [x.shape[dim] for dim in old]
+    moved = ids.expand(pieces).reshape(shape)
+    return compressed(moved) if moved.numel() > ids.numel() or len(shape) > x.ndim else moved
+
+
+def _aligned(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Which dimensions of a shape become which of another: runs with as many elements."""
+    found, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
+        i, j = i + len(left), j + len(right)
+        while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
+            if a < b:
+                left.append(i)
+                i += 1
+            else:
+                right.append(j)
+                j += 1
+        found.append((left, right))
+    return found
+
+
+# What means the same for dimensions of 1.
+RULES["permute"] = lambda find, a, out: _all_ids(find, a["self"]).permute(a["dims"])
+RULES["flip"] = lambda find, a, out: _all_ids(find, a["self"]).flip(a["dims"])
+RULES["transpose"] = lambda find, a, out: _all_ids(find, a["self"]).transpose(a["dim0"], a["dim1"])
+RULES["t"] = lambda find, a, out: _all_ids(find, a["self"]).t()
+RULES["unsqueeze"] = lambda find, a, out: _all_ids(find, a["self"]).unsqueeze(a["dim"])
+
+
+@_rule("squeeze")
+def squeeze(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`squeeze`, of the tensor's own dimensions of 1."""
+    x = a["self"]
+    dims = {dim % max(x.ndim, 1) for dim in _dims(a, x.ndim)}
+    ids = _all_ids(find, x)
+    for dim in sorted(dims, reverse=True):
+        if x.ndim and x.shape[dim] == 1:
+            ids = ids.squeeze(dim)
+    return ids
+
+
+@_rule("expand", "broadcast_to")
+def expand(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`expand`."""
+    return grown(_all_ids(find, a["self"]), out.ndim)
+
+
+@_rule("repeat", "tile")
+def repeat(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`repeat`: dimensions along which samples do not change stay of 1."""
+    ids = grown(_all_ids(find, a["self"]), out.ndim)
+    times = [n if size > 1 else 1 for n, size in zip(a["repeats"], ids.shape, strict=True)]
+    return ids.repeat(times)
+
+
+@_rule("roll")
+def roll(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`roll`."""
+    ids = _all_ids(find, a["self"])
+    if not a.get("dims"):
+        return ids if ids.numel() == 1 else None
+    return ids.roll(a["shifts"], a["dims"])
+
+
+@_rule("select")
+def select(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x[..., i]`."""
+    ids, dim = _all_ids(find, a["self"]), a["dim"]
+    return ids.select(dim, 0 if ids.shape[dim] == 1 else a["index"])
+
+
+@_rule("slice")
+def slice_(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x[..., i:j:k]`."""
+    ids, dim = _all_ids(find, a["self"]), a.get("dim", 0)
+    if ids.shape[dim] == 1:
+        return ids
+    given = slice(a.get("start"), a.get("end"), a.get("step", 1))
+    return ids[(*(slice(None) for _ in range(dim % ids.ndim)), given)]
+
+
+@_rule("narrow", "narrow_copy")
+def narrow(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`narrow`."""
+    ids, dim = _all_ids(find, a["self"]), a["dim"]
+    return ids if ids.shape[dim] == 1 else ids.narrow(dim, a["start"], a["length"])
+
+
+@_rule(*_LISTS)
+def pieces_of(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """Pieces along a dimension."""
+    ids, dim = _all_ids(find, a["self"]), a.get("dim", 0)
+    is_unbound = out[0].ndim < ids.ndim
+    if ids.shape[dim] == 1:
+        return [ids.select(dim, 0) if is_unbound else ids for _ in out]
+    if is_unbound:
+        return list(ids.unbind(dim))
+    return list(ids.split([each.shape[dim] for each in out], dim))
+
+
+@_rule("diagonal", "unfold")
+def no_samples_there(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Along dimensions that samples do not lie in."""
+    ids = _all_ids(find, a["self"])
+    if ids.numel() == 1:
+        return ids.reshape((1,) * out.ndim)
+    if "dimension" in a and ids.shape[a["dimension"]] == 1:
+        return ids.unsqueeze(-1)
+    if "dim1" in a and ids.shape[a["dim1"]] == ids.shape[a["dim2"]] == 1:
+        return ids.diagonal(0, a["dim1"], a["dim2"])
+    return None
+
+
+@_rule("cat", "stack", "concat")
+def cat(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`cat` and `stack`."""
+    tensors, dim = a["tensors"], a.get("dim", 0) % out.ndim
+    is_stacked = tensors[0].ndim < out.ndim
+    parts = [x.unsqueeze(dim) if is_stacked else x for x in tensors]
+    all_ids = [_all_ids(find, x) for x in tensors]
+    if is_stacked:
+        all_ids = [each.unsqueeze(dim) for each in all_ids]
+    else:  # `cat` leaves out tensors of shape [0]
+        kept = [i for i, x in enumerate(parts) if x.ndim == out.ndim]
+        parts, all_ids = [parts[i] for i in kept], [all_ids[i] for i in kept]
+    first = all_ids[0]
+    if first.shape[dim] == 1 and all(
+        each.shape == first.shape and torch.equal(each, first) for each in all_ids
+    ):
+        return first
+    sizes = [max(each.shape[d] for each in all_ids) for d in range(out.ndim)]
+    wide = []
+    for x, ids in zip(parts, all_ids, strict=True):
+        sizes[dim] = x.shape[dim]
+        wide.append(ids.expand(sizes))
+    return torch.cat(wide, dim)
+
+
+@_rule("constant_pad_nd")
+def pad(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`F.pad`: what is added along samples is nobody's, what is added to a sample is its own."""
+    ids, sides = _all_ids(find, a["self"]), list(a["pad"])
+    for place in range(len(sides) // 2):
+        if ids.shape[-1 - place] == 1:
+            sides[2 * place : 2 * place + 2] = [0, 0]
+    return torch.constant_pad_nd(ids, sides, NOBODY)
+
+
+# --- rows by their numbers ---------------------------------------------------------------------
+
+
+def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> Rows:
+    """Rows of a tensor, chosen by others: those of nobody are the choosers'."""
+    if ids.numel() != 1 or int(ids) != NOBODY:  # what many have chosen is nobody's all the same
+        choosers = torch.where(choosers == MIXED, NOBODY, choosers)
+    is_torn = (ids >= 0) & (choosers >= 0) & (ids != choosers)
+    return Rows(torch.where(is_torn, MIXED, filled(ids, choosers)), is_by_value=is_by_value)
+
+
+@_rule("index", "_unsafe_index")
+def index(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x[i, mask, :]`."""
+    x, indices = a["self"], list(a["indices"])
+    ids = _all_ids(find, x)
+    dims: list[int] = []  # that are indexed
+    is_by_value, dim = False, 0
+    for each in indices:
+        own = range(dim, dim + (each.ndim if each is not None and _is_mask(each) else 1))
+        dim = own.stop
+        if each is None:
+            continue
+        dims += own
+        if find.knows(each):  # of a mask at least the number of rows changes
+            is_by_value |= _is_mask(each) or any(ids.shape[d] > 1 for d in own)
+    # A dimension that is not indexed, and along which samples do not change, stays of 1.
+    wide = ids.expand([x.shape[d] if d in dims else ids.shape[d] for d in range(x.ndim)])
+    shadow = _index_shadow(find, x, indices, out)
+    if _ids(find, x) is None and shadow is not None:  # rows of a table
+        return Rows(shadow, is_by_value=is_by_value)
+    made = torch.ops.aten.index.Tensor(wide, indices)
+    if shadow is None:
+        return Rows(made, is_by_value=is_by_value)
+    return _chosen(made, shadow, is_by_value=is_by_value)
+
+
+def _index_shadow(
+    find: Find, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
+) -> Tensor | None:
+    """Whose the indices are, as they lie in the output; None if they are nobody's."""
+    given = [(d, each) for d, each in enumerate(indices) if each is not None]
+    if all(_ids(find, each) is None for _, each in given):
+        return None
+    if any(_is_mask(each) for _, each in given):
+        if len(given) > 1:
+            return None
+        dim, mask = given[0]
+        own = _all_ids(find, mask).expand(mask.shape)[mask]  # [chosen]
+        return own.reshape([-1 if d == dim else 1 for d in range(out.ndim)])
+    shadow = None
+    for _, each in given:
+        own = _all_ids(find, each)
+        shadow = own if shadow is None else combined(*_same_ndim(shadow, own))
+    assert shadow is not None
+    num_index = max(each.ndim for _, each in given)
+    shadow = grown(shadow, num_index)
+    places = [d for d, _ in given]
+    is_run = places == list(range(places[0], places[0] + len(places)))
+    before = places[0] if is_run else 0
+    after = out.ndim - before - num_index
+    return shadow.reshape(*(1,) * before, *shadow.shape, *(1,) * after)
+
+
+def _same_ndim(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    ndim = max(left.ndim, right.ndim)
+    return grown(left, ndim), grown(right, ndim)
+
+
+@_rule("embedding")
+def embedding(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Rows of a table."""
+    return index(find, {"self": a["weight"], "indices": [a["indices"]]}, out)
+
+
+@_rule("index_select")
+def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`index_select`."""
+    ids, dim, chosen = _all_ids(find, a["self"]), a["dim"] % max(a["self"].ndim, 1), a["index"]
+    choosers = _all_ids(find, chosen).reshape([-1 if d == dim else 1 for d in range(out.ndim)])
+    is_moved = ids.shape[dim] > 1
+    made = ids.index_select(dim, chosen) if is_moved else ids
+    return _chosen(made, choosers, is_by_value=is_moved and find.knows(chosen))
+
+
+@_rule("gather")
+def gather(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`gather`: each element by its own number."""
+    x, dim, chosen = a["self"], a["dim"], a["index"]
+    ids = _all_ids(find, x)
+    is_moved = ids.ndim > 0 and ids.shape[dim] > 1
+    if is_moved:
+        ids = ids.expand(x.shape).gather(dim, chosen)
+    else:
+        ids = ids[tuple(slice(0, n) for n in chosen.shape)]
+    return _chosen(ids, _all_ids(find, chosen), is_by_value=is_moved and find.knows(chosen))
+
+
+@_rule("sort", "topk", "argsort", "msort")
+def sort(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """`sort` and `topk`: values and their numbers."""
+    x = a["self"]
+    ids, dim = _all_ids(find, x), a.get("dim", -1)
+    order = out[1]
+    if x.ndim and ids.shape[dim] > 1:
+        ids = ids.expand(x.shape).gather(dim, order)
+        moved = Rows(ids, is_by_value=True)
+        return [moved, moved]
+    return [ids, ids]
+
+
+@_rule("nonzero")
+def nonzero(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Where elements are: one row for each."""
+    x = a["self"]
+    ids = _all_ids(find, x).expand(x.shape)
+    return Rows(ids[tuple(out.unbind(1))].reshape(-1, 1), is_by_value=True)
+
+
+@_rule("masked_select")
+def masked_select(find: Find, a: Arguments, out: Tensor) -> Found:
+    """Elements where a mask is true."""
+    x, mask = torch.broadcast_tensors(a["self"], a["mask"])
+    ids = grown(_all_ids(find, a["self"]), x.ndim).expand(x.shape)[mask]
+    own = grown(_all_ids(find, a["mask"]), x.ndim).expand(x.shape)[mask]
+    return _chosen(ids, own, is_by_value=True)
+
+
+def _put(
+    before: Tensor,
+    values: Tensor,
+    *,
+    get: Callable[[Tensor], Tensor],
+    put: Callable[[Tensor], Tensor],
+    is_added: bool,
+) -> Tensor | None:
+    """Rows that were written into others; None where several do not agree whose one is.
+
+    Args:
+        before: Whose all elements were.
+        values: Whose what was written is.
+        get: Reads where it was written.
+        put: Writes values into `before`.
+        is_added: Whether what was there counts too.
+    """
+    there, values = _same_ndim(get(before), values)
+    after = combined(there, values) if is_added else filled(values, there)
+    if after.shape == there.shape and torch.equal(after, there):
+        return before
+    made = put(after)
+    return made if torch.equal(get(made), after.expand(there.shape)) else None
+
+
+@_rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x[i] = y`."""
+    x, indices, values = a["self"], list(a["indices"]), a["values"]
+    ids, value_ids = _all_ids(find, x), _all_ids(find, values)
+    used = sum(each.ndim if _is_mask(each) else 1 for each in indices)
+    before = ids.expand(x.shape)
+    num_left_out = 0  # features along which nothing changes need not be written one by one
+    for back in range(1, x.ndim - used + 1):
+        if ids.shape[-back] != 1 or (values.ndim >= back and value_ids.shape[-back] != 1):
+            break
+        num_left_out += 1
+    for _ in range(num_left_out):
+        before = before.select(-1, 0)
+        value_ids = value_ids.select(-1, 0) if value_ids.ndim else value_ids
+    there = torch.ops.aten.index.Tensor(before, indices)
+    value_ids = value_ids.expand(there.shape)
+    shadow = _index_shadow(find, before, indices, there)
+    if shadow is not None:  # what nobody made is written by whoever chose the place
+        shadow = torch.where(shadow == MIXED, NOBODY, shadow)
+        value_ids = filled(value_ids, shadow.expand(there.shape))
+    made = _put(
+        before,
+        value_ids,
+        get=lambda ids: torch.ops.aten.index.Tensor(ids, indices),
+        put=lambda new: before.index_put(tuple(indices), new),
+        is_added=bool(a.get("accumulate")),
+    )
+    if made is None or made is before:
+        return None if made is None else ids
+    made = compressed(made)
+    return made.reshape(*made.shape, *(1 for _ in range(num_left_out)))
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+@_rule("index_add", "index_copy", "index_reduce")
+def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x.index_add(dim, i, y)`."""
+    x, dim, chosen = a["self"], a["dim"] % max(a["self"].ndim, 1), a["index"]
+    ids, values = _all_ids(find, x), _all_ids(find, a["source"])
+    before = ids.expand([n if d == dim else ids.shape[d] for d, n in enumerate(x.shape)])
+    there = before.index_select(dim, chosen)
+    if values.shape[dim] == 1:
+        values = values.expand([len(chosen) if d == dim else n for d, n in enumerate(values.shape)])
+    sizes = torch.broadcast_shapes(there.shape, values.shape)
+    if sizes != there.shape:
+        before = before.expand([x.shape[d] if d == dim else n for d, n in enumerate(sizes)])
+        there = before.index_select(dim, chosen)
+    made = _put(
+        before,
+        values,
+        get=lambda ids: ids.index_select(dim, chosen),
+        put=lambda new: before.index_copy(dim, chosen, new.expand(there.shape)),
+        is_added="alpha" in a,
+    )
+    return ids if made is before else made
+
+
+@_rule("scatter_add", "scatter_reduce")
+def scatter_add(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x.scatter_add(dim, i, y)`."""
+    return scatter(find, a, out, is_added=True)
+
+
+@_rule("scatter")
+def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
+    """`x.scatter(dim, i, y)`: each element to its own number, beside its own place elsewhere."""
+    x, dim, chosen, source = a["self"], a["dim"], a["index"], a.get("src")
+    ids, own = _all_ids(find, x), _all_ids(find, chosen)
+    own = torch.where(own == MIXED, NOBODY, own) if own.numel() else own
+    if isinstance(source, Tensor):
+        values = _all_ids(find, source)
+        values = values[tuple(slice(0, n) for n in chosen.shape)]
+        own = (
+            filled(*torch.broadcast_tensors(values, own))
+            if source.is_floating_point()
+            else (combined(values, own))
+        )
+    if x.ndim == 0:
+        return combined(ids, own)
+    if ids.shape[dim] == 1 and own.shape[dim] == 1:
+        for d, (n, m) in enumerate(zip(x.shape, chosen.shape, strict=True)):
+            if d != dim % x.ndim and n != m and own.shape[d] > 1:
+                return None
+        return combined(ids, own)
+    before = ids.expand(x.shape)
+    made = _put(
+        before,
+        own.expand(chosen.shape),
+        get=lambda ids: ids.gather(dim, chosen),
+        put=lambda new: before.scatter(dim, chosen, new),
+        is_added=is_added,
+    )
+    if made is None or made is before:
+        return None if made is None else ids
+    return compressed(made)
+
+
+@_rule("masked_scatter")
+def masked_scatter(find: Find, a: Arguments, out: Tensor) -> Found:
+    """`x.masked_scatter(mask, y)`: elements of y in their order."""
+    x, mask = a["self"], a["mask"].expand(a["self"].shape)
+    ids = _all_ids(find, x)
+    before = ids.expand(x.shape)
+    values = _all_ids(find, a["source"]).expand(a["source"].shape).reshape(-1)
+    there = before[mask]
+    agreed = combined(there, values[: len(there)])
+    if torch.equal(agreed, there):
+        return ids
+    return compressed(before.masked_scatter(mask, agreed))
+
+
+@_rule("slice_scatter", "select_scatter")
+def written_part(find: Find, a: Arguments, out: Tensor) -> Found:
+    """A part of a tensor, written into a copy of it."""
+    ids, own, dim = _all_ids(find, a["self"]), _all_ids(find, a["src"]), a.get("dim", 0)
+    if "index" in a:
+        own = own.unsqueeze(dim)
+    return combined(ids, own) if ids.shape[dim] == own.shape[dim] == 1 else None
+
+
+# --- sequences and bags ------------------------------------------------------------------------
+
+
+@_rule("_pack_padded_sequence")
+def pack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """The steps of sequences that have not ended, step by step."""
+    x = a["input"]
+    ids = _all_ids(find, x)
+    ids = ids.expand([*x.shape[:2], *ids.shape[2:]]).contiguous()
+    moved = torch.ops.aten._pack_padded_sequence(ids, a["lengths"], a["batch_first"])[0]
+    return [Rows(moved, is_by_value=True), None]
+
+
+@_rule("_pad_packed_sequence")
+def unpack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """Back to [time, batch]: the padding is its sequence's."""
+    data = a["data"]
+    ids = _all_ids(find, data)
+    ids = ids.expand(len(data), *ids.shape[1:]).contiguous()
+    padded, _ = torch.ops.aten._pad_packed_sequence(
+        ids, a["batch_sizes"], a["batch_first"], NOBODY, a["total_length"]
+    )
+    return [reduced(padded, [1 if a["batch_first"] else 0], keepdim=True), None]
+
+
+@_rule("_embedding_bag", "_embedding_bag_forward_only")
+def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+    """One row per bag: whose its ids are, or else its place."""
+    ids, places = a["indices"], a["offsets"]
+    if _ids(find, a["weight"]) is not None:
+        return [None for _ in out]
+    num_bags = len(out[0])
+    bag = (
+        torch.searchsorted(
+            places.contiguous(), torch.arange(len(ids), device=ids.device), right=True
+        )
+        - 1
+    )
+    own = _all_ids(find, ids).expand(len(ids))
+    none = torch.iinfo(torch.int64).max
+    low = torch.full((num_bags,), none, device=ids.device)
+    high = torch.full((num_bags,), NOBODY, device=ids.device)
+    low.scatter_reduce_(0, bag, torch.where(own == NOBODY, none, own), "amin")
+    high.scatter_reduce_(0, bag, own, "amax")
+    found = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
+    where = _all_ids(find, places)
+    where = where.expand(len(places))[:num_bags]
+    found = filled(found, torch.where(where == MIXED, NOBODY, where))
+    return [found.reshape(-1, 1), *(None for _ in out[1:])]

@@ -1,0 +1,211 @@
+"""The trace itself: a mode of torch in which the numbers of samples follow their elements."""
+
+import math
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.row_rules import Signature, rows_after, signature_of
+from unison.capture.rows import MIXED, Rows, compressed, lost, lost_of, reduced, uniform
+from unison.errors import UnsupportedOperation
+from unison.ops.layout import NOBODY, Layout
+
+
+class RowTrace(TorchDispatchMode):
+    """Follows samples through all that is computed in its block.
+
+    See [Note: the sample of every row].
+
+    Args:
+        batch: Number of samples.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+        self._known: weakref.WeakKeyDictionary[Any, dict[tuple, Rows]] = weakref.WeakKeyDictionary()
+        self.opaque: str | None = None  # a function whose output has no memory of its own
+
+    def begin(self, tensor: Tensor, dim: int, per_sample: int = 1) -> None:
+        """Let each row of a dimension, or as many as one sample has, be one sample."""
+        ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
+        self.put(tensor, Rows(ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])))
+
+    def put(self, tensor: Tensor, rows: Rows) -> None:
+        """Say whose the elements of a tensor are."""
+        storage = _storage(tensor)
+        if storage is None:
+            self.opaque = self.opaque or f"a {type(tensor).__name__}"
+            return
+        self._known.setdefault(storage, {})[_geometry(tensor)] = rows
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let memory be nobody's."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._known.pop(storage, None)
+
+    def find(self, tensor: Tensor) -> Rows | None:
+        """Whose the elements of a tensor are; None if it was made without the batch."""
+        storage = _storage(tensor)
+        if storage is None:
+            return None if self.opaque is None else lost(tensor, self.opaque)
+        known = self._known.get(storage)
+        if known is None:
+            return None
+        found = known.get(_geometry(tensor))
+        return _seen_through(known, tensor) if found is None else found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and follow the samples through it."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self._follow(signature_of(func), args, kwargs, output)
+        return output
+
+    def _follow(
+        self, signature: Signature, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        if not outputs:
+            return
+        rows = rows_after(self.find, signature, args, kwargs, outputs)
+        written = signature.written(args, kwargs)
+        for each, found in zip(outputs, rows, strict=True):
+            if found is None:
+                continue
+            if any(each is target for target in written):
+                self.write(each, found)
+            else:
+                self.put(each, found)
+
+    # --- what a capture asks ---------------------------------------------------------------------
+
+    def layout_of(self, tensor: Tensor) -> Layout | None:
+        """Where the samples lie in a tensor; None if it was made without them.
+
+        Raises:
+            UnsupportedOperation: If samples are mixed in it, or nobody can tell whose it is.
+        """
+        with _disable_current_modes():
+            rows = self.find(tensor)
+            if rows is None or rows.is_random or _is_nobodys(rows):
+                return None
+            if bool((rows.ids == MIXED).any()):
+                raise UnsupportedOperation(
+                    f"it is not known which sample each row belongs to: {rows.lost_by} has mixed "
+                    "samples, or moved rows in a way that is not followed. Select and sort rows "
+                    "with torch's own functions of indices, masks and sorting, and let a sample's "
+                    "rows depend on the sample alone"
+                )
+            return self._layout(rows.ids, tensor)
+
+    def _layout(self, ids: Tensor, tensor: Tensor) -> Layout:
+        if self.batch == 1 and tensor.ndim > 1:
+            return Layout(1, 0)
+        for dim, size in enumerate(tensor.shape):
+            if size % self.batch or ids.shape[dim] != size or size < 2:
+                continue
+            expected = uniform(size, self.batch, dim, tensor.ndim, ids.device)
+            # Rows of nobody among those of samples in their order are where a sample left a gap.
+            if bool(((ids == expected) | (ids == NOBODY)).all()):
+                return Layout(self.batch, dim)
+        return Layout(self.batch, 0, compressed(ids))
+
+    def begin_rows(self, tensor: Tensor, dim: int) -> None:
+        """Let samples lie in a dimension one after the other, as many rows each."""
+        size = tensor.shape[dim]
+        with _disable_current_modes():
+            ids = uniform(size, self.batch, dim, tensor.ndim, tensor.device)
+            self.put(tensor, Rows(ids))
+
+    def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Let rows that nobody made be those of a tensor that they are about to meet."""
+        with _disable_current_modes():
+            rows, own = self.find(like), self.find(tensor)
+            if rows is None or own is not None:
+                return tensor
+            sizes = zip(tensor.shape, like.shape, strict=True)
+            dims = [dim for dim, (a, b) in enumerate(sizes) if a != b]
+            tensor = tensor.clone()  # others may have views of it, which are nobody's
+            self.put(tensor, replace(rows, ids=reduced(rows.ids, dims, keepdim=True)))
+            return tensor
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def write(self, target: Tensor, rows: Rows) -> None:
+        """Say whose elements are that were written to in place; other views of them see it."""
+        before = self.find(target)
+        if before is not None and _same(before, rows):
+            if rows.is_by_value and not before.is_by_value:
+                self.put(target, rows)
+            return
+        base = target if target._base is None else target._base
+        old = self.find(base)
+        known = self._known.get(_storage(target), {})
+        if base is target and not set(known) - {_geometry(target)}:
+            self.put(target, rows)
+            return
+        if not base.is_contiguous():
+            for key in known:
+                known[key] = lost_of(len(key[1]), target, "a write to a part of a tensor")
+            self.put(base, lost(base, "a write to a part of a tensor"))
+            return
+        ids = torch.full(base.shape, NOBODY, device=base.device)
+        if old is not None:
+            ids.copy_(old.ids.expand(base.shape))
+        start = base.storage_offset()
+        part = ids.as_strided(target.shape, target.stride(), target.storage_offset() - start)
+        part.copy_(rows.ids.expand(target.shape))
+        others = rows if old is None else old
+        written = Rows(
+            ids,
+            is_by_value=rows.is_by_value or others.is_by_value,
+            lost_by=rows.lost_by or others.lost_by,
+        )
+        for offset, shape, stride, dtype in list(known):
+            view = ids.as_strided(shape, stride, offset - start)
+            known[offset, shape, stride, dtype] = replace(written, ids=compressed(view))
+        self.put(base, replace(written, ids=compressed(ids)))
+        self.put(target, rows)
+
+
+def _seen_through(known: dict[tuple, Rows], tensor: Tensor) -> Rows:
+    """Whose the elements of a view are that was made before anybody wrote to its memory."""
+    first, last = tensor.storage_offset(), tensor.storage_offset()
+    last += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    for (offset, shape, stride, dtype), rows in known.items():
+        is_whole = stride == torch.empty(shape, device="meta").stride()
+        end = offset + math.prod(shape)
+        if is_whole and dtype == tensor.dtype and offset <= first and last < end:
+            ids = rows.ids.expand(shape).contiguous()
+            view = ids.as_strided(tensor.shape, tensor.stride(), first - offset)
+            return replace(rows, ids=compressed(view))
+    return lost(tensor, "a view made elsewhere")
+
+
+def _is_nobodys(rows: Rows) -> bool:
+    return rows.ids.numel() > 0 and bool((rows.ids == NOBODY).all())
+
+
+def _same(left: Rows, right: Rows) -> bool:
+    return left.ids.shape == right.ids.shape and torch.equal(left.ids, right.ids)
+
+
+def _storage(tensor: Tensor) -> Any:
+    """The memory of a tensor; None if it has none of its own."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, nested, a wrapper of others
+        return None
+
+
+def _geometry(tensor: Tensor) -> tuple:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
