@@ -22,9 +22,10 @@ from unison.capture.sites import Alike
 from unison.clip import Clipping, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.privacy.buffers import BufferWatch
 from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
-from unison.privacy.inputs import Inputs
+from unison.privacy.inputs import Inputs, holds_samples
 from unison.privacy.learning import Learning
 from unison.privacy.own_loss import OwnLoss, own_loss_of
 from unison.privacy.owners.base import Owner
@@ -78,6 +79,7 @@ class Attachment:
         self._pass: RunningPass | None = None
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
+        self._buffers = BufferWatch(self._learning.may_write)
         self._is_repeating = False  # runs the module again, for what was not kept
         with ExitStack() as stack:
             for handle in self._hooks():
@@ -194,6 +196,7 @@ class Attachment:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = Inputs.of(args, kwargs, num_rows, self.settings.batch_dim)
         learned = self._learning.learn(inputs)
+        self._buffers.begin(self.places.modules)
         plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
@@ -245,6 +248,7 @@ class Attachment:
             return None
         if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
+        self._buffers.check()
         own_loss = own_loss_of(output, kwargs)
         return gate(output, partial(self._on_backward, own_loss))
 
@@ -259,6 +263,7 @@ class Attachment:
         """Gradients have come to the gate: the module's own backward pass is next."""
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
+        self._refuse_batch_outputs(outputs, gradients)
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
@@ -275,6 +280,17 @@ class Attachment:
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
+
+    def _refuse_batch_outputs(
+        self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Refuse a gradient of an output that is of the whole batch, if samples mix in it."""
+        if self._learning.refusal is None or not self._dealing.parts:
+            return
+        num_rows, dim = self._dealing.parts[0].num_rows, self.settings.batch_dim
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None and not holds_samples(output, num_rows, dim):
+                raise UnsupportedOperation(self._learning.refusal)
 
     def _measure_first(
         self,
@@ -340,6 +356,7 @@ class Attachment:
         running.phase = Phase.DONE
 
         try:
+            self._buffers.check()  # hooks may write in the backward pass
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

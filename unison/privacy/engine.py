@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.arguments import (
     batch_size_of,
     check_optimizer,
+    check_public_buffers,
     make_key,
     refuse_opacus_values,
     refuse_unknown,
@@ -112,6 +113,8 @@ class PrivacyEngine:
         batch_first: bool = True,
         memory_budget: int | None = None,
         calibrate: bool = True,
+        recheck: bool = True,
+        public_buffers: Sequence[str] = (),
         budget: Budget | None = None,
         granule: int | None = None,
         seed: int | None = None,
@@ -143,6 +146,10 @@ class PrivacyEngine:
             memory_budget: Bytes that clipping may hold beside ordinary training.
             calibrate: Whether clipping `"auto"` may time its methods on the GPU, once (see
                 docs/clipping.md). With granules, and on several ranks, it never does.
+            recheck: Whether it is checked again, at the second, fourth, eighth, … pass of each kind
+                of batch, that samples do not mix; otherwise at the first alone.
+            public_buffers: Names of buffers (or patterns, as of `fnmatch`) that the forward pass
+                may write values of the batch to: they get no noise, and no ε covers them.
             budget: A bound on ε. The loader raises `BudgetSpent` before a step that would pass it.
             granule: Samples that are computed together, at one shape, and added up in one order
                 on any number of ranks: what the ordered reducer needs. Tensors then come as one
@@ -219,6 +226,8 @@ class PrivacyEngine:
                     memory_budget=memory_budget,
                     batch_dim=batch_dim,
                     calibrate=calibrate,
+                    recheck=recheck,
+                    public_buffers=check_public_buffers(module, public_buffers),
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,

@@ -82,8 +82,13 @@ def _holds(leaf: Any, num_samples: int, dim: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
+def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
+    """Whether a part of an output has an entry per sample."""
+    return _holds(leaf, num_samples, dim)
+
+
 def probe_losses(output: Any, num_samples: int, dim: int) -> Tensor | None:
-    """Make one number per sample of a module's output [samples], to send back one by one.
+    """Make one number per sample of a module's output [samples], float64, to send back.
 
     Stands in for a loss that is not known yet. Every element has a weight of its own, so that
     normalised outputs, which sum to a constant, have a gradient too. All terms are positive: in a
@@ -96,9 +101,50 @@ def probe_losses(output: Any, num_samples: int, dim: int) -> Tensor | None:
     for leaf in tree_leaves(output):
         if _holds(leaf, num_samples, dim) and leaf.is_floating_point():
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
-            rows = whole.movedim(dim, 0).reshape(num_samples, -1)
-            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            weights = 1.5 + torch.arange(rows.shape[1], device=rows.device).cos()
-            part = ((rows + 1).square() * weights).mean(1)
-            total = part if total is None else total + part
+            part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
+            total = part if total is None else total + part  # type: ignore[operator]
     return total
+
+
+def batch_loss(output: Any, num_samples: int, dim: int) -> Tensor | None:
+    """Add up the parts of an output that are of the whole batch, such as a model's own loss.
+
+    Returns:
+        None if there is none that takes gradients.
+    """
+    found = [
+        leaf.flatten().sum()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.requires_grad
+        and not _holds(leaf, num_samples, dim)
+    ]
+    return torch.stack([each.double() for each in found]).sum() if found else None
+
+
+class _ProbeLoss(torch.autograd.Function):
+    """Σ_i w_i (x_i + 1)² / n of each row, in float64: a last bit of an output is seen in it.
+
+    Row by row, in both directions: logits are the largest tensors of a model, and this is not the
+    place to hold several of them in float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # [samples, values] -> [samples]
+        ctx.save_for_backward(rows)
+        weights = _weights(rows)
+        found = [(row.double() + 1).square_().mul_(weights).mean() for row in rows]
+        return torch.stack(found) if found else rows.new_zeros(0, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        weights, gradient = _weights(rows) * (2 / max(1, rows.shape[1])), torch.empty_like(rows)
+        for row, into, factor in zip(rows, gradient, g, strict=True):
+            into.copy_((row.double() + 1).mul_(weights).mul_(factor))
+        return gradient
+
+
+def _weights(rows: Tensor) -> Tensor:
+    return 1.5 + torch.arange(rows.shape[1], device=rows.device, dtype=torch.float64).cos()

@@ -26,12 +26,16 @@ class ClippingSettings:
         memory_budget: Bytes that clipping may hold, or None for no bound.
         batch_dim: Dimension of the samples in the module's inputs and outputs.
         calibrate: Whether `"auto"` may time methods on the GPU.
+        recheck: Whether later passes are checked again; else the first of each kind is.
+        public_buffers: Names of buffers, or patterns of them, that may hold what passes write.
     """
 
     mode: str
     memory_budget: int | None
     batch_dim: int
     calibrate: bool = True
+    recheck: bool = True
+    public_buffers: tuple[str, ...] = ()
 
 
 class Phase(Enum):

@@ -1,5 +1,7 @@
 """What is trained: whether it is still what was made private."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from unison.capture.names import Places
@@ -24,6 +26,11 @@ class Trained:
         self._places = places
         self._private = _held_by(places, owner)
         self.last: tuple[str, ...] | None = None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All modules, as of the last look."""
+        return self._places.held.modules
 
     def check(self, *, is_quick: bool = False) -> tuple[str, ...]:
         """Make sure that what is trained is what was made private, and return `last`.

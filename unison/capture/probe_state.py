@@ -1,0 +1,210 @@
+"""What a module's passes read and write beside parameters: generators, buffers, attributes.
+
+Probing runs a user's module several times. Every such pass must begin as the others did, or their
+results cannot be compared; and the module must be left as it was found.
+"""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from unison.capture.fingerprint import fingerprint
+from unison.capture.parts import is_in_parts, local
+
+_INTERNAL = frozenset(vars(nn.Module()))  # hooks, children, tensors: not a model's own attributes
+_MUTABLE = (list, dict, set, deque)
+_LARGE = 1 << 24  # bytes of a buffer on a GPU whose copy waits in main memory
+
+
+class ProbeState:
+    """Puts generators, buffers and attributes of a module back to what they were.
+
+    Attributes are bindings: those of the modules themselves and of plain objects that they hold,
+    with the contents of lists, dictionaries and sets among them. What lies deeper is not put back;
+    the check for state between calls sees it where outputs depend on it.
+
+    Args:
+        module: The model.
+        batch: Its tensors' devices have generators, too.
+    """
+
+    def __init__(self, module: nn.Module, batch: Any = None) -> None:
+        self._module = module
+        self._generators = list(_generators(module, batch))
+        self._buffers: list[tuple[dict[str, Any], str, Any, Tensor | None]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        known: set[int] = set()
+        for child in module.modules():
+            for key, buffer in child._buffers.items():
+                self._buffers.append((child._buffers, key, buffer, _copy_of(buffer)))
+            if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+                self._keep_attributes(vars(child), known)
+        self._kept = [(buffer, copy) for _, _, buffer, copy in self._buffers if copy is not None]
+        self._kept_bits = _bits({str(i): buffer for i, (buffer, _) in enumerate(self._kept)})
+        self._start = self.values()
+        self._parameters = _bits(dict(module.named_parameters()))
+
+    def _keep_attributes(self, attributes: dict[str, Any], known: set[int]) -> None:
+        own = {key: value for key, value in attributes.items() if _is_own(key)}
+        self._attributes.append((attributes, own))
+        for value in own.values():
+            if id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, _MUTABLE):
+                self._contents.append((value, type(value).copy(value)))
+            elif _is_plain_object(value):
+                self._attributes.append((vars(value), dict(vars(value))))
+                for inner in vars(value).values():
+                    if isinstance(inner, _MUTABLE) and id(inner) not in known:
+                        known.add(id(inner))
+                        self._contents.append((inner, type(inner).copy(inner)))
+
+    def restore_generators(self) -> None:
+        """Let the next pass draw the same random numbers."""
+        for set_state, state in self._generators:
+            set_state(state)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self.restore_generators()
+        for attributes, own in self._attributes:
+            for key in [key for key in attributes if _is_own(key) and key not in own]:
+                del attributes[key]
+            for key, value in own.items():
+                if attributes.get(key) is not value or key not in attributes:
+                    attributes[key] = value
+        for value, before in self._contents:
+            _refill(value, before)
+        self._drop_new_buffers()
+        for where, key, buffer, _ in self._buffers:
+            where[key] = buffer
+        now = _bits({str(i): buffer for i, (buffer, _) in enumerate(self._kept)})
+        for i, (buffer, copy) in enumerate(self._kept):
+            if now[str(i)] != self._kept_bits[str(i)]:
+                local(buffer).copy_(copy)
+
+    def _drop_new_buffers(self) -> None:
+        known = {(id(where), key) for where, key, _, _ in self._buffers}
+        for child in self._module.modules():
+            for key in [k for k in child._buffers if (id(child._buffers), k) not in known]:
+                del child._buffers[key]
+
+    def values(self) -> dict[str, int]:
+        """Fingerprints of all buffers as they are now, by name."""
+        return _bits(dict(self._module.named_buffers()))
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer is now, and how often it was written, by name."""
+        return {
+            name: (id(each), 0 if each.is_inference() else each._version)
+            for name, each in self._module.named_buffers()
+        }
+
+    def written(self, values: dict[str, int]) -> set[str]:
+        """Names of the buffers that had other values, or were not there, at the start."""
+        return {name for name, value in values.items() if self._start.get(name) != value}
+
+    def written_parameters(self) -> set[str]:
+        """Names of the parameters that have other values than at the start."""
+        now = _bits(dict(self._module.named_parameters()))
+        return {name for name, value in now.items() if self._parameters.get(name) != value}
+
+
+@contextmanager
+def state_kept(module: nn.Module, batch: Any = None) -> Iterator[ProbeState]:
+    """Leave a module's generators, buffers and attributes as they are found."""
+    state = ProbeState(module, batch)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def _generators(module: nn.Module, batch: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """What sets each generator that a pass may draw from, and its state now."""
+    yield torch.set_rng_state, torch.get_rng_state()
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+    devices = {each.device for each in tensors if isinstance(each, Tensor) and each.is_cuda}
+    for device in devices:
+        state = torch.cuda.get_rng_state(device)
+        yield (lambda state, device=device: torch.cuda.set_rng_state(state, device)), state
+    yield random.setstate, random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield numpy.random.set_state, numpy.random.get_state()
+    for child in module.modules():
+        for value in vars(child).values():
+            if isinstance(value, torch.Generator):
+                yield value.set_state, value.get_state()
+            elif isinstance(value, random.Random):
+                yield value.setstate, value.getstate()
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                yield (lambda state, bits=bits: setattr(bits, "state", state)), bits.state
+
+
+def _is_own(name: str) -> bool:
+    return name not in _INTERNAL and not name.startswith("_unison")
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an attribute is an object of the model's author, whose attributes are state."""
+    if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return False
+    if callable(value) and hasattr(value, "__code__"):
+        return False
+    return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
+
+
+def _refill(value: Any, before: Any) -> None:
+    """Put the contents of a list, dictionary or set back; the object stays."""
+    if isinstance(value, dict):
+        is_same = list(value) == list(before) and all(map(is_, value.values(), before.values()))
+    else:
+        is_same = len(value) == len(before) and all(map(is_, value, before))
+    if is_same:
+        return
+    value.clear()
+    value.update(before) if isinstance(value, dict | set) else value.extend(before)
+
+
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
+    """A copy to put a buffer back from; None where nothing can be written."""
+    if not _is_readable(buffer) or buffer.is_inference():
+        return None
+    value = local(buffer.detach())
+    is_large = value.is_cuda and value.numel() * value.element_size() > _LARGE
+    return value.cpu() if is_large else value.clone()
+
+
+def _is_readable(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
+        return False
+    is_lazy = isinstance(value, nn.parameter.UninitializedTensorMixin)
+    return not is_lazy and (is_in_parts(value) or value.layout is torch.strided)
+
+
+def _bits(tensors: dict[str, Any]) -> dict[str, int]:
+    """A fingerprint of each tensor's bits, by name; read from each device at once."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, each in tensors.items():
+        if _is_readable(each):
+            value = local(each.detach())
+            value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            by_device.setdefault(value.device, []).append((name, value))
+    found: dict[str, int] = {}
+    for pairs in by_device.values():
+        numbers = fingerprint(value for _, value in pairs).tolist()
+        found.update(zip((name for name, _ in pairs), numbers, strict=True))
+    return found
