@@ -443,7 +443,8 @@ class _Examination:
             found = replace(found, mixing=at_size.mixing)
         if found.mixing is None and not self._is_sharded:
             found = replace(found, mixing=self._parameters_written(rows))
-        return replace(found, is_conclusive=_are_distinct(rows))
+        # Ranks go on together: one that has samples speaks for one that has padding alone.
+        return replace(found, is_conclusive=self.agree(_are_distinct(rows)))
 
     # --- comparing -------------------------------------------------------------------------------
 
@@ -628,6 +629,8 @@ class _Examination:
         )
 
     def _buffers_written(self, names: Sequence[str]) -> str:
+        if not names:
+            return "on another rank the forward pass writes values of the batch to a buffer"
         return (
             f"the forward pass writes values of the batch to the buffer {names[0]!r}, which is "
             f"saved with the model and gets no noise. {_buffer_remedy(self.module, names[0])}"
