@@ -208,7 +208,7 @@ def test_the_first_row_may_be_the_one_that_gets_something():
     "how", ["moving mean", "first batch", "past activations", "object", "number"]
 )
 def test_what_remembers_its_batch_is_refused(how):
-    with pytest.raises(UnsupportedOperation, match="remembers the batch|samples mix"):
+    with pytest.raises(UnsupportedOperation, match=r"remembers the batch|samples mix"):
         checked(Stateful(how), rows())
 
 
@@ -244,7 +244,7 @@ class RandomNumbers(nn.Module):
         self.torch_own, self.own, self.numpy_own = self.generators
 
     def forward(self, x):
-        h = self.up(x) + torch.rand(len(x), 3) * random.random() * np.random.rand()
+        h = self.up(x) + torch.rand(len(x), 3) * random.random() * np.random.rand()  # noqa: NPY002
         h = h + torch.rand(len(x), 1, generator=self.torch_own)
         return h * self.own.random() * float(self.numpy_own.random())
 
@@ -309,14 +309,14 @@ def test_samples_that_are_apart_pass(name, size, dtype):
     model = RIGHT[name]().to(dtype)
     parameters = {k: v.clone() for k, v in model.state_dict().items()}
     attributes = {name: dict(vars(each)) for name, each in model.named_modules()}
-    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     checked(model, rows(size, dtype))
     for key, value in model.state_dict().items():
         assert torch.equal(value, parameters[key]), key
     assert {name: dict(vars(each)) for name, each in model.named_modules()} == attributes
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert random.getstate() == drawn[1]
-    assert np.random.get_state()[1].tolist() == drawn[2]
+    assert np.random.get_state()[1].tolist() == drawn[2]  # noqa: NPY002
     assert all(each.grad is None for each in model.parameters())
 
 
