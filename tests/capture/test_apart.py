@@ -413,3 +413,19 @@ def test_float64_for_a_while():
         assert F.softmax(torch.zeros(3), 0, dtype=torch.float32).dtype == torch.float64
     assert all(each is held[name] for name, each in model.named_parameters())
     assert model(torch.zeros(2, 4, dtype=torch.long))[0].dtype == torch.float32
+
+
+def test_tensors_that_are_no_buffers_are_put_back():
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.total, self.seen = nn.Linear(WIDTH, 3), torch.zeros(WIDTH), {"rows": []}
+
+        def forward(self, x):
+            self.total.add_(x.detach().sum(0))
+            self.seen["rows"].append(len(x))
+            return self.up(x)
+
+    model = Sums()
+    checked(model, rows())
+    assert not model.total.any()

@@ -330,8 +330,8 @@ class _Trace:
 
     def is_finite_beside(self, base: "_Trace", kept: Tensor) -> bool:
         """Whether kept rows are finite wherever those of another pass are."""
-        pairs = [(self.sketches[name], base.sketches.get(name)) for name in self.sketches]
-        pairs.append((self.losses, base.losses))
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
+        pairs += [(each, base.sketches.get(name)) for name, each in self.sketches.items()]
         return all(
             bool((mine.isfinite() | ~theirs.isfinite())[kept].all())
             for mine, theirs in pairs
@@ -469,7 +469,7 @@ class _Examination:
                 break
         after_others = self._pass_again(rows)
         self.state.restore()
-        remembered = after_same.differs(after_others, torch.ones(size, dtype=bool), tolerance)
+        remembered = after_same.differs(after_others, torch.ones(size, dtype=torch.bool), tolerance)
         if self.agree(remembered is not None):
             return Verdict(_REMEMBERS)
         if mixing is not None:
@@ -567,6 +567,8 @@ class _Examination:
         else:
             self.state.restore_generators()
         size = _size_of(rows)
+        if weights is None and self._is_sharded:
+            weights = torch.ones(size)  # what is gathered is freed by the backward pass
         if weights is None:
             with torch.no_grad(), checkpointing_quiet():
                 return _Trace(self._losses(rows, size))
@@ -754,6 +756,7 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_put_back, module, hidden)
         for child in module.modules():
+            held: dict[str, Any]
             for held in (child._parameters, child._buffers):
                 for key, value in held.items():
                     if value is not None and _is_float(value):

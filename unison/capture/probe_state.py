@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.fingerprint import fingerprint
@@ -42,13 +43,16 @@ class ProbeState:
         self._buffers: list[tuple[dict[str, Any], str, Any, Tensor | None]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[Tensor] = []
         known: set[int] = set()
         for child in module.modules():
             for key, buffer in child._buffers.items():
                 self._buffers.append((child._buffers, key, buffer, _copy_of(buffer)))
             if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
                 self._keep_attributes(vars(child), known)
-        self._kept = [(buffer, copy) for _, _, buffer, copy in self._buffers if copy is not None]
+        kept = [(buffer, copy) for _, _, buffer, copy in self._buffers]
+        kept += [(each, _copy_of(each)) for each in self._tensors]
+        self._kept = [(buffer, copy) for buffer, copy in kept if copy is not None]
         self._kept_bits = _bits({str(i): buffer for i, (buffer, _) in enumerate(self._kept)})
         self._start = self.values()
         self._parameters = _bits(dict(module.named_parameters()))
@@ -60,14 +64,16 @@ class ProbeState:
             if id(value) in known:
                 continue
             known.add(id(value))
-            if isinstance(value, _MUTABLE):
-                self._contents.append((value, type(value).copy(value)))
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self._tensors.append(value)  # may be written in place, as a buffer may
+            elif isinstance(value, _MUTABLE):
+                self._contents.append((value, _contents_of(value)))
             elif _is_plain_object(value):
                 self._attributes.append((vars(value), dict(vars(value))))
                 for inner in vars(value).values():
                     if isinstance(inner, _MUTABLE) and id(inner) not in known:
                         known.add(id(inner))
-                        self._contents.append((inner, type(inner).copy(inner)))
+                        self._contents.append((inner, _contents_of(inner)))
 
     def restore_generators(self) -> None:
         """Let the next pass draw the same random numbers."""
@@ -167,6 +173,10 @@ def _is_plain_object(value: Any) -> bool:
     return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
 
 
+def _contents_of(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
 def _refill(value: Any, before: Any) -> None:
     """Put the contents of a list, dictionary or set back; the object stays."""
     if isinstance(value, dict):
@@ -181,7 +191,7 @@ def _refill(value: Any, before: Any) -> None:
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:
     """A copy to put a buffer back from; None where nothing can be written."""
-    if not _is_readable(buffer) or buffer.is_inference():
+    if buffer is None or not _is_readable(buffer) or buffer.is_inference():
         return None
     value = local(buffer.detach())
     is_large = value.is_cuda and value.numel() * value.element_size() > _LARGE
@@ -191,7 +201,7 @@ def _copy_of(buffer: Tensor | None) -> Tensor | None:
 def _is_readable(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
         return False
-    is_lazy = isinstance(value, nn.parameter.UninitializedTensorMixin)
+    is_lazy = isinstance(value, UninitializedTensorMixin)
     return not is_lazy and (is_in_parts(value) or value.layout is torch.strided)
 
 
