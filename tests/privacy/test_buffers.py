@@ -73,6 +73,30 @@ def test_public_buffers_may_be_written(how, pattern):
     assert module.mu.any()
 
 
+class Centred(nn.Module):
+    """Uses what the pass before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, 3)
+        self.register_buffer("mu", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        output = h - self.mu
+        self.mu = 0.9 * self.mu + 0.1 * h.detach().mean(0)
+        return output
+
+
+def test_a_public_buffer_may_be_used_in_the_next_pass():
+    engine, module, optimizer, private = attach(Centred())
+    with pytest.raises(UnsupportedOperation, match="the buffer 'mu'"):
+        train(module, optimizer, private, 1)
+    assert engine.ledger.num_intents == 0
+    _, module, optimizer, private = attach(Centred(), public_buffers=["mu"])
+    train(module, optimizer, private, 3)
+
+
 def test_public_buffers_must_be_there():
     with pytest.raises(BadInput, match="the module has no buffer 'nu'; it has mu, never"):
         attach(Written("copy"), public_buffers=["nu"])

@@ -454,7 +454,8 @@ class _Examination:
         size = _size_of(rows)
         base = self._pass(rows, torch.ones(size))
         # A pass after one of the same rows, and one after one of others: what differs between them
-        # is what the module remembers of a batch. Counting calls is no such thing.
+        # is what the module remembers of a batch. Counting calls is no such thing. Buffers are put
+        # back: what they hold of a batch is looked at by itself, and may be public.
         after_same = self._pass_again(rows)
         mixing: str | None = None
         written, of_data = set(base.written), set()
@@ -559,13 +560,14 @@ class _Examination:
         Args:
             rows: A batch.
             weights: Of the samples' losses, to be sent back [batch]; None runs forward alone.
-            is_clean: Whether buffers and attributes are as they were at first; generators are, in
+            is_clean: Whether attributes are as they were at first; generators and buffers are, in
                 any case.
         """
         if is_clean:
             self.state.restore()
         else:
             self.state.restore_generators()
+            self.state.restore_buffers()
         size = _size_of(rows)
         if weights is None and self._is_sharded:
             weights = torch.ones(size)  # what is gathered is freed by the backward pass

@@ -50,10 +50,10 @@ class ProbeState:
                 self._buffers.append((child._buffers, key, buffer, _copy_of(buffer)))
             if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
                 self._keep_attributes(vars(child), known)
-        kept = [(buffer, copy) for _, _, buffer, copy in self._buffers]
-        kept += [(each, _copy_of(each)) for each in self._tensors]
-        self._kept = [(buffer, copy) for buffer, copy in kept if copy is not None]
-        self._kept_bits = _bits({str(i): buffer for i, (buffer, _) in enumerate(self._kept)})
+        self._kept_buffers = _copies([(buffer, copy) for _, _, buffer, copy in self._buffers], "b")
+        self._kept_tensors = _copies([(each, _copy_of(each)) for each in self._tensors], "t")
+        kept = {**self._kept_buffers, **self._kept_tensors}
+        self._start_bits = _bits({key: value for key, (value, _) in kept.items()})
         self._start = self.values()
         self._parameters = _bits(dict(module.named_parameters()))
 
@@ -80,7 +80,6 @@ class ProbeState:
         for set_state, state in self._generators:
             set_state(state)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
         self.restore_generators()
@@ -92,13 +91,22 @@ class ProbeState:
                     attributes[key] = value
         for value, before in self._contents:
             _refill(value, before)
+        self._put_back(self._kept_tensors)
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Put buffers back."""
         self._drop_new_buffers()
         for where, key, buffer, _ in self._buffers:
             where[key] = buffer
-        now = _bits({str(i): buffer for i, (buffer, _) in enumerate(self._kept)})
-        for i, (buffer, copy) in enumerate(self._kept):
-            if now[str(i)] != self._kept_bits[str(i)]:
-                local(buffer).copy_(copy)
+        self._put_back(self._kept_buffers)
+
+    @torch.no_grad()
+    def _put_back(self, kept: "_Copies") -> None:
+        now = _bits({key: value for key, (value, _) in kept.items()})
+        for key, (value, copy) in kept.items():
+            if now[key] != self._start_bits[key]:
+                local(value).copy_(copy)
 
     def _drop_new_buffers(self) -> None:
         known = {(id(where), key) for where, key, _, _ in self._buffers}
@@ -171,6 +179,13 @@ def _is_plain_object(value: Any) -> bool:
     if callable(value) and hasattr(value, "__code__"):
         return False
     return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
+
+
+_Copies = dict[str, tuple[Tensor, Tensor]]  # each tensor that can be written, and its copy
+
+
+def _copies(pairs: list[tuple[Any, Tensor | None]], kind: str) -> _Copies:
+    return {f"{kind}{i}": (each, copy) for i, (each, copy) in enumerate(pairs) if copy is not None}
 
 
 def _contents_of(value: Any) -> Any:
