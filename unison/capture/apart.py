@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -45,6 +46,7 @@ Agree = Callable[[bool], bool]
 NUM_PROBED = 4  # rows that go through the model: one kept, one replaced, and both again
 TOLERANCE = 1e-9  # in float64, of the row's scale
 NUM_LAST_PLACES = 8  # in a dtype of its own
+NUM_DRAWS = 6  # other random numbers that are tried
 _NUM_SKETCHES = 2
 _WIDE = 1 << 22  # elements that are made float64 at once
 
@@ -328,6 +330,11 @@ class _Trace:
         differ = _differ(self.losses, other.losses, tolerance * self.losses.abs())
         return [] if bool(differ[kept].any()) else None
 
+    def of_first(self, num_rows: int) -> "_Trace":
+        """What it left of the first rows."""
+        losses = None if self.losses is None else self.losses[:num_rows]
+        return _Trace(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
+
     def is_finite_beside(self, base: "_Trace", kept: Tensor) -> bool:
         """Whether kept rows are finite wherever those of another pass are."""
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
@@ -434,6 +441,8 @@ class _Examination:
         found = self._compare(rows, 0.0)
         if self.agree(found.mixing is not None):
             found = self._compare_wide(rows, _Examination._compare)
+        if found.mixing is None and not self.is_scalar:
+            found = replace(found, mixing=self._mixing_by_number(rows))
         if found.mixing is None and self.whole and not self.is_scalar:
             # The same number of passes on every rank, however many rows each has.
             many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
@@ -469,6 +478,8 @@ class _Examination:
                 mixing = self._mixing(differing, how, kept)
                 break
         after_others = self._pass_again(rows)
+        if mixing is None:
+            mixing = self._compare_draws(rows, tolerance, generator)
         self.state.restore()
         remembered = after_same.differs(after_others, torch.ones(size, dtype=torch.bool), tolerance)
         if self.agree(remembered is not None):
@@ -540,6 +551,58 @@ class _Examination:
                 self.state.restore()
         return compare(self, rows, NUM_LAST_PLACES * self._epsilon(rows))
 
+    def _compare_draws(self, rows: Any, tolerance: float, generator: torch.Generator) -> str | None:
+        """Compare outputs with other random numbers: some may mix samples, such as a permutation.
+
+        A pass forward of a few rows each, and only where the module draws at all.
+        """
+        self._pass(rows, None)
+        if not self.agree(self.state.has_drawn()):
+            return None
+        size = _size_of(rows)
+        for seed in range(NUM_DRAWS):
+            how = (Replacement.ROWS, Replacement.VALUES)[seed % 2]
+            kept = self._kept(size, seed, how, generator)
+            other = _replaced(rows, kept, how, 0.0, generator, self.is_scalar)
+            first, second = (
+                self._pass(each, None, seed=NUM_DRAWS * self.seed + seed) for each in (rows, other)
+            )
+            found = None if self.is_scalar else first.differs(second, kept, tolerance)
+            if self.agree(found is not None):
+                return self._mixing(found, how, kept)
+        return None
+
+    def _mixing_by_number(self, rows: Any) -> str | None:
+        """Find out whether what a sample leaves depends on how many samples there are.
+
+        Kernels round differently for other shapes. Without dropout: it draws other numbers, too.
+        """
+        epsilon = self._epsilon(rows)
+        if epsilon < 1e-6 or self._is_sharded:
+            found = self._compare_sizes(rows, NUM_LAST_PLACES * 8 * epsilon)
+            if not self.agree(found.mixing is not None):
+                return None
+        return self._compare_wide(rows, _Examination._compare_sizes).mixing
+
+    def _compare_sizes(self, rows: Any, tolerance: float) -> Verdict:
+        size = _size_of(rows)
+        fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
+        with _NoDropout():
+            first = self._pass(rows, torch.ones(size))
+            has_drawn = self.state.has_drawn()
+            second = self._pass(fewer, torch.ones(size - 1))
+        self.state.restore()
+        first = first.of_first(size - 1)
+        found = first.differs(second, torch.ones(size - 1, dtype=torch.bool), tolerance)
+        if self.agree(has_drawn) or not self.agree(found is not None):
+            return Verdict(None)
+        where = f" before {found[0]!r}" if found else ""
+        return Verdict(
+            f"samples mix{where}: a sample's {'gradient' if found else 'output'} changes with the "
+            f"number of samples beside it ({size} or {size - 1}). Divide by a constant, not by the "
+            "size of the batch; a sample must depend on its own rows only"
+        )
+
     def _compare_whole(self, batch: Any, tolerance: float) -> Verdict:
         """Compare outputs for a whole batch: a model may do something else with many rows."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -554,7 +617,14 @@ class _Examination:
 
     # --- passes ----------------------------------------------------------------------------------
 
-    def _pass(self, rows: Any, weights: Tensor | None, *, is_clean: bool = True) -> _Trace:
+    def _pass(
+        self,
+        rows: Any,
+        weights: Tensor | None,
+        *,
+        is_clean: bool = True,
+        seed: int | None = None,
+    ) -> _Trace:
         """Run the module.
 
         Args:
@@ -562,9 +632,12 @@ class _Examination:
             weights: Of the samples' losses, to be sent back [batch]; None runs forward alone.
             is_clean: Whether attributes are as they were at first; generators and buffers are, in
                 any case.
+            seed: Of generators, to draw other numbers than at first.
         """
         if is_clean:
             self.state.restore()
+            if seed is not None:
+                self.state.restore_generators(seed)
         else:
             self.state.restore_generators()
             self.state.restore_buffers()
@@ -805,6 +878,34 @@ class _Widening(TorchFunctionMode):
         wide = [torch.float64 if _is_narrow(each) else each for each in args]
         named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
         return func(*wide, **named)
+
+
+_DROPOUTS = {
+    getattr(F, name)
+    for name in (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+        "feature_alpha_dropout",
+    )
+} | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+
+
+class _NoDropout(TorchFunctionMode):
+    """Lets dropout drop nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            value = args[0] if args else kwargs["input"]
+            return value.clone()
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**dict(zip(_REST, args[4:], strict=False)), **kwargs}
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_REST = ("dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _is_narrow(value: Any) -> bool:

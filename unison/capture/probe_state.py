@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,21 @@ class ProbeState:
                         known.add(id(inner))
                         self._contents.append((inner, _contents_of(inner)))
 
-    def restore_generators(self) -> None:
-        """Let the next pass draw the same random numbers."""
-        for set_state, state in self._generators:
-            set_state(state)
+    def restore_generators(self, seed: int | None = None) -> None:
+        """Let the next pass draw the same random numbers.
+
+        Args:
+            seed: Draws others, the same ones for each seed.
+        """
+        for each in self._generators:
+            if seed is None:
+                each.set_state(each.start)
+            else:
+                each.seed(seed)
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since generators were restored."""
+        return any(not _is_equal(each.get_state(), each.start) for each in self._generators)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -145,27 +156,58 @@ def state_kept(module: nn.Module, batch: Any = None) -> Iterator[ProbeState]:
         state.restore()
 
 
-def _generators(module: nn.Module, batch: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """What sets each generator that a pass may draw from, and its state now."""
-    yield torch.set_rng_state, torch.get_rng_state()
+class _Generator(NamedTuple):
+    """A generator that a pass may draw from."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+    start: Any
+
+
+def _generators(module: nn.Module, batch: Any) -> Iterator[_Generator]:
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
     devices = {each.device for each in tensors if isinstance(each, Tensor) and each.is_cuda}
-    for device in devices:
-        state = torch.cuda.get_rng_state(device)
-        yield (lambda state, device=device: torch.cuda.set_rng_state(state, device)), state
-    yield random.setstate, random.getstate()
+    found = [torch.default_generator]
+    found += [torch.cuda.default_generators[device.index] for device in devices]
+    held = [value for child in module.modules() for value in vars(child).values()]
+    found += [value for value in held if isinstance(value, torch.Generator)]
+    for each in found:
+        # Cloned: a CUDA generator's state is what it goes on from, if graphs are recorded.
+        yield _Generator(each.get_state, each.set_state, each.manual_seed, each.get_state().clone())
+    yield _Generator(random.getstate, random.setstate, random.seed, random.getstate())
+    for each in held:
+        if isinstance(each, random.Random):
+            yield _Generator(each.getstate, each.setstate, each.seed, each.getstate())
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield numpy.random.set_state, numpy.random.get_state()
-    for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, torch.Generator):
-                yield value.set_state, value.get_state()
-            elif isinstance(value, random.Random):
-                yield value.setstate, value.getstate()
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                yield (lambda state, bits=bits: setattr(bits, "state", state)), bits.state
+    if numpy is None:
+        return
+    legacy = numpy.random
+    yield _Generator(legacy.get_state, legacy.set_state, legacy.seed, legacy.get_state())
+    for each in held:
+        if isinstance(each, numpy.random.Generator):
+            yield _of_numpy(each.bit_generator)
+
+
+def _of_numpy(bits: Any) -> _Generator:
+    def set_state(state: Any) -> None:
+        bits.state = state
+
+    def seed(number: int) -> None:
+        bits.state = type(bits)(number).state
+
+    return _Generator(lambda: bits.state, set_state, seed, bits.state)
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two states of a generator, of whatever they are made, are the same."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return all(_is_equal(first[key], second[key]) for key in first)
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    return bool((first == second).all()) if hasattr(first, "all") else first == second
 
 
 def _is_own(name: str) -> bool:
