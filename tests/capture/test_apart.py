@@ -255,13 +255,17 @@ class RandomNumbers(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    """With dropout inside, which must be the same when it runs again."""
+
+    def __init__(self, is_reentrant: bool = False) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
-        self.dropout = nn.Dropout(0.2)
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 8), nn.Linear(8, 3), nn.Dropout(0.2)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.LayerNorm(8))
+        self.is_reentrant = is_reentrant
 
     def forward(self, x):
-        return self.dropout(self.down(checkpoint(self.up, x, use_reentrant=False).tanh()))
+        h = checkpoint(self.block, self.up(x), use_reentrant=self.is_reentrant)
+        return self.down(self.dropout(h))
 
 
 def eval_backbone() -> nn.Module:
@@ -296,6 +300,7 @@ RIGHT = {
     "scale of quantisation by row": lambda: Net(_quantised_by_row),
     "random numbers": RandomNumbers,
     "checkpointing": Checkpointed,
+    "reentrant checkpointing": lambda: Checkpointed(True),
     "logarithm": lambda: Net(before=lambda x: x.abs().log()),
     "overflow": lambda: Net(lambda h: h.exp()),
     "square root": lambda: Net(lambda h: h.abs().sqrt()),
@@ -434,3 +439,11 @@ def test_tensors_that_are_no_buffers_are_put_back():
     model = Sums()
     checked(model, rows())
     assert not model.total.any()
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_in_float64(is_reentrant):
+    model, x = Checkpointed(is_reentrant), rows()
+    axes = learn_axes(model, squares, x)
+    with in_float64(model):
+        check_samples_apart(model, squares, x.double(), axes)

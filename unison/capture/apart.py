@@ -653,7 +653,7 @@ class _Examination:
             result = self._checked(self.run(self.module, rows), size)
             if result.requires_grad:
                 weighed = result if self.is_scalar else result * weights.to(result)
-                weighed.sum().backward()
+                _run_backward(weighed.sum())
         losses = None if self.is_scalar else result.detach().cpu().double()
         found = {name: each.cpu() for name, each in sketches.found.items()}
         buffers = self.state.values()
@@ -814,6 +814,24 @@ def _is_float(value: Tensor) -> bool:
 def _autocast_dtypes() -> list[torch.dtype]:
     kinds = ("cpu", "cuda")
     return [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Run a backward pass in which function modes are on, as they are in the forward pass.
+
+    `Tensor.backward` is a torch function itself: inside of it a mode is off, and activation
+    checkpointing would run something else than in the forward pass.
+    """
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,  # keep_graph
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 # ---- float64 -------------------------------------------------------------------------------------
