@@ -68,31 +68,45 @@ class Learning:
             UnsupportedOperation: An operation has no rule, samples mix, or a pass writes values of
                 the batch to a buffer.
         """
-        trained = self._trained.check()
-        modes = bytes(map(_is_training, self._trained.modules))  # a layer may be put to train alone
-        key = (inputs.kind, mode_of(self._module, trained), modes)
-        learned = self._learned.get(key)
+        key = self._key_of(inputs)
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
         is_due = is_due or key in self._inconclusive
-        if learned is None or (is_due and not _is_recording()):
-            self.is_running = True
+        if key not in self._learned or (is_due and not _is_recording()):
             try:
-                with state_kept(self._module, inputs.samples) as state:
-                    learned = self._learned[key] = self._learned_of(
-                        inputs, learned, state, number, key
-                    )
+                self._check(inputs, key, number.bit_length() - 1)
             except UnsupportedOperation:
                 self._num_passes[key] -= 1  # to be checked again, if the user goes on
                 raise
-            finally:
-                self.is_running = False
-            self._trained.check()  # the module has run since
         self.refusal = self._refusals[key]
-        return learned
+        return self._learned[key]
+
+    def recheck(self, inputs: Inputs) -> None:
+        """Check now that samples do not mix in a batch of a kind that is known.
+
+        Raises:
+            UnsupportedOperation: As in `learn`.
+        """
+        key = self._key_of(inputs)
+        self._check(inputs, key, self._num_passes[key].bit_length())
+
+    def _key_of(self, inputs: Inputs) -> Any:
+        trained = self._trained.check()
+        modes = bytes(map(_is_training, self._trained.modules))  # a layer may be put to train alone
+        return inputs.kind, mode_of(self._module, trained), modes
+
+    def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
+        self.is_running = True
+        try:
+            with state_kept(self._module, inputs.samples) as state:
+                before = self._learned.get(key)
+                self._learned[key] = self._learned_of(inputs, before, state, seed, key)
+        finally:
+            self.is_running = False
+        self._trained.check()  # the module has run since
 
     def _learned_of(
-        self, inputs: Inputs, before: Learned | None, state: ProbeState, number: int, key: Any
+        self, inputs: Inputs, before: Learned | None, state: ProbeState, seed: int, key: Any
     ) -> Learned:
         batch_dim = self._settings.batch_dim
         has_batch_loss = False
@@ -123,7 +137,8 @@ class Learning:
             "state": state,
             "is_public": self.is_public,
             "agree": self._agree,
-            "seed": number - 1,
+            "seed": seed,
+            "is_light": before is not None and key not in self._inconclusive,
         }
         verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
         # Of rows that are all alike, nothing shows: the next ones may tell.
