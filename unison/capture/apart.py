@@ -18,21 +18,19 @@ with a few random matrices u vᵀ, which differ, with probability 1, where gradi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
+from unison.capture.other_modes import NoDropout, as_double, in_float64
 from unison.capture.parts import is_in_parts, local
 from unison.capture.probe_state import ProbeState
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
@@ -546,7 +544,7 @@ class _Examination:
             try:
                 with in_float64(self.module):
                     wide = replace(self, state=ProbeState(self.module, rows))
-                    return compare(wide, _as_double(rows), TOLERANCE)
+                    return compare(wide, as_double(rows), TOLERANCE)
             except UnisonError:
                 raise
             except Exception:
@@ -592,7 +590,7 @@ class _Examination:
     def _compare_sizes(self, rows: Any, tolerance: float) -> Verdict:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
-        with _NoDropout():
+        with NoDropout():
             first = self._pass(rows, torch.ones(size))
             has_drawn = self.state.has_drawn()
             second = self._pass(fewer, torch.ones(size - 1))
@@ -836,106 +834,4 @@ def _run_backward(loss: Tensor) -> None:
         (),
         allow_unreachable=True,
         accumulate_grad=True,
-    )
-
-
-# ---- float64 -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def in_float64(module: nn.Module) -> Iterator[None]:
-    """Let a module compute in float64 for this block, with parameters of its own.
-
-    Its parameters and buffers are exchanged for copies and put back; nobody who holds them sees
-    anything of it. Code that asks for a smaller dtype gets float64.
-    """
-    hidden: list[tuple[dict[str, Any], str, Any]] = []
-    copies: dict[int, Tensor] = {}
-    with ExitStack() as stack:
-        stack.callback(_put_back, module, hidden)
-        for child in module.modules():
-            held: dict[str, Any]
-            for held in (child._parameters, child._buffers):
-                for key, value in held.items():
-                    if value is not None and _is_float(value):
-                        copy = copies.get(id(value))
-                        if copy is None:
-                            copy = value.detach().double()
-                            if isinstance(value, nn.Parameter):
-                                copy = nn.Parameter(copy, requires_grad=value.requires_grad)
-                            copies[id(value)] = copy
-                        hidden.append((held, key, value))
-                        held[key] = copy
-        _renew_flat_weights(module)
-        default = torch.get_default_dtype()
-        stack.callback(torch.set_default_dtype, default)
-        torch.set_default_dtype(torch.float64)
-        stack.enter_context(_Widening())
-        yield
-
-
-def _put_back(module: nn.Module, hidden: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for held, key, value in hidden:
-        held[key] = value
-    _renew_flat_weights(module)
-
-
-def _renew_flat_weights(module: nn.Module) -> None:
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
-
-
-_NARROW = {torch.float32, torch.bfloat16, torch.float16}
-_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
-
-
-class _Widening(TorchFunctionMode):
-    """Gives float64 to whoever asks for a smaller dtype."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if func in _NARROWING:
-            func, args, kwargs = Tensor.double, args[:1], {}
-        wide = [torch.float64 if _is_narrow(each) else each for each in args]
-        named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
-        return func(*wide, **named)
-
-
-_DROPOUTS = {
-    getattr(F, name)
-    for name in (
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
-        "feature_alpha_dropout",
-    )
-} | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
-
-
-class _NoDropout(TorchFunctionMode):
-    """Lets dropout drop nothing."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            value = args[0] if args else kwargs["input"]
-            return value.clone()
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_REST, args[4:], strict=False)), **kwargs}
-            kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-_REST = ("dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW
-
-
-def _as_double(batch: Any) -> Any:
-    return tree_map(
-        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and _is_float(leaf) else leaf, batch
     )
