@@ -7,7 +7,9 @@ from torch import nn
 from tests.capture.common import BATCH, CASES, TOKENS, WIDTH, captured, floats, make, squares
 from tests.harness import assert_close
 from tests.harness.oracle import per_sample_gradients
-from unison.capture import check_samples_apart, learn_axes
+from unison.capture import Capture, check_samples_apart, learn_axes
+from unison.capture.names import Places
+from unison.capture.sites import Alike
 from unison.errors import BadInput, UnsupportedOperation
 
 
@@ -162,11 +164,61 @@ def test_something_of_the_whole_batch_is_not_taken_for_a_parameter():
 def test_inputs_that_mix_are_found(size):
     model, batch = NormedInputs().double(), floats(WIDTH)(size)
     axes = learn_axes(model, squares, batch)
-    with pytest.raises(UnsupportedOperation, match="the losses of the others change"):
+    with pytest.raises(UnsupportedOperation, match=r"samples mix before .*: use GroupNorm"):
         check_samples_apart(model, squares, batch, axes)
 
 
-def test_random_models_are_not_asked_for_the_same_losses():
+def test_random_models_draw_the_same_numbers():
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5)).double()
     batch = floats(WIDTH)(BATCH)
     check_samples_apart(model, squares, batch, learn_axes(model, squares, batch))
+
+
+# ---- inputs that are changed after a layer has used them ----------------------------------------
+
+
+class Changes(nn.Module):
+    """Writes to a layer's input; autograd does not mind, for it needs the weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.is_changed = nn.Linear(WIDTH, 4), nn.Linear(4, 3), False
+
+    def forward(self, x):
+        h = self.up(x) + 1
+        output = self.down(h)
+        if self.is_changed:
+            h.mul_(2)
+        return output
+
+
+class MakesNothing:
+    def maker_of(self, uses, layout, g, x):
+        return None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_input_that_is_changed_in_place_is_refused(is_known):
+    """By hooks, which keep it themselves: with autograd's own functions autograd refuses it."""
+    model, batch = Changes().double(), floats(WIDTH)(BATCH)
+    axes, places, found = learn_axes(model, squares, batch), Places(model), []
+
+    def run():
+        capture = Capture(
+            model,
+            BATCH,
+            axes=axes,
+            on_record=lambda name, record: found.append(name),
+            known=places,
+            is_light=True,
+            alike=Alike("a pass", MakesNothing) if is_known else None,
+        )
+        with capture.installed():
+            squares(model, batch).sum().backward()
+
+    if is_known:  # by the passes before, so that its own hook is asked
+        run()
+        assert set(found) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    model.is_changed = True
+    with pytest.raises(UnsupportedOperation, match="was changed in place after the layer had used"):
+        run()

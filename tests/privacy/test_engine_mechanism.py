@@ -56,6 +56,50 @@ def test_empty_batches_are_steps_like_any_other():
     assert not torch.equal(before["0.weight"], module[0].weight)
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_physical_batch_size": 3}])
+@pytest.mark.parametrize("clip_rule", ["flat", "per_layer"])
+def test_padding_counts_for_nothing(clip_rule, settings):
+    """An empty batch is a row of zeros, whose biases have a gradient like any row's."""
+    _, module, optimizer, private = attach(
+        sampling=Poisson(rate=0.004),
+        expected_batch_size=4,
+        noise_multiplier=0.0,
+        clip_rule=clip_rule,
+        **settings,
+    )
+    found = []
+    for x, y in private:
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+        found.append((private.current.num_samples, [each.grad for each in module.parameters()]))
+        optimizer.step()
+        if len(found) == 12:
+            break
+    empty = [gradients for num_samples, gradients in found if num_samples == 0]
+    assert 0 < len(empty) < len(found)
+    for num_samples, gradients in found:
+        assert any(bool(each.any()) for each in gradients) == (num_samples > 0)
+
+
+def test_the_ledger_counts_a_step_before_its_sums_go_over_ranks():
+    """Else a rank could have noise, and gradients, that the ledger knows nothing of."""
+    engine, module, _, private = attach(max_physical_batch_size=5)
+    owner, intents = engine._training._owner, []
+    add = owner.add
+
+    def noted(*args):
+        intents.append(engine.ledger.num_intents)
+        return add(*args)
+
+    owner.add = noted
+    for x, y in private:
+        cross_entropy(module(x), y).backward()
+        assert intents[-1] == int(private.current.is_last)
+        if private.current.is_last:
+            break
+    assert len(intents) > 1
+
+
 class WithUnused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

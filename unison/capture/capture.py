@@ -612,7 +612,7 @@ class Capture:
         output = self.trace.aligned(made, like)
         if output is made:
             return value.expand(shape)
-        call = self._call_of(Tensor.expand, (value, tuple(shape)), {})
+        call, _ = self._call_of(Tensor.expand, (value, tuple(shape)), {})
         before, self._current = self._current, (call, None)
         try:
             return self(output, saved=(), uses=[(value, of_bias)], is_fresh=False)

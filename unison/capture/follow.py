@@ -26,6 +26,7 @@ from unison.capture.learn import (
     resized,
 )
 from unison.capture.parts import is_in_parts
+from unison.capture.probe_state import ProbeState
 from unison.capture.rows import Rows, is_mixed, uniform
 from unison.errors import UnsupportedOperation
 from unison.ops import Record
@@ -34,21 +35,30 @@ from unison.ops.layout import NOBODY
 NUM_FOLLOWED = 3  # samples at least: of one sample alone, every row is its own
 
 
-def learn_rows(module: nn.Module, run: Run, batch: Any) -> AxisTable:
+def learn_rows(
+    module: nn.Module, run: Run, batch: Any, *, state: ProbeState | None = None
+) -> AxisTable:
     """Find where samples lie, as `learn_axes`, and whether they must be followed in every pass.
+
+    Args:
+        module: The model.
+        run: One loss per sample.
+        batch: Some samples.
+        state: What each pass begins with, if it is to be the same.
 
     Raises:
         BadInput: If the batch is empty.
         UnsupportedOperation: If no answer can be found.
     """
     if any(map(is_in_parts, module.parameters())):
-        return learn_axes(module, run, batch)  # below DTensors there is no batch to follow
+        # Below DTensors there is no batch to follow.
+        return learn_axes(module, run, batch, state=state)
     met, reads = _follow(module, run, batch)
     if reads.has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
         return _learn_partly(module, run, batch)
     axes = AxisTable(rows_per_sample={})
     try:
-        learn_axes(module, run, batch, axes)
+        learn_axes(module, run, batch, axes, state=state)
     except UnsupportedOperation:
         if any(map(_is_lost, met)):
             raise

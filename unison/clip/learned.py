@@ -17,6 +17,7 @@ from unison.capture import (
     generators_kept,
     learn_rows,
     resized,
+    state_kept,
 )
 from unison.capture.saved import SavedBytes
 from unison.clip.layers import Layer, describe
@@ -93,10 +94,11 @@ def learn(
     key = (*kind_of(model, batch), code_of(per_sample_loss))
     tables = _learned.setdefault(model, {})
     if key not in tables:
-        axes = learn_rows(model, per_sample_loss, batch)
-        if is_checked:
-            check_samples_apart(model, per_sample_loss, batch, axes)
-        tables[key] = Learned(axes, learn_layers(model, per_sample_loss, batch, axes))
+        with state_kept(model, batch) as state:
+            axes = learn_rows(model, per_sample_loss, batch, state=state)
+            if is_checked:
+                check_samples_apart(model, per_sample_loss, batch, axes, state=state, whole=True)
+            tables[key] = Learned(axes, learn_layers(model, per_sample_loss, batch, axes))
     return tables[key]
 
 

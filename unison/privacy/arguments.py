@@ -1,7 +1,8 @@
 """What `make_private` is given: checked, with the remedy, and read where it is not said."""
 
+import fnmatch
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +66,23 @@ def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter])
         )
 
 
+def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Require every pattern to name a buffer (or a frozen parameter) of the module."""
+    if isinstance(patterns, str):
+        raise BadInput(f"public_buffers must be a list of names, found {patterns!r}")
+    buffers = [name for name, _ in module.named_buffers()]
+    names = [
+        *buffers,
+        *(name for name, each in module.named_parameters() if not each.requires_grad),
+    ]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise BadInput(
+                f"public_buffers: the module has no buffer {pattern!r}; it has {_listed(buffers)}"
+            )
+    return tuple(patterns)
+
+
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:
     """How records are drawn, from the loader's settings: the rate is its batch size's."""
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
@@ -91,7 +109,7 @@ def batch_size_of(data_loader: DataLoader[Any]) -> int:
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return (", ".join(names[:3]) or "none") + more
 
 
 def refuse_unknown(where: str, unknown: Mapping[str, Any]) -> None:

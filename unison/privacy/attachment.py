@@ -24,9 +24,10 @@ from unison.clip import Clipping, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
+from unison.privacy.buffers import BufferWatch
 from unison.privacy.dealing import Dealing
 from unison.privacy.gate import gate
-from unison.privacy.inputs import Inputs, refuse_inputs_with_gradients
+from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import OwnLoss, own_loss_of
@@ -87,6 +88,7 @@ class Attachment:
         self._follows_loss = True
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
+        self._buffers = BufferWatch(self._learning.may_write)
         self._is_repeating = False  # runs the module again, for what was not kept
         self._following = ExitStack()  # samples through the forward pass, where values move rows
         with ExitStack() as stack:
@@ -246,6 +248,7 @@ class Attachment:
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
         learned = self._learning.learn(inputs)
+        self._buffers.begin(self.places.modules)
         plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
@@ -303,6 +306,7 @@ class Attachment:
         if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
         self._set_outside(running, is_outside=True)
+        self._buffers.check()
         own_loss = own_loss_of(output, kwargs)
         # Weakly: the loss may outlive the engine, and must not keep the module.
         return gate(output, partial(_on_backward, ref(self), own_loss))
@@ -319,6 +323,7 @@ class Attachment:
         refuse_scaled_loss()
         if own_loss is not None and gradients[own_loss.place] is not None:
             own_loss.refuse_uneven()
+        self._refuse_batch_outputs(outputs, gradients)
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
@@ -338,6 +343,17 @@ class Attachment:
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
         _queue(self._end_backward)
+
+    def _refuse_batch_outputs(
+        self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Refuse a gradient of an output that is of the whole batch, if samples mix in it."""
+        if self._learning.refusal is None or not self._dealing.parts:
+            return
+        num_rows, dim = self._dealing.parts[0].num_rows, self.settings.batch_dim
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None and not holds_samples(output, num_rows, dim):
+                raise UnsupportedOperation(self._learning.refusal)
 
     def _measure_first(
         self,
@@ -399,6 +415,7 @@ class Attachment:
         running.phase = Phase.DONE
 
         try:
+            self._buffers.check()  # hooks may write in the backward pass
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

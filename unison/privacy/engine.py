@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.arguments import (
     batch_size_of,
     check_optimizer,
+    check_public_buffers,
     make_key,
     refuse_opacus_values,
     refuse_unknown,
@@ -112,10 +113,11 @@ class PrivacyEngine:
         batch_first: bool = True,
         memory_budget: int | None = None,
         calibrate: bool = True,
+        recheck: bool = True,
+        public_buffers: Sequence[str] = (),
         budget: Budget | None = None,
         granule: int | None = None,
         rows_per_sample: int = 1,
-        recheck: bool = True,
         seed: int | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
@@ -146,14 +148,17 @@ class PrivacyEngine:
             memory_budget: Bytes that clipping may hold beside ordinary training.
             calibrate: Whether clipping `"auto"` may time its methods on the GPU, once (see
                 docs/clipping.md). With granules, and on several ranks, it never does.
+            recheck: Whether it is checked again, at the second, fourth, eighth, … pass of each kind
+                of batch, that samples do not mix in the module or in the loss; otherwise at the
+                first alone, and wherever the loss takes another path.
+            public_buffers: Names of buffers (or patterns, as of `fnmatch`) that the forward pass
+                may write values of the batch to: they get no noise, and no ε covers them.
             budget: A bound on ε. The loader raises `BudgetSpent` before a step that would pass it.
             granule: Samples that are computed together, at one shape, and added up in one order
                 on any number of ranks: what the ordered reducer needs. Tensors then come as one
                 value per granule, and the loss is `unison.batch_mean` of the samples' losses.
             rows_per_sample: Rows that `collate_fn` makes of each record, one after the other, such
                 as the chosen and the rejected answer of a preference: they are one unit of privacy.
-            recheck: Whether module and loss are checked again, for samples that mix, at steps 2,
-                4, 8, …; otherwise at the first step and wherever the loss takes another path.
             seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
@@ -239,6 +244,7 @@ class PrivacyEngine:
                     calibrate=calibrate,
                     rows_per_sample=rows_per_sample,
                     recheck=recheck,
+                    public_buffers=check_public_buffers(module, public_buffers),
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,

@@ -147,7 +147,12 @@ class OutputDims:
                     _changed(now, num_samples * self._rows, then, other * self._rows)
                     for now, then in zip(shapes, known, strict=True)
                 ]
-        return [self._dim for _ in leaves]
+        return [self._guessed(shape, num_samples * self._rows) for shape in shapes]
+
+    def _guessed(self, shape: tuple[int, ...], num_rows: int) -> int | None:
+        """Where samples may lie, as long as one number of them is all that was seen."""
+        dims = [dim for dim, size in enumerate(shape) if size == num_rows]
+        return self._dim if self._dim in dims else dims[0] if dims else None
 
 
 def _changed(
@@ -160,10 +165,15 @@ def _changed(
     return dims[0] if is_one else None
 
 
+def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
+    """Whether a part of an output has an entry per sample."""
+    return _holds(leaf, num_samples, dim)
+
+
 def probe_losses(
     output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
 ) -> Tensor | None:
-    """Make one number per sample of a module's output [samples], to send back one by one.
+    """Make one number per sample of a module's output [samples], float64, to send back.
 
     Stands in for a loss that is not known yet. Every element has a weight of its own, so that
     normalised outputs, which sum to a constant, have a gradient too. All terms are positive: in a
@@ -184,9 +194,58 @@ def probe_losses(
             continue
         if _holds(leaf, num_samples * rows, dim) and leaf.is_floating_point():
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
-            each = whole.movedim(dim, 0).reshape(num_samples, -1)
-            each = each.to(torch.promote_types(each.dtype, torch.float32))
-            weights = 1.5 + torch.arange(each.shape[1], device=each.device).cos()
-            part = ((each + 1).square() * weights).mean(1)
-            total = part if total is None else total + part
+            part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
+            total = part if total is None else total + part  # type: ignore[operator]
     return total
+
+
+def batch_loss(
+    output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
+) -> Tensor | None:
+    """Add up the parts of an output that are of the whole batch, such as a model's own loss.
+
+    Args:
+        output: What the module returned.
+        num_samples: The number of samples.
+        dims: Where they lie in each leaf of the output.
+        rows: How many rows belong to one sample.
+
+    Returns:
+        None if there is none that takes gradients.
+    """
+    found = [
+        leaf.flatten().sum()
+        for leaf, dim in zip(tree_leaves(output), dims, strict=True)
+        if isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.requires_grad
+        and (dim is None or not _holds(leaf, num_samples * rows, dim))
+    ]
+    return torch.stack([each.double() for each in found]).sum() if found else None
+
+
+class _ProbeLoss(torch.autograd.Function):
+    """Σ_i w_i (x_i + 1)² / n of each row, in float64: a last bit of an output is seen in it.
+
+    Row by row, in both directions: logits are the largest tensors of a model, and this is not the
+    place to hold several of them in float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # [samples, values] -> [samples]
+        ctx.save_for_backward(rows)
+        weights = _weights(rows)
+        found = [(row.double() + 1).square_().mul_(weights).mean() for row in rows]
+        return torch.stack(found) if found else rows.new_zeros(0, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        weights, gradient = _weights(rows) * (2 / max(1, rows.shape[1])), torch.empty_like(rows)
+        for row, into, factor in zip(rows, gradient, g, strict=True):
+            into.copy_((row.double() + 1).mul_(weights).mul_(factor))
+        return gradient
+
+
+def _weights(rows: Tensor) -> Tensor:
+    return 1.5 + torch.arange(rows.shape[1], device=rows.device, dtype=torch.float64).cos()

@@ -1,23 +1,32 @@
 """What a module does with a batch, learned once per kind of batch; and how clipping is planned."""
 
 import weakref
+from collections import Counter
+from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unison.capture import AxisTable, check_samples_apart, learn_rows, resized
+from unison.capture import (
+    AxisTable,
+    ProbeState,
+    check_samples_apart,
+    examine,
+    learn_rows,
+    probe_rows,
+    state_kept,
+)
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
 from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
-from unison.privacy.inputs import Inputs, OutputDims, probe_losses
+from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
-
-NUM_PROBED = 3  # samples with which it is learned what the module does
 
 
 class Learning:
@@ -31,6 +40,9 @@ class Learning:
 
     Attributes:
         is_running: Whether the module runs to be learned of, and not to be trained.
+        written: Names of the buffers that passes write, with the same values for any batch.
+        refusal: Why outputs that are of the whole batch may get no gradient, for batches of the
+            kind that was asked for last; None if they may.
     """
 
     def __init__(
@@ -39,39 +51,81 @@ class Learning:
         self._module, self._settings = module, settings
         self._owner, self._trained = owner, trained
         self._learned: dict[Any, Learned] = {}
+        self._refusals: dict[Any, str | None] = {}
+        self._num_passes: Counter[Any] = Counter()
+        self._inconclusive: set[Any] = set()
         self.is_running = False
+        self.written: set[str] = set()
+        self.refusal: str | None = None
 
     def learn(self, inputs: Inputs) -> Learned:
         """Return what is known of batches of this kind.
 
+        The first batch of a kind is checked, and then the second, fourth, eighth, …: with one that
+        comes later the module may do something else. It happens before the batch's own pass, so
+        that nothing has been spent on what is refused.
+
         Raises:
             BadInput: What is trained is not what was made private.
-            UnsupportedOperation: An operation has no rule, or samples mix.
+            UnsupportedOperation: An operation has no rule, samples mix, or a pass writes values of
+                the batch to a buffer.
         """
-        key = (inputs.kind, mode_of(self._module, self._trained.check()))
-        learned = self._learned.get(key)
-        if learned is None:
-            self.is_running = True
-            # A few rows tell all, and the same number on every rank.
-            samples = tuple(resized(list(inputs.samples), NUM_PROBED))
+        key = self._key_of(inputs)
+        number = self._num_passes[key] = self._num_passes[key] + 1
+        is_due = self._settings.recheck and number & (number - 1) == 0
+        is_due = is_due or key in self._inconclusive
+        if key not in self._learned or (is_due and not _is_recording()):
             try:
-                learned = self._learned[key] = self._learned_of(inputs, samples)
-            finally:
-                self.is_running = False
-            self._trained.check()  # the module has run since
-        return learned
+                self._check(inputs, key, number.bit_length() - 1)
+            except UnsupportedOperation:
+                self._num_passes[key] -= 1  # to be checked again, if the user goes on
+                raise
+        self.refusal = self._refusals[key]
+        return self._learned[key]
 
-    def _learned_of(self, inputs: Inputs, samples: tuple[Tensor, ...]) -> Learned:
+    def recheck(self, inputs: Inputs) -> None:
+        """Check now that samples do not mix in a batch of a kind that is known.
+
+        Raises:
+            UnsupportedOperation: As in `learn`.
+        """
+        key = self._key_of(inputs)
+        self._check(inputs, key, self._num_passes[key].bit_length())
+
+    def _key_of(self, inputs: Inputs) -> Any:
+        trained = self._trained.check()
+        modes = bytes(map(_is_training, self._trained.modules))  # a layer may be put to train alone
+        return inputs.kind, mode_of(self._module, trained), modes
+
+    def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
+        self.is_running = True
+        try:
+            with state_kept(self._module, inputs.samples) as state:
+                before = self._learned.get(key)
+                self._learned[key] = self._learned_of(inputs, before, state, seed, key)
+        finally:
+            self.is_running = False
+        self._trained.check()  # the module has run since
+
+    def _learned_of(
+        self, inputs: Inputs, before: Learned | None, state: ProbeState, seed: int, key: Any
+    ) -> Learned:
         batch_dim = self._settings.batch_dim
-        rows = self._settings.rows_per_sample
+        per_sample = self._settings.rows_per_sample
         leaves: list[weakref.ref[Tensor]] = []
-        dims = OutputDims(batch_dim, rows)
+        dims = OutputDims(batch_dim, per_sample)
+        has_batch_loss = False
 
-        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+        def output_of(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Any, tuple]:
             with DerivativesRefused():
                 output = inputs.run(module, some)
             num_samples = len(some[0])
-            losses = probe_losses(output, num_samples, dims.of(output, num_samples), rows)
+            return output, (num_samples, dims.of(output, num_samples), per_sample)
+
+        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+            nonlocal has_batch_loss
+            output, where = output_of(module, some)
+            losses = probe_losses(output, *where)
             if losses is None:
                 raise UnsupportedOperation(
                     f"no part of the module's output holds its {len(some[0])} samples in dimension "
@@ -79,19 +133,62 @@ class Learning:
                     "outputs of each sample beside a loss, as transformers models do"
                 )
             leaves.extend(map(weakref.ref, leaves_of(losses)))
+            has_batch_loss |= batch_loss(output, *where) is not None
             return losses
 
-        axes: AxisTable = learn_rows(self._module, run, samples)
+        def run_batch_loss(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+            output, where = output_of(module, some)
+            loss = batch_loss(output, *where)
+            return some[0].new_zeros((), dtype=torch.float64) if loss is None else loss
+
+        samples = inputs.samples
+        rows = probe_rows(samples)  # a few tell all, and the same number on every rank
+        axes: AxisTable = (
+            learn_rows(self._module, run, rows, state=state) if before is None else before.axes
+        )
         if axes.is_traced and self._owner.everyone.size > 1 and not self._owner.can_repeat:
             raise UnsupportedOperation(
                 "values decide where rows of this module lie, and so how its parameters are used: "
                 "ranks that hold parts of them would wait for one another. Train it on one rank, "
                 "or wrap it in DistributedDataParallel"
             )
-        check_samples_apart(self._module, run, samples, axes)
-        layers = self._owner.agreed(learn_layers(self._module, run, samples, axes))
+        settings: dict[str, Any] = {
+            "state": state,
+            "is_public": self.is_public,
+            "agree": self._agree,
+            "seed": seed,
+            "is_light": before is not None and key not in self._inconclusive,
+        }
+        verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
+        # Of rows that are all alike, nothing shows: the next ones may tell.
+        (self._inconclusive.discard if verdict.is_conclusive else self._inconclusive.add)(key)
+        self.written |= verdict.written
+        self._refusals[key] = None
+        if self._agree(has_batch_loss):
+            about = examine(self._module, run_batch_loss, samples, axes, is_scalar=True, **settings)
+            self._refusals[key] = about.mixing
         refuse_leaves(leaves)
+        if before is not None:
+            return before
+        state.restore()
+        layers = self._owner.agreed(learn_layers(self._module, run, rows, axes))
         return Learned(axes, tuple(layers))
+
+    def is_public(self, name: str) -> bool:
+        """Whether the user said that a buffer may hold what passes write."""
+        return any(fnmatchcase(name, pattern) for pattern in self._settings.public_buffers)
+
+    def may_write(self, name: str) -> bool:
+        """Whether a pass may write to a buffer of this name."""
+        return name in self.written or self.is_public(name)
+
+    def _agree(self, flag: bool) -> bool:
+        """Whether it is so on any rank, where ranks must run the module together; a collective."""
+        everyone = self._owner.everyone
+        if everyone.size == 1 or not self._owner.runs_together:
+            return flag
+        device = next(self._module.parameters()).device
+        return bool(everyone.sum_(torch.tensor([float(flag)], device=device)) > 0)
 
     def plan(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
         """Return how batches of as many rows are clipped."""
@@ -113,3 +210,11 @@ class Learning:
         """What methods take on the device, if plans may depend on it: [Note: calibration]."""
         is_wanted = self._settings.calibrate and self._settings.mode == AUTO
         return calibration_of(device) if is_wanted and self._is_alone else None
+
+
+_is_training = attrgetter("training")
+
+
+def _is_recording() -> bool:
+    """Whether a CUDA graph is being recorded, of which nothing here may become a part."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -27,7 +27,9 @@ class ClippingSettings:
         batch_dim: Dimension of the samples in the module's inputs and outputs.
         calibrate: Whether `"auto"` may time methods on the GPU.
         rows_per_sample: Rows of the module's inputs that belong to one sample.
-        recheck: Whether module and loss are checked again at steps 2, 4, 8, ….
+        recheck: Whether module and loss are checked again at passes 2, 4, 8, …; else the first of
+            each kind is.
+        public_buffers: Names of buffers, or patterns of them, that may hold what passes write.
     """
 
     mode: str
@@ -36,6 +38,7 @@ class ClippingSettings:
     calibrate: bool = True
     rows_per_sample: int = 1
     recheck: bool = True
+    public_buffers: tuple[str, ...] = ()
 
 
 class Phase(Enum):

@@ -1,6 +1,6 @@
 """What is trained: whether it is still what was made private, in the module and the optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 
@@ -29,6 +29,11 @@ class Trained:
         self._places = places
         self._private = _held_by(places, owner)
         self.last: tuple[str, ...] | None = None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All modules, as of the last look."""
+        return self._places.held.modules
 
     def check(self, *, is_quick: bool = False) -> tuple[str, ...]:
         """Make sure that what is trained is what was made private, and return `last`.

@@ -98,12 +98,14 @@ class Owner(Protocol):
         ranks: The ranks that share each logical batch, and hold other samples of it.
         is_ordered: Whether sums are the same bits on any number of ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
+        runs_together: Whether the module's passes are collectives: all ranks run them, or none.
         owned: Every trainable parameter, or this rank's part of it.
     """
 
     ranks: Ranks
     is_ordered: bool
     can_repeat: bool
+    runs_together: bool
     owned: Sequence[Owned]
 
     @property

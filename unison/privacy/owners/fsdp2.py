@@ -50,6 +50,7 @@ class FSDP2(RecordsWhole):
     """
 
     can_repeat = False
+    runs_together = True
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         if PLACING in module.__dict__:

@@ -31,6 +31,7 @@ class Replicated(RecordsWhole):
     """
 
     can_repeat = True
+    runs_together = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered

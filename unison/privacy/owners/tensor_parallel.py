@@ -102,6 +102,7 @@ class TensorParallel:
     """
 
     can_repeat = True
+    runs_together = True
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         refuse_compiled(module.named_modules())

@@ -34,6 +34,7 @@ class Units(RecordsWhole):
     """
 
     can_repeat = False
+    runs_together = True
 
     def __init__(self, module: nn.Module) -> None:
         root = unit_of(module)

@@ -1,0 +1,114 @@
+"""Running a module in another way for a while: in float64, or without dropout."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+@contextmanager
+def in_float64(module: nn.Module) -> Iterator[None]:
+    """Let a module compute in float64 for this block, with parameters of its own.
+
+    Its parameters and buffers are exchanged for copies and put back; nobody who holds them sees
+    anything of it. Code that asks for a smaller dtype gets float64.
+    """
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
+    copies: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        stack.callback(_put_back, module, hidden)
+        for child in module.modules():
+            held: dict[str, Any]
+            for held in (child._parameters, child._buffers):
+                for key, value in held.items():
+                    if value is not None and value.is_floating_point():
+                        copy = copies.get(id(value))
+                        if copy is None:
+                            copy = value.detach().double()
+                            if isinstance(value, nn.Parameter):
+                                copy = nn.Parameter(copy, requires_grad=value.requires_grad)
+                            copies[id(value)] = copy
+                        hidden.append((held, key, value))
+                        held[key] = copy
+        _renew_flat_weights(module)
+        default = torch.get_default_dtype()
+        stack.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(torch.float64)
+        stack.enter_context(_Widening())
+        yield
+
+
+def _put_back(module: nn.Module, hidden: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for held, key, value in hidden:
+        held[key] = value
+    _renew_flat_weights(module)
+
+
+def _renew_flat_weights(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
+
+
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class _Widening(TorchFunctionMode):
+    """Gives float64 to whoever asks for a smaller dtype."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func in _NARROWING:
+            func, args, kwargs = Tensor.double, args[:1], {}
+        wide = [torch.float64 if _is_narrow(each) else each for each in args]
+        named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+_DROPOUTS = {
+    getattr(F, name)
+    for name in (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+        "feature_alpha_dropout",
+    )
+} | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+
+
+class NoDropout(TorchFunctionMode):
+    """Lets dropout drop nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            value = args[0] if args else kwargs["input"]
+            return value.clone()
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**dict(zip(_REST, args[4:], strict=False)), **kwargs}
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_REST = ("dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _NARROW
+
+
+def as_double(batch: Any) -> Any:
+    """The batch with its floating-point tensors in float64."""
+    return tree_map(
+        lambda leaf: (
+            leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        ),
+        batch,
+    )
