@@ -2,7 +2,9 @@
 
 import math
 import weakref
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,10 +12,168 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.row_rules import Signature, rows_after, signature_of
+from unison.capture.row_rules import (
+    LISTS,
+    RULES,
+    Arguments,
+    Find,
+    Found,
+    RowRule,
+    along_dims,
+    pointwise,
+)
 from unison.capture.rows import MIXED, Rows, compressed, lost, lost_of, reduced, uniform
 from unison.errors import UnsupportedOperation
 from unison.ops.layout import NOBODY, Layout
+
+# --- functions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """What is known of one of torch's functions.
+
+    Attributes:
+        name: With its namespace, without the overload.
+        base: The name alone, without the mark of a function that works in place.
+        names: Of its arguments.
+        defaults: Their values where they are left out.
+        is_written: Whether it writes to an argument.
+        is_random: Whether it draws random numbers.
+        rule: Whose the rows of its output are.
+    """
+
+    name: str
+    base: str
+    names: tuple[str, ...]
+    defaults: Arguments
+    is_written: tuple[bool, ...]
+    is_random: bool
+    rule: RowRule | None
+
+    def bound(self, args: tuple, kwargs: Arguments) -> Arguments:
+        """All arguments by name."""
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
+        """The arguments that it writes to."""
+        if not any(self.is_written):
+            return []
+        given = self.bound(args, kwargs)
+        named = zip(self.names, self.is_written, strict=True)
+        return tree_leaves([given.get(name) for name, is_written in named if is_written])
+
+
+@cache
+def signature_of(func: Any) -> Signature:
+    """Read what torch says of a function."""
+    schema = func._schema
+    namespace, _, plain = schema.name.partition("::")
+    base = plain.rstrip("_") if not plain.startswith("__") else plain
+    rule = RULES.get(base)
+    if rule is None and namespace == "aten" and _is_pointwise(func, base):
+        rule = pointwise
+    if rule is None and base.startswith("_fft"):
+        rule = along_dims
+    if namespace not in ("aten", "prims", "transformers"):
+        rule = None  # somebody's own function may do anything with rows
+    return Signature(
+        name=schema.name,
+        base=base,
+        names=tuple(each.name for each in schema.arguments),
+        defaults={
+            each.name: each.default_value
+            for each in schema.arguments
+            if each.default_value is not None
+        },
+        is_written=tuple(
+            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        ),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        rule=rule,
+    )
+
+
+def _is_pointwise(func: Any, base: str) -> bool:
+    packet = getattr(torch.ops.aten, base, None)
+    names = [] if packet is None else packet.overloads()
+    return any(
+        torch.Tag.pointwise in each.tags for each in (func, *(getattr(packet, n) for n in names))
+    )
+
+
+def rows_after(
+    known: Callable[[Tensor], Rows | None],
+    signature: Signature,
+    args: tuple,
+    kwargs: Arguments,
+    outputs: Sequence[Tensor],
+) -> list[Rows | None]:
+    """Whose the rows of a function's outputs are; None for what was made without the batch."""
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    found = [each for each in map(known, inputs) if each is not None]
+    real = [each for each in found if not each.is_random]
+    if not real:
+        if not found and not signature.is_random:
+            return [None for _ in outputs]
+        return [
+            Rows(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
+            for each in outputs
+        ]
+    if signature.base in _FRESH:
+        return [None for _ in outputs]
+    is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
+    lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
+    made: Any = None
+    if signature.rule is not None:
+        only = len(outputs) == 1 and signature.base not in LISTS
+        arguments = signature.bound(args, kwargs)
+        try:
+            made = signature.rule(Find(known), arguments, outputs[0] if only else outputs)
+        except _NOT_FORESEEN:  # nobody can tell: an operation with a parameter will refuse it
+            made = None
+    several = list(made) if isinstance(made, list | tuple) else [made] * len(outputs)
+    return [
+        _rows(each, ids, signature.name, is_by_value=is_by_value, lost_by=lost_by)
+        for each, ids in zip(outputs, several, strict=True)
+    ]
+
+
+def _rows(
+    output: Tensor, made: Found, name: str, *, is_by_value: bool, lost_by: str | None
+) -> Rows:
+    if isinstance(made, Rows):
+        is_by_value |= made.is_by_value
+        made = made.ids
+    if made is not None and not _fits(made, output):
+        made = None
+    if made is None:
+        found = lost(output, lost_by or name)
+        return Rows(found.ids, is_by_value=is_by_value, lost_by=lost_by or name)
+    if made.device != output.device:
+        made = made.to(output.device)
+    if lost_by is None and bool((made == MIXED).any()):
+        lost_by = name
+    return Rows(made, is_by_value=is_by_value, lost_by=lost_by)
+
+
+def _fits(ids: Tensor, output: Tensor) -> bool:
+    return ids.ndim == output.ndim and all(
+        a in (1, b) for a, b in zip(ids.shape, output.shape, strict=True)
+    )
+
+
+# They move rows by values, and have no rule: what comes out is lost, and not forgotten.
+_MOVERS = {
+    *("take", "put", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("unique_dim_consecutive", "argwhere", "nonzero_static", "multinomial", "segment_reduce"),
+}
+# They read no values.
+_FRESH = {"new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided"}
+_NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, StopIteration)
+
+
+# --- the trace -----------------------------------------------------------------------------------
 
 
 class RowTrace(TorchDispatchMode):

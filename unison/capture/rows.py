@@ -14,8 +14,7 @@ float's sample counts. To choose a row by its number does not make it the choose
 
 The trace runs below autograd, where torch has a few hundred functions with one name each, and only
 for models that need it: those that move rows by values, or read values to decide what to do
-(follow.py). Numbers belong to memory: a view that somebody made without us finds
-none, and is `MIXED`.
+(follow.py). Numbers belong to memory: all views of it see what is written to it in place.
 """
 
 from collections.abc import Sequence
@@ -71,6 +70,7 @@ def compressed(ids: Tensor) -> Tensor:
 
 def combined(left: Tensor, right: Tensor) -> Tensor:
     """The sample on which two agree that are broadcast to one another; `MIXED` otherwise."""
+    right = right.to(left.device)  # a number on the CPU may meet tensors elsewhere
     if left is right or (left.shape == right.shape and torch.equal(left, right)):
         return left
     agreed = torch.where((right == NOBODY) | (left == right), left, MIXED)
@@ -80,7 +80,7 @@ def combined(left: Tensor, right: Tensor) -> Tensor:
 def filled(ids: Tensor, others: Tensor) -> Tensor:
     """The samples, and others where there is none."""
     if ids.numel() and bool((ids == NOBODY).any()):
-        return torch.where(ids == NOBODY, others, ids)
+        return torch.where(ids == NOBODY, others.to(ids.device), ids)
     return ids
 
 
