@@ -95,7 +95,8 @@ class Case:
         may_be_refused: For a legitimate loop that cannot be told from one that is not.
         has_oracle: Whether the loss of a batch of one row is what that row adds.
         at_one_shape: Whether no row can be removed: random numbers are drawn by place in the batch,
-            where a removed row would give its own to the next, or rows come in pairs.
+            where a removed row would give its own to the next; rows come in pairs; or they are
+            computed in bfloat16, whose kernels have other bits at another shape.
     """
 
     loss: Loss | type

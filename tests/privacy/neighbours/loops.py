@@ -481,7 +481,7 @@ def two_metrics(loop: Loop, batch: Batch) -> None:
 
 LEGITIMATE_LOOPS: dict[str, Case] = {
     "a teacher of averaged parameters": case(Teacher, "near class", steps=2, has_oracle=False),
-    "weights by step": case(Schedule, steps=3),
+    "weights by step": case(Schedule, steps=3, has_oracle=False),
     "a frozen head after the module": case(classify, step=frozen_head, has_oracle=False),
     "evaluation between steps": case(classify, step=evaluates_between, steps=2),
     "logging after backward": case(classify, step=logs_after, steps=2),

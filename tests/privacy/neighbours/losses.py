@@ -306,7 +306,7 @@ LEGITIMATE: dict[str, Case] = {
     "metrics by numpy first": case(numpy_metrics_first, steps=2),
     "metrics that are kept": case(kept_metrics, steps=2),
     "skip on nan": case(skip_on_nan),
-    "autocast": case(autocast, has_oracle=False),
+    "autocast": case(autocast, has_oracle=False, at_one_shape=True),
     "dropout of outputs": case(
         lambda m, b: ce(F.dropout(m(b[0]), 0.3), b[1]), has_oracle=False, at_one_shape=True
     ),
@@ -488,7 +488,7 @@ def entropy_of_the_mean(module: nn.Module, batch: Batch) -> Tensor:
 
 def pairs_undeclared(module: nn.Module, batch: Batch) -> Tensor:
     outputs = module(batch[0])
-    return -F.logsigmoid(outputs[0::2].sum(1) - outputs[1::2].sum(1)).mean()
+    return -F.logsigmoid(outputs[1::2].sum(1) - outputs[0::2].sum(1)).mean()
 
 
 def pairs_with_all_rejected(module: nn.Module, batch: Batch) -> Tensor:
@@ -560,7 +560,9 @@ LOSSES: dict[str, Case] = {
         lambda m, b: F.kl_div(m(b[0]).log_softmax(1), taught(b, True), reduction="batchmean"),
     ),
     "coupled backward": case(lambda m, b: CoupledBackward.apply(m(b[0])).mean()),
-    "pairs not declared": case(pairs_undeclared, at_one_shape=True),
+    "pairs not declared": case(
+        pairs_undeclared, "opposite", without_bias, max_grad_norm=3.5, at_one_shape=True
+    ),
     "pairs with all rejected rows": case(pairs_with_all_rejected),
     "over the batch size twice": case(
         lambda m, b: ce(m(b[0]), b[1]) / len(b[0]),
