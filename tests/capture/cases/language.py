@@ -198,7 +198,7 @@ def adapted(kind: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def checkpointed() -> nn.Module:
-    model = llama()
+    model: Any = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 

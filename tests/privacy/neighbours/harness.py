@@ -71,6 +71,13 @@ class Records:
 
         return Records(at, self.record, self.empty)
 
+    def with_record_at(self, place: int) -> "Records":
+        """The same records in another order, rolled so that the one that differs is there."""
+        shift = place - self.record
+        return Records(
+            lambda step: tuple(tensor.roll(shift, 0) for tensor in self.at(step)), place, self.empty
+        )
+
     def removed(self) -> "Records":
         """The neighbour without the record."""
         keep = torch.arange(len(self)) != self.record

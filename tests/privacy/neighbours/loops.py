@@ -503,20 +503,26 @@ GRAD_SCALER = case(classify, step=scaled)
 
 
 def squared(module: nn.Module) -> Tensor:
-    return 0.01 * sum(each.square().sum() for each in module.parameters())
+    return 0.01 * torch.stack([each.square().sum() for each in module.parameters()]).sum()
 
 
-def orthogonal(module: nn.Module) -> Tensor:
+def orthogonal(module: Any) -> Tensor:
     weight = module.weight
-    return 0.1 * (weight @ weight.T - torch.eye(CLASSES)).square().sum()
+    return 0.1 * (weight @ weight.T - torch.eye(CLASSES, dtype=weight.dtype)).square().sum()
 
 
-def long(module: nn.Module) -> Tensor:
+def long(module: Any) -> Tensor:
     return 0.1 * module.weight.norm()
 
 
-TERMS: dict[str, Callable[[nn.Module], Tensor]] = {
+def summed(module: nn.Module) -> Any:
+    """As many write it: a sum that begins with the number 0."""
+    return 0.01 * sum(each.square().sum() for each in module.parameters())
+
+
+TERMS: dict[str, Callable[[Any], Tensor]] = {
     "squares": squared,
+    "squares by sum()": summed,
     "orthogonality": orthogonal,
     "norm": long,
 }
@@ -530,7 +536,7 @@ def with_term(term: Callable[[nn.Module], Tensor] | None, **settings: Any) -> Ca
     return case(loss, steps=2, settings=settings, has_oracle=False)
 
 
-# ---- what the user declares public ---------------------------------------------------------------
+# ---- what the user declares ----------------------------------------------------------------------
 
 
 def over_a_public_number(module: nn.Module, batch: Batch) -> Tensor:
@@ -540,6 +546,7 @@ def over_a_public_number(module: nn.Module, batch: Batch) -> Tensor:
 
 DECLARED: dict[str, Case] = {
     "a number": case(over_a_public_number, steps=2, settings={"loss_reduction": "sum"}),
+    "no checks after the first": case(classify, steps=3, settings={"recheck": False}),
     "a buffer": case(classify, model=Summed, steps=2, settings={"public_buffers": ["total"]}),
 }
 

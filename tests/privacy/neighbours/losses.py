@@ -206,8 +206,10 @@ def autoencoder(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def by_loop(module: nn.Module, batch: Batch) -> Tensor:
-    pairs = zip(module(batch[0]), batch[1], strict=True)
-    return sum(ce(each[None], y[None]) for each, y in pairs) / len(batch[0])
+    total = torch.zeros(())
+    for each, y in zip(module(batch[0]), batch[1], strict=True):
+        total = total + ce(each[None], y[None])
+    return total / len(batch[0])
 
 
 def clamped_rows(module: nn.Module, batch: Batch) -> Tensor:

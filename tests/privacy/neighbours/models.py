@@ -1,5 +1,6 @@
 """Models that look at the whole batch: statistics, routing, buffers, dropout, caches."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -235,11 +236,41 @@ DROPOUT: dict[str, Case] = {
     ),
 }
 
+# ---- where the record stands, and batches that come in parts -------------------------------------
+
+
+def placed(inner: Case, place: int, **options: Any) -> Case:
+    return dataclasses.replace(inner, records=inner.records.with_record_at(place), **options)
+
+
+IN_PARTS = {"max_physical_batch_size": 5}
+LAST = SIZE - 1
+
+PLACES: dict[str, Case] = {
+    **{
+        f"{name}, record {place}": placed(inner, place)
+        for name, inner in {
+            "largest of the inputs": STATISTICS["largest of the inputs"],
+            "outputs over their largest": STATISTICS["outputs over their largest"],
+            "frozen batch norm, dropout": DROPOUT["frozen batch norm, dropout"],
+        }.items()
+        for place in (SIZE // 2, LAST)
+    },
+    "largest of the inputs, in parts": placed(
+        STATISTICS["largest of the inputs"], LAST, settings=IN_PARTS
+    ),
+    "centre of the batch, in parts": placed(
+        DROPOUT["dropout, then the centre of the batch"], 6, settings=IN_PARTS
+    ),
+}
+
 # ---- buffers -------------------------------------------------------------------------------------
 
 
 class Summed(nn.Module):
     """Keeps a sum of the private batch where `state_dict` finds it."""
+
+    total: Tensor
 
     def __init__(self, is_persistent: bool = True, from_step: int = 0) -> None:
         super().__init__()
@@ -283,6 +314,8 @@ class Counted(nn.Module):
 class Centred(nn.Module):
     """Subtracts a running mean, which every step moves."""
 
+    centre: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, CLASSES)
@@ -317,7 +350,7 @@ BUFFERS: dict[str, Case] = {
     "a count in a buffer": case(classify, model=Counted),
     "a running centre in a buffer": case(classify, model=Centred, steps=3),
     "running mean of a frozen batch norm": case(classify, model=frozen_norm),
-    "running mean of batch norm in evaluation": case(
+    "running mean of batch norm without parameters": case(
         classify,
         model=lambda: nn.Sequential(
             nn.BatchNorm1d(FEATURES, affine=False), nn.Linear(FEATURES, CLASSES)
@@ -538,8 +571,10 @@ class SoftExperts(nn.Module):
         return (self.router(x).softmax(-1)[..., None] * outputs).sum(1)
 
 
-class StepCount(nn.Module):
+class Constants(nn.Module):
     """A buffer that no pass writes: a table of constants."""
+
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -564,6 +599,8 @@ def evaluated_norm() -> nn.Module:
 
 
 LEGITIMATE_MODELS: dict[str, Case] = {
+    "a batch in parts": placed(case(classify, steps=2), 7, settings=IN_PARTS),
+    "the last record": placed(between(lambda h: h), LAST),
     "dropout": case(
         classify,
         model=lambda: Between(lambda h: h, 0.2),
@@ -579,7 +616,7 @@ LEGITIMATE_MODELS: dict[str, Case] = {
         has_oracle=False,
     ),
     "soft experts": case(classify, model=SoftExperts),
-    "a buffer of constants": case(classify, model=StepCount, steps=2),
+    "a buffer of constants": case(classify, model=Constants, steps=2),
     "batch norm in evaluation mode": case(classify, model=evaluated_norm, steps=2),
     "transformers' cache without granules": case(
         lambda m, b: unison.per_sample_loss(m(b[0]).logits[:, :-1], b[1][:, 1:]).mean(),

@@ -26,6 +26,7 @@ ADVERSARIAL: dict[str, Case] = {
         "labels": losses.LABELS,
         "model": models.STATISTICS,
         "dropout": models.DROPOUT,
+        "place": models.PLACES,
         "buffers": models.BUFFERS,
         "routing": models.ROUTING,
         "cache": models.CACHES,
@@ -126,7 +127,7 @@ def test_a_grad_scaler_trains_or_is_refused():
 
 
 @pytest.mark.parametrize("name", loops.DECLARED)
-def test_what_is_declared_public_is_trained(name):
+def test_what_is_declared_is_trained(name):
     taken = run(loops.DECLARED[name], AUTO)
     assert taken.refusal is None, taken.refusal
     assert len(taken.sums) == loops.DECLARED[name].steps
