@@ -59,6 +59,9 @@ THROUGH_THE_ENGINE = (
 CLOSE = 1e-6  # of the whole clipped sum, to the loop over samples in float64
 # Parts that are computed in float32, whatever the model has.
 COMPUTED_IN_FLOAT32 = {"Mamba", "RecurrentGemma"}
+# Attention with a learned bias: torch takes another kernel, of other bits, where the forward pass
+# runs again without gradients. "recompute_bk" says so.
+NOT_REPEATED = {("T5", "recompute_bk"), ("Swin", "recompute_bk")}
 
 
 def modes_of(name: str, quick: Iterable[str]) -> list[Any]:
@@ -97,6 +100,10 @@ def prepare(case: Case) -> tuple[nn.Module, Any, float]:
 def test_exact_models_stay_exact(name, mode):
     case = EXACT[name]
     model, batch, max_norm = prepare(case)
+    if (name, mode) in NOT_REPEATED:
+        with pytest.raises(UnisonError, match="cannot be repeated"):
+            clipped_gradients(model, case.loss, batch, max_norm=max_norm, mode=mode)
+        return
     expected = clipped_sum(model, case.loss, batch, max_norm)
     found = clipped_gradients(model, case.loss, batch, max_norm=max_norm, mode=mode)
     assert_exact(found.sums, expected, 1e-5 if name in COMPUTED_IN_FLOAT32 else CLOSE)
@@ -186,7 +193,13 @@ TRAINED = [name for name in EXACT if name not in FUNCTIONAL_ONLY]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [each for name in TRAINED for each in modes_of(name, THROUGH_THE_ENGINE)]
+    ("name", "mode"),
+    [
+        each
+        for name in TRAINED
+        for each in modes_of(name, THROUGH_THE_ENGINE)
+        if each.values not in NOT_REPEATED
+    ],
 )
 def test_exact_models_stay_exact_through_the_engine(name, mode):
     case = EXACT[name]
@@ -236,9 +249,9 @@ IS_LAYER_DROP_EXACT = False  # it dies after its budget was spent
 def test_layers_left_out_by_chance(mode):
     torch.manual_seed(1)
     batch = floats(TOKENS, WIDTH)(BATCH)
-    model = LayerDrop().double()
+    plain = LayerDrop().double()
     engine, module, _, private = attach(
-        model,
+        copy.deepcopy(plain),
         data_loader=DataLoader(Rows(batch), batch_size=BATCH),
         clipping=mode,
         noise_multiplier=0.0,
@@ -252,10 +265,12 @@ def test_layers_left_out_by_chance(mode):
             module.zero_grad()
             squares(module, handed_out).mean().backward()
             seen.add(tuple(module.is_kept))
-            module.fixed = list(module.is_kept)
-            expected = clipped_sum(module, squares, batch, 1.0)
-            module.fixed = None
-            found = {key: each.grad * BATCH for key, each in module.named_parameters()}
+            plain.fixed = list(module.is_kept)
+            expected = clipped_sum(plain, squares, batch, 1.0)
+            found = {
+                key: torch.zeros_like(each) if each.grad is None else each.grad * BATCH
+                for key, each in module.named_parameters()
+            }
             assert_exact(found, expected, CLOSE)
     engine.detach()
     assert len(seen) > 2

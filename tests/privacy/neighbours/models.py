@@ -343,8 +343,8 @@ def tracked_instance_norm() -> nn.Module:
 BUFFERS: dict[str, Case] = {
     "a sum in a buffer": case(classify, model=Summed),
     "a sum in a buffer that is not saved": case(classify, model=lambda: Summed(False)),
-    "a sum in a buffer from the third step on": case(
-        classify, model=lambda: Summed(from_step=4), steps=4
+    "a sum in a buffer from a later step on": case(
+        classify, model=lambda: Summed(from_step=4), steps=6
     ),
     "a buffer that is replaced": case(classify, model=Replaced),
     "a count in a buffer": case(classify, model=Counted),
