@@ -253,7 +253,10 @@ def captured(
         found[name] += per_sample(record)
 
     axes = axes or learn_axes(model, loss, batch)
-    with Capture(model, size, axes=axes, on_record=add).installed():
-        loss(model, batch).sum().backward()
+    capture = Capture(model, size, axes=axes, on_record=add)
+    with capture.installed():
+        with capture.following(batch):
+            losses = loss(model, batch)
+        losses.sum().backward()
     assert all(p.grad is None for p in model.parameters())
     return found

@@ -17,13 +17,10 @@ from tests.capture.common import Case, captured, floats, squares, squares_time_m
 from tests.capture.layers import Attends
 from tests.harness import assert_close
 from tests.harness.oracle import PerSampleLoss, per_sample_gradients
-from unison.capture import check_samples_apart, learn_axes
+from unison.capture import check_samples_apart, learn_rows
 from unison.clip import clipped_gradients
-from unison.errors import UnisonError
 
 SIZES = (3, 1)
-# These choose rows by values: refused until records carry the sample of each row.
-REFUSED_YET = {"packed", "offsets"}
 
 
 def absolute(model: nn.Module, batch: Any) -> Tensor:  # [batch]
@@ -216,10 +213,6 @@ NAMES = [
 ]
 
 
-def is_refused_yet(name: str) -> bool:
-    return any(word in name for word in REFUSED_YET)
-
-
 def test_every_file_of_theirs_has_a_group():
     """Their `embedding_norm_sample` and `unfold2d` test functions that only they have."""
     expected = {
@@ -240,11 +233,7 @@ def test_their_layers_are_exact(name):
     case = LAYERS[name]
     torch.manual_seed(0)
     model, batch = case.make().double(), case.batch(SIZES[0])
-    if is_refused_yet(name):
-        with pytest.raises((UnisonError, RuntimeError)):
-            clipped_gradients(model, case.loss, batch, max_norm=1.0)
-        return
-    axes = learn_axes(model, case.loss, batch)
+    axes = learn_rows(model, case.loss, batch)
     check_samples_apart(model, case.loss, batch, axes)
     for size in SIZES:
         part = case.batch(size)

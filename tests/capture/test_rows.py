@@ -181,10 +181,12 @@ def test_another_number_of_rows_than_was_learned_is_refused():
             return self.layer(x.flatten(0, 1)).view(len(x), -1)
 
     model, batch = Branching(), floats(2, WIDTH)(4).float()
-    clipped_gradients(model, squares, batch, max_norm=1.0)
+    with pytest.raises(UnsupportedOperation, match="samples mix"):
+        clipped_gradients(model, squares, batch, max_norm=1.0)
+    clipped_gradients(model, squares, batch, max_norm=1.0, is_checked=False)
     batch[0, 0, 0] = 10.0
     with pytest.raises(UnsupportedOperation, match=r"layer.weight.* rows for 4 samples"):
-        clipped_gradients(model, squares, batch, max_norm=1.0)
+        clipped_gradients(model, squares, batch, max_norm=1.0, is_checked=False)
 
 
 # --- layouts and traces --------------------------------------------------------------------------

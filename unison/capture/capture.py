@@ -512,8 +512,11 @@ class Capture:
         first = next(item for item in tree_leaves(output) if isinstance(item, Tensor))
         layout = None if is_chosen_for_all else self._layout_for(call, first)
         if self._met is not None:
-            self._met.append(Met(call, trace.find(first), layout))
-            return self._derived(call, args, kwargs) if layout is None else output
+            met = trace.find(first)
+            self._met.append(Met(call, met, layout))
+            # Rows that were lost on the way are samples' all the same.
+            is_expression = layout is None and (met is None or not is_mixed(met))
+            return self._derived(call, args, kwargs) if is_expression else output
         if layout is None:
             return self._derived(call, args, kwargs)
         dims = [self._dim_for(call, each) for each in given]

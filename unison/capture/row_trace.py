@@ -362,7 +362,7 @@ def _same(left: Rows, right: Rows) -> bool:
 def _storage(tensor: Tensor) -> Any:
     """The memory of a tensor; None if it has none of its own."""
     try:
-        return tensor.untyped_storage()
+        return None if tensor.is_nested else tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested, a wrapper of others
         return None
 

@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
@@ -25,12 +26,12 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
-from unison.privacy.dealing import Dealing
+from unison.privacy.dealing import Dealing, plain_leaf, unpacked
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
-from unison.privacy.own_loss import OwnLoss, own_loss_of
+from unison.privacy.own_loss import refuse_uneven_labels
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
@@ -101,14 +102,7 @@ class Attachment:
         names = {id(place.parameter): place.name for place in reversed(self.places.now())}
         trained = [each for each in self.module.parameters() if each.requires_grad]
         return [
-            *(
-                each.register_hook(self._public_terms.taking(names[id(each)], each))
-                for each in trained
-            ),
-            *(
-                each.register_post_accumulate_grad_hook(self._public_terms.after)
-                for each in trained
-            ),
+            *(hook for each in trained for hook in self._public_terms.hooks(names[id(each)], each)),
             # Before all others: FSDP2's own gathers parameters, and learning runs the module too.
             self.module.register_forward_pre_hook(
                 ModuleHook(self._before_forward), with_kwargs=True, prepend=True
@@ -292,11 +286,11 @@ class Attachment:
         if self._is_aside:
             return output
         self._following.close()
-        gated = self._gated(module, kwargs, output)
+        gated = self._gated(module, args, kwargs, output)
         self._recorder.leave_module(gated, is_trained=gated is not output)
         return gated
 
-    def _gated(self, module: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
+    def _gated(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         running = self._pass
         if running is None or not module.training:
             return output
@@ -307,23 +301,20 @@ class Attachment:
             return output
         self._set_outside(running, is_outside=True)
         self._buffers.check()
-        own_loss = own_loss_of(output, kwargs)
         # Weakly: the loss may outlive the engine, and must not keep the module.
-        return gate(output, partial(_on_backward, ref(self), own_loss))
+        return gate(output, partial(_on_backward, ref(self), (args, kwargs)))
 
     # --- backward --------------------------------------------------------------------------------
 
     def _on_backward(
         self,
-        own_loss: OwnLoss | None,
+        given: Any,
         outputs: tuple[Tensor, ...],
         gradients: tuple[Tensor | None, ...],
     ) -> None:
         """Gradients have come to the gate: the module's own backward pass is next."""
         refuse_scaled_loss()
-        if own_loss is not None and gradients[own_loss.place] is not None:
-            own_loss.refuse_uneven()
-        self._refuse_batch_outputs(outputs, gradients)
+        self._refuse_batch_outputs(given, outputs, gradients)
         running = self._pass
         if running is None or running.phase is Phase.DONE:
             raise BadInput(_TWICE)
@@ -345,15 +336,26 @@ class Attachment:
         _queue(self._end_backward)
 
     def _refuse_batch_outputs(
-        self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+        self, given: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> None:
         """Refuse a gradient of an output that is of the whole batch, if samples mix in it."""
-        if self._learning.refusal is None or not self._dealing.parts:
+        if not self._dealing.parts:
             return
-        num_rows, dim = self._dealing.parts[0].num_rows, self.settings.batch_dim
+        dim, num_samples = self.settings.batch_dim, self._dealing.parts[0].num_rows
+        sizes = {num_samples, num_samples * self.settings.rows_per_sample}
         for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is not None and not holds_samples(output, num_rows, dim):
+            dims = (dim, 0)
+            if gradient is None or any(holds_samples(output, n, d) for n in sizes for d in dims):
+                continue
+            if self._learning.refusal is not None:
                 raise UnsupportedOperation(self._learning.refusal)
+            refuse_uneven_labels(
+                [
+                    torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
+                    for leaf in tree_leaves(given)
+                    if any(holds_samples(plain_leaf(leaf), n, dim) for n in sizes)
+                ]
+            )
 
     def _measure_first(
         self,
@@ -430,14 +432,14 @@ class Attachment:
 
 def _on_backward(
     attachment: "ref[Attachment]",
-    own_loss: OwnLoss | None,
+    given: Any,
     outputs: tuple[Tensor, ...],
     gradients: tuple[Tensor | None, ...],
 ) -> None:
     attached = attachment()
     if attached is None:
         raise BadInput("the engine was detached after this forward pass: nothing takes its records")
-    attached._on_backward(own_loss, outputs, gradients)
+    attached._on_backward(given, outputs, gradients)
 
 
 def _queue(callback: Callable[[], None]) -> None:

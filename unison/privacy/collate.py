@@ -92,7 +92,7 @@ def _learn(one: Any, two: Any, path: str, rows: int) -> _Part:
         )
     if isinstance(one, Tensor | np.ndarray):
         return _learn_array(one, two, path, rows)
-    if isinstance(one, list | tuple) and (len(one), len(two)) == (rows, 2 * rows):
+    if isinstance(one, list | tuple) and (len(one), len(two)) in ((1, 2), (rows, 2 * rows)):
         return _Rows(0)
     parts, others = _parts(one), _parts(two)
     if parts is None or others is None:
@@ -120,7 +120,7 @@ def _learn_array(one: Any, two: Any, path: str, rows: int) -> _Part:
     before, after = list(one.shape), list(two.shape)
     if len(before) == len(after):
         sizes = enumerate(zip(before, after, strict=True))
-        grown = [dim for dim, size in sizes if size == (rows, 2 * rows)]
+        grown = [dim for dim, size in sizes if size in ((rows, 2 * rows), (1, 2))]
         if len(grown) == 1:
             return _Rows(grown[0])
         if before == after:
@@ -161,7 +161,7 @@ def _check(value: Any, part: _Part, num_records: int, each: int, path: str) -> N
         case _Rows(dim):
             shape = _shape(value)
             rows = shape[dim] if dim < len(shape) else "no"
-            if rows != num_records * each:
+            if rows not in (num_records, num_records * each):
                 raise BadInput(
                     f"collate_fn was given {num_records} records and returned {rows} rows in "
                     f"{path} (shape {shape}, records along dim {dim}); each record must give "

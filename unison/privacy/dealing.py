@@ -169,7 +169,7 @@ class Dealing:
     def _padded(self, leaf: Any, num_samples: int, plan: BatchPlan) -> Any:
         if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:
             return leaf
-        rows = self._rows_per_sample
+        rows = self._rows_per_sample if leaf.shape[self._dim] != num_samples else 1
         if leaf.shape[self._dim] != num_samples * rows:
             raise BadInput(
                 f"expected {num_samples * rows} rows in dimension {self._dim} of every tensor of "

@@ -47,6 +47,8 @@ class Inputs:
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [plain_leaf(leaf) for leaf in leaves]
+        if not any(_holds(leaf, num_samples * rows, dim) for leaf in leaves):
+            rows = 1  # the module takes all rows of a record at once
         num_rows = num_samples * rows
         places = tuple(place for place, leaf in enumerate(leaves) if _holds(leaf, num_rows, dim))
         if not places:

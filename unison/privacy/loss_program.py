@@ -15,6 +15,10 @@ from unison.capture.parts import is_in_parts
 from unison.privacy.dealing import packed, unpacked
 from unison.privacy.loss_tape import Handling, LossTape, Operation, Public, Ref, leaves_of, path_to
 
+# A number that one of these is given is a value, and no dimension or size.
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
+ARITHMETIC |= {"__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "where"}
+ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimum", "addcmul"}
 SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
 
 Gradients = dict[int, Tensor]
@@ -22,55 +26,58 @@ Gradients = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch lie.
+    """Where the records of a batch lie.
 
     Attributes:
-        num_rows: In all granules together.
-        per_unit: Rows that belong to one record, one after the other.
+        num_units: Records in all granules together, padding included.
+        per_unit: Rows that belong to one record, one after the other, in tensors that have more
+            than one.
         dim: The dimension that holds them, where a tensor's shape leaves a choice.
     """
 
-    num_rows: int
+    num_units: int
     per_unit: int
     dim: int
 
     @property
-    def num_units(self) -> int:
-        """Records, padding included."""
-        return self.num_rows // self.per_unit
+    def num_rows(self) -> int:
+        """Rows of tensors that have all rows of every record."""
+        return self.num_units * self.per_unit
 
     def dim_of(self, value: Any) -> int | None:
-        """The dimension of a tensor that holds the rows; None if there is none."""
+        """The dimension of a tensor that holds the records; None if there is none."""
         if not isinstance(value, Tensor):
             return None
         parts = unpacked(value)
-        shape, rows = parts[0].shape, self.num_rows // len(parts)
-        if rows == 0 or parts[0].numel() == 0:
+        shape, units = parts[0].shape, self.num_units // len(parts)
+        if units == 0 or parts[0].numel() == 0:
             return None
         dims = [dim for dim in (self.dim, *range(len(shape))) if dim < len(shape)]
-        exact = [dim for dim in dims if shape[dim] == rows]
-        if exact:
-            return exact[0]
-        return 0 if len(shape) and shape[0] % rows == 0 else None  # tokens are flattened into it
+        for size in (units * self.per_unit, units):
+            exact = [dim for dim in dims if shape[dim] == size]
+            if exact:
+                return exact[0]
+        return 0 if len(shape) and shape[0] % units == 0 else None  # tokens are flattened into it
 
     def matrix(self, value: Tensor) -> Tensor:
-        """One line per row [rows, elements]."""
+        """One line per record [units, elements]."""
         dim = self.dim_of(value)
         assert dim is not None
         parts = unpacked(value)
-        rows = self.num_rows // len(parts)
-        return torch.cat([whole(each).movedim(dim, 0).reshape(rows, -1) for each in parts])
+        units = self.num_units // len(parts)
+        return torch.cat([whole(each).movedim(dim, 0).reshape(units, -1) for each in parts])
 
     def like(self, value: Tensor, matrix: Tensor) -> Tensor:
-        """A value like another one, of other rows; as many as the matrix has."""
+        """A value like another one, of other records; as many as the matrix has."""
         dim = self.dim_of(value)
         assert dim is not None
         parts = unpacked(value)
         made = []
-        for each, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+        for each, lines in zip(parts, matrix.chunk(len(parts)), strict=True):
             shape = each.movedim(dim, 0).shape
-            count = shape[0] * len(parts) * len(rows) // self.num_rows
-            made.append(_placed(rows.reshape(count, *shape[1:]).movedim(0, dim).contiguous(), each))
+            count = shape[0] * len(parts) * len(lines) // self.num_units
+            rows = lines.reshape(count, *shape[1:]).movedim(0, dim)
+            made.append(_placed(rows.contiguous(), each))
         return packed(value, made)
 
 
@@ -127,7 +134,8 @@ class Program:
     def kind(self) -> tuple:
         """The path that the user's code took."""
         names = tuple(
-            (each.name, len(each.outs), each.is_grad_enabled) for each in self.path.values()
+            (each.name, len(each.outs), each.is_grad_enabled, *map(_pattern, leaves_of(each)))
+            for each in self.path.values()
         )
         return names, len(self.outputs), len(self.terms), len(self.tape.inputs)
 
@@ -184,24 +192,24 @@ class Program:
         env: dict[int, Any] = {}
         terms = {id(each): convert(each.detach().clone()).requires_grad_() for each in self.terms}
 
-        def argument(value: Any, name: str) -> Any:
+        def argument(value: Any, of: Operation | None) -> Any:
             kind = type(value)
             if kind is Ref:
                 return env[value.slot]
             if kind is tuple or kind is list:
-                return kind(argument(each, name) for each in value)
+                return kind(argument(each, of) for each in value)
             if kind is dict:
-                return {key: argument(each, name) for key, each in value.items()}
+                return {key: argument(each, of) for key, each in value.items()}
             if kind is slice:
                 ends = (value.start, value.stop, value.step)
-                return slice(*(argument(each, name) for each in ends))
+                return slice(*(argument(each, of) for each in ends))
             if isinstance(value, Tensor):
                 if id(value) in terms:
                     return terms[id(value)]
                 return convert(value if some is None else some.constant(value))
             if is_double and isinstance(value, torch.dtype) and value.is_floating_point:
                 return torch.float64
-            return value if some is None else some.number(value, name)
+            return value if some is None or of is None else some.number(value, of)
 
         with torch.random.fork_rng(self.devices), torch.enable_grad(), _no_default_grad_hooks():
             torch.manual_seed(seed)
@@ -228,7 +236,7 @@ class Program:
             found: Sequence[Tensor | None] = [None] * len(inputs)
             loss = env[self.loss]
             if isinstance(loss, Tensor) and loss.requires_grad and inputs:
-                gradient = argument(self.gradient, "backward")
+                gradient = argument(self.gradient, None)
                 found = torch.autograd.grad(
                     loss, inputs, gradient, retain_graph=True, allow_unused=True
                 )
@@ -241,11 +249,14 @@ class Program:
         return Replay(grads, list(at), env)
 
     def _run(
-        self, operation: Operation, argument: Callable[[Any, str], Any], is_double: bool
+        self,
+        operation: Operation,
+        argument: Callable[[Any, Operation | None], Any],
+        is_double: bool,
     ) -> Any:
         func = self._substitutes.get(operation.func, operation.func)
-        args = argument(operation.args, operation.name)
-        kwargs = argument(operation.kwargs, operation.name)
+        args = argument(operation.args, operation)
+        kwargs = argument(operation.kwargs, operation)
         if is_double and operation.name in ("float", "half", "bfloat16"):
             func = Tensor.double
         with ExitStack() as stack:
@@ -257,35 +268,43 @@ class Program:
 
 
 class Selection:
-    """Some rows of a program: the first ones, as many as are wanted.
+    """Some records of a program: the first ones, as many as are wanted.
 
     Args:
         rows: All of them.
-        num_left: How many are left.
+        num_left: How many records are left.
+        is_size_read: Whether the user's code has asked how many rows there are.
     """
 
-    def __init__(self, rows: Rows, num_left: int) -> None:
-        self._rows, self.num_left = rows, num_left
+    def __init__(self, rows: Rows, num_left: int, *, is_size_read: bool) -> None:
+        self._rows, self._is_size_read = rows, is_size_read
+        self.left = replace(rows, num_units=num_left)
 
     def values(self, tape: LossTape, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The rows that are left of every root."""
+        """The records that are left of every root."""
         made = {}
         for slot, root in tape.roots.items():
             value = values.get(slot, root.value)
             if self._rows.dim_of(value) is not None:
-                made[slot] = self._rows.like(value, self._rows.matrix(value)[: self.num_left])
+                made[slot] = self._rows.like(value, self._rows.matrix(value)[: self.left.num_units])
         return made
 
     def constant(self, value: Tensor) -> Tensor:
         """A constant with one entry per row, as the user made it for fewer of them."""
         if value.ndim and value.shape[0] == self._rows.num_rows and value.ndim <= 2:
-            return value[: self.num_left]
+            return value[: self.left.num_rows]
         return value
 
-    def number(self, value: Any, name: str) -> Any:
-        """A size that the user wrote into a shape."""
-        if type(value) is int and value == self._rows.num_rows and name in SHAPE_FUNCTIONS:
-            return self.num_left
+    def number(self, value: Any, operation: Operation) -> Any:
+        """A size that the user wrote into a shape, or computed with."""
+        if type(value) is not int or value not in (self._rows.num_rows, self._rows.num_units):
+            return value
+        is_shape = operation.name in SHAPE_FUNCTIONS
+        # A number that is written into the code is no size, though it may be as large.
+        is_size = operation.name in ARITHMETIC and self._is_size_read
+        if is_shape or (is_size and value not in operation.constants):
+            is_rows = value == self._rows.num_rows
+            return self.left.num_rows if is_rows else self.left.num_units
         return value
 
 
@@ -302,6 +321,17 @@ def _placed(value: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor  # it takes a second to import
 
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _pattern(value: Any) -> Any:
+    """What an argument has to do with the path: all but values, and sizes of the batch."""
+    if isinstance(value, Ref):
+        return Ref
+    if isinstance(value, Tensor):
+        return value.ndim, value.requires_grad
+    if isinstance(value, int) and -8 <= value <= 8:  # a dimension, a truth
+        return value
+    return value if isinstance(value, str | torch.dtype) else type(value)
 
 
 def numbers_of(operation: Operation) -> list[float]:

@@ -171,12 +171,13 @@ class Event(NamedTuple):
     """Something that happened to data besides operations.
 
     Attributes:
-        kind: "read" (values left torch), "item" (a number was read that is still followed),
-            "branch" (Python was told a truth), "state" (what an earlier step made came back).
+        kind: "read" (values left torch), "item" (one value was read or printed, and is followed as
+            far as Python's arithmetic goes), "branch" (Python was told a truth), "state" (what an
+            earlier step made came back).
         text: What it was.
         place: How many operations there were before it.
         slot: Of the truth that Python was told.
-        value: That truth.
+        value: That truth, or the value that was read.
         where: Where the user's code was.
     """
 
@@ -184,7 +185,7 @@ class Event(NamedTuple):
     text: str
     place: int
     slot: int = -1
-    value: bool = False
+    value: float = 0.0
     where: tuple[Position, ...] = ()
 
 
@@ -339,7 +340,7 @@ class LossTape:
             slot = self._new_slot()
             operation.outs.append(slot)
             if handling is Handling.ITEM:
-                self.events.append(Event("item", name, len(self.operations)))
+                self.events.append(Event("item", name, len(self.operations), value=float(result)))
             return _followed(result, self, slot)
         for leaf in tree_leaves(result):
             is_tensor = isinstance(leaf, Tensor)
@@ -396,6 +397,12 @@ class LossTape:
             num_classes = input.shape[min(1, input.ndim - 1)]
             place = len(self.operations)
             self.targets.append(Target(target, ignore_index, num_classes, weight, place))
+
+    def note_printed(self, value: Tensor) -> None:
+        """Remember one value that becomes text, which may be read again."""
+        if self.is_open and value.numel() == 1 and len(unpacked(value)) == 1:
+            number = float(value.detach())
+            self.events.append(Event("item", "format", len(self.operations), value=number))
 
     def reaches_output(self, slot: int) -> bool:
         """Whether a result was made of an output that is trained on."""
@@ -656,6 +663,8 @@ class LossRecorder(TorchFunctionMode):
         tape = self.tape
         if name == "register_hook" and tape is not None and tape.slot_of(args[0]) is not None:
             tape.has_hooks = True
+        if name == "__format__" and tape is not None and tape.slot_of(args[0]) is not None:
+            tape.note_printed(args[0])
         if tape is None or self._is_over or handling is Handling.QUESTION:
             return func(*args, **kwargs)
         if handling is Handling.SIZE:

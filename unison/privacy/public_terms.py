@@ -4,10 +4,12 @@ They need no clipping and no noise. Their gradients reach parameters past the ca
 to the noisy gradients as they are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unison.errors import UnsupportedOperation
 from unison.privacy.owners.base import Owned, Owner
@@ -33,31 +35,44 @@ class PublicTerms:
         self._kept: dict[str, Tensor] = {}
         self._without_grad: set[int] = set()
 
-    def taking(self, name: str, parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        """Return the hook of a parameter: it keeps the gradient and lets zeros pass."""
+    def hooks(self, name: str, parameter: nn.Parameter) -> list[RemovableHandle]:
+        """Put hooks on a parameter: gradients that reach it are kept, or refused.
 
-        def take(gradient: Tensor) -> Tensor:
-            if not self._loss_check.has_terms:
-                refuse_gradient(name, gradient)
-            if self._owner.everyone.size > 1 or parameter.shape != gradient.shape:
-                raise UnsupportedOperation(
-                    f"the loss has a term of {name!r} that does not depend on the batch, and the "
-                    "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
-                    "add the term's gradient to parameter.grad before optimizer.step()"
-                )
-            # Each pass of a logical batch has the same term: it counts once.
-            self._kept[name] = gradient.detach().clone()
-            if parameter.grad is None:
-                self._without_grad.add(id(parameter))
+        They know this object weakly: hooks of tensors are out of the garbage collector's sight.
+        """
+        terms, own = ref(self), ref(parameter)
+
+        def take(gradient: Tensor) -> Tensor | None:
+            held, parameter = terms(), own()
+            if held is None or parameter is None:
+                return None
+            held._take(name, parameter, gradient)
             return torch.zeros_like(gradient)
 
-        return take
+        def after(parameter: Tensor) -> None:
+            held = terms()
+            if held is not None and id(parameter) in held._without_grad:
+                held._without_grad.discard(id(parameter))
+                parameter.grad = None  # undo what autograd did with the zeros
 
-    def after(self, parameter: Tensor) -> None:
-        """Undo what autograd did with the zeros; a hook after a gradient was accumulated."""
-        if id(parameter) in self._without_grad:
-            self._without_grad.discard(id(parameter))
-            parameter.grad = None
+        return [
+            parameter.register_hook(take),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+
+    def _take(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if not self._loss_check.has_terms:
+            refuse_gradient(name, gradient)
+        if self._owner.everyone.size > 1 or parameter.shape != gradient.shape:
+            raise UnsupportedOperation(
+                f"the loss has a term of {name!r} that does not depend on the batch, and the "
+                "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
+                "add the term's gradient to parameter.grad before optimizer.step()"
+            )
+        # Each pass of a logical batch has the same term: it counts once.
+        self._kept[name] = gradient.detach().clone()
+        if parameter.grad is None:
+            self._without_grad.add(id(parameter))
 
     def add(self, owned: Sequence[Owned]) -> None:
         """Add what was kept to the noisy gradients, and forget it."""

@@ -86,11 +86,30 @@ def _has_jump(code: CodeType, start: int, stop: int | None) -> bool:
         seen.add(offset)
         name, target = instructions[offset].opname, instructions[offset].argval
         if "JUMP" in name and "IF" in name:
-            return True
+            ways = [way for way in (target, following.get(offset)) if not _raises(code, way)]
+            if len(ways) > 1:
+                return True
+            waiting.extend(ways)  # an assertion: whoever does not go on sends nothing back
+            continue
         if name.startswith(("RETURN", "RERAISE", "RAISE")):
             continue
         if "JUMP" in name or name in ("FOR_ITER", "SEND"):
             waiting.append(target)
         if "JUMP" not in name:
             waiting.append(following.get(offset))
+    return False
+
+
+@lru_cache(maxsize=256)
+def _raises(code: CodeType, start: int | None) -> bool:
+    """Whether code ends in an exception from here on, whatever happens."""
+    instructions = _instructions(code)
+    for offset in sorted(instructions):
+        if start is None or offset < start:
+            continue
+        name = instructions[offset].opname
+        if name.startswith(("RAISE", "RERAISE")):
+            return True
+        if "JUMP" in name or name.startswith("RETURN") or name in ("FOR_ITER", "SEND"):
+            return False
     return False

@@ -28,6 +28,7 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.privacy.dealing import packed, unpacked
 from unison.privacy.loss_program import (
+    ARITHMETIC,
     Gradients,
     Program,
     Replay,
@@ -53,10 +54,6 @@ REMEDY = (
 )
 FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
-# A number that one of these is given is a value, and no dimension or size.
-ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
-ARITHMETIC |= {"__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "where"}
-ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimum", "addcmul"}
 IGNORED = -100  # the label that does not count, unless told otherwise
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
@@ -113,7 +110,7 @@ class LossCheck:
 
     def begin(self, num_rows: int) -> None:
         """A pass of so many rows begins."""
-        self._rows = Rows(num_rows, self._per_unit, self._dim)
+        self._rows = Rows(num_rows // self._per_unit, self._per_unit, self._dim)
         self._pending.clear()
         self.has_terms = False
 
@@ -141,6 +138,7 @@ class LossCheck:
             return
         if known is None or is_due:
             self.num_checks += 1
+            self._refuse_items(program)
             known = self._known[kind] = self._check(program, loss, known)
         known.numbers, known.num_rows = program.numbers, self._rows.num_rows
         self.has_terms = known.has_terms
@@ -227,6 +225,22 @@ class LossCheck:
                     "Do it in the data set or in collate_fn, or with torch functions",
                 )
 
+    def _refuse_items(self, program: Program) -> None:
+        """Refuse numbers that are what a value was, by way of text or of Python's functions."""
+        items = [event for event in program.tape.events if event.kind == "item"]
+        for operation in program.path.values() if items else ():
+            for number in numbers_of(operation):
+                if self._is_constant(program, operation, number):
+                    continue
+                for event in items:
+                    if _is_made_of(number, event.value):
+                        _refuse(
+                            f"{operation} brings {number!r} into the loss, which was made of a "
+                            f"value that was read from the batch ({event.value!r})",
+                            "Use torch functions of each row's own values, or "
+                            "unison.public(number) for a number that is public",
+                        )
+
     def _refuse_numbers(
         self, program: Program, since: int, why: str, *, with_tensors: bool = True
     ) -> None:
@@ -298,7 +312,7 @@ class LossCheck:
         now = Known(size, numbers, size, program.all_numbers, has_terms=bool(program.terms))
         if some is None:
             self._compare_with_before(program, known)
-            unit = slice(0, self._per_unit)
+            unit = slice(0, 1)
             for slot, root in program.tape.roots.items():
                 if self._rows.dim_of(root.value) is not None:
                     now.unit[slot] = self._rows.matrix(root.value)[unit].clone()
@@ -315,9 +329,16 @@ class LossCheck:
         if num_elements <= FEW_ELEMENTS or is_granular:
             return None
         num_units = max(3, FEW_ELEMENTS * self._rows.num_units // num_elements)
-        if num_units >= self._rows.num_units:
-            return None
-        return Selection(self._rows, num_units * self._per_unit)
+        return self._selection(program, num_units) if num_units < self._rows.num_units else None
+
+    def _selection(self, program: Program, num_units: int) -> Selection:
+        sizes = (self._rows.num_rows, self._rows.num_units)
+        is_size_read = any(
+            not set(sizes).isdisjoint(program.tape.roots[slot].value.shape)
+            for slot in program.tape.sized
+            if slot in program.tape.roots
+        )
+        return Selection(self._rows, num_units, is_size_read=is_size_read)
 
     def _self_check(self, program: Program, loss: Tensor, some: Selection | None) -> Replay:
         """Run the program unchanged: is the tape what really ran?"""
@@ -325,12 +346,12 @@ class LossCheck:
         if some is not None:
             try:
                 base = self._selected(program, {}, some)
-                rows = Rows(some.num_left, self._per_unit, self._dim)
-                for factor in (1.0, some.num_left / self._rows.num_rows):
+                rows = some.left
+                for factor in (1.0, rows.num_units / self._rows.num_units):
                     if all(
                         self._is_close(
                             rows.matrix(base.grads[slot]) * factor,
-                            self._rows.matrix(grad)[: some.num_left],
+                            self._rows.matrix(grad)[: rows.num_units],
                         )
                         for slot, grad in real.items()
                         if self._rows.dim_of(grad) is not None
@@ -374,7 +395,7 @@ class LossCheck:
     def _replacements(
         self, program: Program, base: Replay, some: Selection | None, *, is_first: bool
     ) -> None:
-        rows = self._rows if some is None else Rows(some.num_left, self._per_unit, self._dim)
+        rows = self._rows if some is None else some.left
         error: Exception | None = None
         num_run = 0
         double: Replay | None = None
@@ -417,7 +438,7 @@ class LossCheck:
 
     def _trials(self, rows: Rows, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
         """Which rows stay [rows], and what comes in the place of the others."""
-        units = torch.arange(rows.num_rows) // rows.per_unit
+        units = torch.arange(rows.num_units)
         order = torch.randperm(rows.num_units, generator=self._generator)
         half = max(1, rows.num_units // 2)
         last = torch.tensor([rows.num_units - 1])
@@ -459,12 +480,12 @@ class LossCheck:
             factor = 1 + float(torch.rand((), generator=self._generator)) * 10**way
             return packed(value, [each.detach() * factor for each in unpacked(value)])
         if some is not None:
-            value = self._rows.like(value, self._rows.matrix(value)[: rows.num_rows])
+            value = self._rows.like(value, self._rows.matrix(value)[: rows.num_units])
         matrix = rows.matrix(value)
         device, generator = matrix.device, self._generator
-        order = torch.randint(0, rows.num_rows, (rows.num_rows,), generator=generator)
+        order = torch.randint(0, rows.num_units, (rows.num_units,), generator=generator)
         if way == 2:
-            order = order[:1].expand(rows.num_rows)
+            order = order[:1].expand(rows.num_units)
         new = matrix[order.to(device)]
         labels = self._num_classes(program, root)
         if way == 2 and labels is not None and not matrix.is_floating_point():
@@ -575,17 +596,17 @@ class LossCheck:
             return
         if any(len(unpacked(root.value)) > 1 for root in program.tape.roots.values()):
             return  # granules have one shape
-        fewer = Selection(rows, rows.num_rows - self._per_unit)
+        fewer = self._selection(program, rows.num_units - 1)
         try:
             now = self._selected(program, {}, fewer)
         except Exception:
             return
-        left = Rows(fewer.num_left, self._per_unit, self._dim)
-        factor = rows.num_rows / fewer.num_left
+        left = fewer.left
+        factor = rows.num_units / left.num_units
         self._require_factor(
             {s: left.matrix(g) for s, g in now.grads.items() if left.dim_of(g) is not None},
             {
-                s: rows.matrix(g)[: fewer.num_left]
+                s: rows.matrix(g)[: left.num_units]
                 for s, g in base.grads.items()
                 if rows.dim_of(g) is not None
             },
@@ -614,14 +635,14 @@ class LossCheck:
             matrix = rows.matrix(root.value).clone()
             if matrix.shape[1:] != unit.shape[1:]:
                 return
-            matrix[: self._per_unit] = unit
+            matrix[:1] = unit
             values[slot] = rows.like(root.value, matrix)
         try:
             now = program.replay(values)
         except Exception:
             return
         self._require_factor(
-            {s: rows.matrix(now.grads[s])[: self._per_unit] for s in known.grads},
+            {s: rows.matrix(now.grads[s])[:1] for s in known.grads},
             known.grads,
             known.checked_rows / rows.num_rows,
         )
@@ -636,6 +657,18 @@ class LossCheck:
             f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
             REMEDY,
         )
+
+
+def _is_made_of(number: float, value: float) -> bool:
+    """Whether a number is a value, or what one of Python's usual functions makes of it."""
+    made = [value, -value, value * value]
+    if value:
+        made.append(1 / value)
+    if value > 0:
+        made += [math.sqrt(value), math.log(value)]
+    if abs(value) < 300:
+        made += [math.exp(value), math.exp(-value), math.tanh(value), 1 / (1 + math.exp(-value))]
+    return any(math.isclose(number, each, rel_tol=1e-6) for each in made)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

@@ -263,9 +263,9 @@ class Verdict:
 
     Attributes:
         moved: The most that a step's sum moved, in units of C, by neighbour.
-        refusal: Why a step was not taken; None if all were.
-        fault: What was spent before it was refused, or that steps were taken which a neighbour was
-            refused, and could not be compared with it; empty if neither.
+        refusal: Why a step was not taken, on these records or on a neighbour's; None if all were.
+            A loop that is refused for one of them is told so: it is compared as far as both went.
+        fault: What was spent before it was refused; empty if nothing.
     """
 
     moved: dict[str, float]
@@ -291,12 +291,8 @@ def judge(case: Case, mode: str) -> Verdict:
         for name, other in neighbours.items()
     }
     faults = [_late(each) for each in (whole, *neighbours.values())]
-    faults += [
-        f"step {len(other.sums)} was taken, but not with the record {name}: {other.refusal}"
-        for name, other in neighbours.items()
-        if len(other.sums) < len(whole.sums)
-    ]
-    return Verdict(moved, whole.refusal, "; ".join(filter(None, faults)))
+    refusals = [each.refusal for each in (whole, *neighbours.values()) if each.refusal]
+    return Verdict(moved, refusals[0] if refusals else None, "; ".join(filter(None, faults)))
 
 
 def _steps(taken: Run) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
