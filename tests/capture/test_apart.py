@@ -130,6 +130,21 @@ def _only_many(h):
     return h - h.mean(0) if len(h) > 8 else h
 
 
+def _experts_choose(h):
+    taken = h[:, 0].topk(min(len(h), 4)).indices
+    return h + torch.zeros_like(h).index_copy(0, taken, h[taken])
+
+
+def _capacity(x):
+    wants = x[:, 0] > 0.5
+    fits = wants & (wants.cumsum(0) <= 5)
+    return torch.where(fits[:, None], x, -x)
+
+
+def _only_many_gradients(h):
+    return h - h.mean(0) + h.mean(0).detach() if len(h) > 8 else h
+
+
 MIXED = {
     "mean": lambda: Net(lambda h: h - h.mean(0)),
     "mean, detached": lambda: Net(lambda h: h - h.detach().mean(0)),
@@ -162,6 +177,9 @@ MIXED = {
     "size of the batch, dropout": lambda: Net(before=lambda x: x / len(x), dropout=0.1),
     "size of the batch, gradient": lambda: Net(lambda h: h / len(h) + (h - h / len(h)).detach()),
     "many rows alone": lambda: Net(_only_many),
+    "many rows alone, gradient": lambda: Net(_only_many_gradients),
+    "many rows, of which experts choose": lambda: Net(_experts_choose),
+    "many rows, experts with a capacity": lambda: Net(before=_capacity),
     "frozen batch norm": lambda: frozen_norm(dropout=0.0),
     "frozen batch norm, dropout": lambda: frozen_norm(dropout=0.1),
     "batch norm of inputs": lambda: nn.Sequential(
@@ -191,6 +209,28 @@ def test_samples_that_mix_are_refused(name, size):
 def test_batch_norm_has_its_remedy(dropout):
     with pytest.raises(UnsupportedOperation, match=r"\(here '0\.1'\): use GroupNorm instead, or"):
         checked(frozen_norm(dropout=dropout), rows())
+
+
+@pytest.mark.parametrize("size", [12, 64])
+@pytest.mark.parametrize("wanting", ["all", "some"])
+def test_experts_with_a_capacity_are_refused_whoever_wants_them(wanting, size):
+    """A row feels only rows before it; where all want an expert, rows of the batch tell nothing."""
+    x = rows(size)
+    if wanting == "all":
+        x[:, 0] = 1 + x[:, 0].abs()
+    with pytest.raises(UnsupportedOperation, match="samples mix: the module's outputs"):
+        checked(Net(before=_capacity), x)
+
+
+def test_later_checks_take_turns_at_the_size_of_the_batch():
+    """Light ones: some of them find what the first one does."""
+    model, x = Net(before=_capacity), rows(12)
+    axes = learn_axes(model, squares, probe_rows(x))
+    found = [
+        examine(model, squares, x, axes, whole=True, is_light=True, seed=seed).mixing
+        for seed in range(1, 5)
+    ]
+    assert any(found)
 
 
 def test_repeated_rows_are_made_others():
@@ -385,7 +425,8 @@ def test_what_takes_no_other_rows_is_refused():
 def test_rows_that_cannot_be_told_apart_are_not_conclusive():
     model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 3))
     assert not checked(model, torch.zeros(4, 3, dtype=torch.long)).is_conclusive
-    assert checked(model, torch.ones(4, 3, dtype=torch.long)).is_conclusive
+    assert not checked(model, torch.ones(4, 3, dtype=torch.long)).is_conclusive  # may be a length
+    assert checked(model, torch.full((4, 3), 4)).is_conclusive
 
 
 def test_probe_rows_are_the_first_the_last_and_distinct():

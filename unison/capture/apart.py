@@ -56,6 +56,12 @@ class Replacement(Enum):
     ROWS = "other rows of the batch"
     COPIES = "copies of one row"
     OUTLIER = "one row of far values"
+    ALIKE = "copies of one row of far values"
+    OPPOSITE = "copies of one row of opposite values"
+
+
+_BESIDE_FEW = (Replacement.VALUES, Replacement.ROWS, Replacement.COPIES, Replacement.OUTLIER)
+_BESIDE_MANY = (Replacement.OPPOSITE, Replacement.ALIKE, Replacement.VALUES, Replacement.ROWS)
 
 
 @dataclass(frozen=True)
@@ -254,6 +260,12 @@ def _replaced(
             return leaf
         if how is Replacement.COPIES:
             other = leaf[first_kept].expand_as(leaf)
+        elif how in (Replacement.ALIKE, Replacement.OPPOSITE):
+            # Far enough for any threshold; of what has no sign, another row's.
+            sign = 1 if how is Replacement.ALIKE else -1
+            is_signed = leaf.is_floating_point() or leaf.is_complex()
+            row = leaf[first_kept - (not is_signed and sign < 0)]
+            other = (sign * 10 ** (largest_power / 2) * row if is_signed else row).expand_as(leaf)
         elif how is Replacement.ROWS:
             other = leaf[source.to(leaf.device)]
         else:
@@ -330,6 +342,14 @@ class _Trace:
             return None
         differ = _differ(self.losses, other.losses, tolerance * self.losses.abs())
         return [] if bool(differ[kept].any()) else None
+
+    def reached(self, kept: Tensor) -> list[str]:
+        """Names of the parameters of which rows that are not kept have a gradient.
+
+        Where their losses have the weight 0, that is exactly 0, or 0 · inf.
+        """
+        found = {name: each[~kept].nan_to_num(0, 0, 0) for name, each in self.sketches.items()}
+        return [name for name, each in found.items() if bool(each.any())]
 
     def of_first(self, num_rows: int) -> "_Trace":
         """What it left of the first rows."""
@@ -440,17 +460,14 @@ class _Examination:
     def verdict(self) -> Verdict:
         """Run the passes, in float64 too where that is needed."""
         rows = probe_rows(self.batch, seed=self.seed)
-        found = self._compare(rows, 0.0)
-        if self.agree(found.mixing is not None):
-            found = self._compare_wide(rows, _Examination._compare)
+        found = self._compare_twice(rows, _Examination._compare)
         if found.mixing is None and not self.is_scalar and not self.is_light:
             found = replace(found, mixing=self._mixing_by_number(rows))
         if found.mixing is None and self.whole and not self.is_scalar:
             # The same number of passes on every rank, however many rows each has.
             many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
-            at_size = self._compare_whole(many, 0.0)
-            if self.agree(at_size.mixing is not None):
-                at_size = self._compare_wide(many, _Examination._compare_whole)
+            at_size = self._compare_twice(many, _Examination._compare_whole)
+            self.state.restore()
             found = replace(found, mixing=at_size.mixing)
         if found.mixing is None and not self._is_sharded:
             found = replace(found, mixing=self._parameters_written(rows))
@@ -470,10 +487,10 @@ class _Examination:
         after_same = self._pass_again(rows)
         mixing: str | None = None
         written, of_data = set(base.written), set()
-        ways = list(Replacement)
-        for number, how in enumerate([*ways, *ways][self.seed % 4 :][: 2 if self.is_light else 4]):
+        for number, how in enumerate(self._turn(_BESIDE_FEW)):
             kept = self._kept(size, number, how, generator)
-            other = self._pass_beside(base, rows, kept, how, generator)
+            weights = torch.where(kept, 1.0, torch.randn(size, generator=generator))
+            other = self._pass_beside(base, rows, kept, how, generator, weights)
             written |= other.written
             of_data |= _differing(base.buffers, other.buffers)
             differing = base.differs(other, kept, tolerance)
@@ -494,6 +511,11 @@ class _Examination:
             return Verdict(self._buffers_written(private))
         return Verdict(None, frozenset(written - of_data))
 
+    def _turn(self, ways: Sequence[Replacement]) -> Sequence[Replacement]:
+        """All of them, or those whose turn it is."""
+        start = self.seed % len(ways)
+        return [*ways[start:], *ways[:start]][: 2 if self.is_light else None]
+
     def _kept(self, size: int, number: int, how: Replacement, generator: torch.Generator) -> Tensor:
         """Which rows stay: the first one or the last, and some of the others."""
         if how is Replacement.OUTLIER:
@@ -504,14 +526,19 @@ class _Examination:
         return kept
 
     def _pass_beside(
-        self, base: _Trace, rows: Any, kept: Tensor, how: Replacement, generator: torch.Generator
+        self,
+        base: _Trace,
+        rows: Any,
+        kept: Tensor,
+        how: Replacement,
+        generator: torch.Generator,
+        weights: Tensor | None,
     ) -> _Trace:
         """Run with rows replaced, by milder values where others cannot be computed with.
 
         An overflow that reaches the kept rows may be 0 · inf, and not mixing: it is looked at again
         without one.
         """
-        weights = torch.where(kept, 1.0, torch.randn(len(kept), generator=generator))
         error: Exception | None = None
         for largest_power in (6.0, 1.0, 0.0):
             milder = how if largest_power else Replacement.ROWS
@@ -534,9 +561,13 @@ class _Examination:
             "forward must take any rows of the data set side by side"
         ) from error
 
-    def _compare_wide(
-        self, rows: Any, compare: Callable[["_Examination", Any, float], Verdict]
-    ) -> Verdict:
+    def _compare_twice(self, rows: Any, compare: "Compare", tolerance: float = 0.0) -> Verdict:
+        """Compare passes as they are, and in float64 where they differ."""
+        found = compare(self, rows, tolerance)
+        is_mixed = self.agree(found.mixing is not None)
+        return self._compare_wide(rows, compare) if is_mixed else found
+
+    def _compare_wide(self, rows: Any, compare: "Compare") -> Verdict:
         """Compare passes in float64, or where that cannot be, in the module's own dtype."""
         if self._is_wide(rows):
             return compare(self, rows, TOLERANCE)
@@ -582,9 +613,8 @@ class _Examination:
         """
         epsilon = self._epsilon(rows)
         if epsilon < 1e-6 or self._is_sharded:
-            found = self._compare_sizes(rows, NUM_LAST_PLACES * 8 * epsilon)
-            if not self.agree(found.mixing is not None):
-                return None
+            tolerance = NUM_LAST_PLACES * 8 * epsilon
+            return self._compare_twice(rows, _Examination._compare_sizes, tolerance).mixing
         return self._compare_wide(rows, _Examination._compare_sizes).mixing
 
     def _compare_sizes(self, rows: Any, tolerance: float) -> Verdict:
@@ -607,16 +637,29 @@ class _Examination:
         )
 
     def _compare_whole(self, batch: Any, tolerance: float) -> Verdict:
-        """Compare outputs for a whole batch: a model may do something else with many rows."""
+        """Compare outputs for a whole batch: a model may do something else with many rows.
+
+        Each half is kept once: where experts take rows until they are full, a row feels only those
+        before it. Many copies fill an expert, or leave it empty. What outputs do not show, the
+        gradients that losses of one half send to the other do.
+        """
         generator = torch.Generator().manual_seed(self.seed)
-        kept = torch.rand(_size_of(batch), generator=generator) < 0.5
-        kept[0], kept[-1] = True, False
-        other = _replaced(batch, kept, Replacement.ROWS, 0.0, generator, self.is_scalar)
-        first, second = (self._pass(each, None) for each in (batch, other))
-        self.state.restore()
-        found = first.differs(second, kept, tolerance)
-        is_mixed = self.agree(found is not None)
-        return Verdict(self._mixing(found, Replacement.ROWS, kept) if is_mixed else None)
+        size = _size_of(batch)
+        is_first = torch.arange(size) < size // 2
+        is_random = torch.randperm(size, generator=generator) < (size + 1) // 2
+        base = self._pass(batch, None if self.is_light else is_random.double())
+        reached = [] if self.is_light else base.reached(is_random)
+        if self.agree(bool(reached)):
+            return Verdict(self._mixing(reached or None, None, ~is_random))
+        kept_by = {Replacement.VALUES: is_first, Replacement.ROWS: is_random}
+        base = _Trace(base.losses)
+        for how in self._turn(_BESIDE_MANY):
+            kept = kept_by.get(how, ~is_first)
+            other = self._pass_beside(base, batch, kept, how, generator, None)
+            found = base.differs(_Trace(other.losses), kept, tolerance)
+            if self.agree(found is not None):
+                return Verdict(self._mixing(found, how, kept))
+        return Verdict(None)
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -688,10 +731,13 @@ class _Examination:
 
     # --- what is found ---------------------------------------------------------------------------
 
-    def _mixing(self, names: Sequence[str] | None, how: Replacement, kept: Tensor) -> str:
+    def _mixing(self, names: Sequence[str] | None, how: Replacement | None, kept: Tensor) -> str:
         if names is None:
             return "another rank found that samples mix; its own error names the parameter"
         row = int(kept.nonzero()[0])
+        if how is None:
+            what = f"samples mix before {names[0]!r}: losses of others give it a gradient of sample"
+            return f"{what} {row}, or of one after it. {_remedy(self.module)}"
         if self.is_scalar:
             return (
                 "an output of the module that is no sample's own, such as a loss of the whole "
@@ -759,6 +805,8 @@ class _Examination:
         return max(torch.finfo(each).eps for each in found if each.itemsize > 1)
 
 
+Compare = Callable[[_Examination, Any, float], Verdict]
+
 _REMEMBERS = (
     "the module remembers the batch: its outputs for the same rows and the same random numbers "
     "depend on the rows that it was called with before (a running mean, a queue, a cache). Such "
@@ -808,11 +856,7 @@ def _size_of(batch: Any) -> int:
 
 
 def _float_dtypes(tensors: Sequence[Any]) -> Iterator[torch.dtype]:
-    return (each.dtype for each in tensors if isinstance(each, Tensor) and _is_float(each))
-
-
-def _is_float(value: Tensor) -> bool:
-    return value.is_floating_point()
+    return (each.dtype for each in tensors if isinstance(each, Tensor) and each.is_floating_point())
 
 
 def _autocast_dtypes() -> list[torch.dtype]:

@@ -27,14 +27,12 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.context import Context, context_of
+from unison.shard.each_granule import call_each_granule, holds_cache
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
     check_not_bypassed,
-    join,
     num_granules_of,
-    rows_of_granule,
-    split,
 )
 from unison.shard.leaves import PLAIN, per_granule
 from unison.shard.unit import Unit
@@ -145,6 +143,8 @@ def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) 
         try:
             return _map_operations(unit, granules, args, kwargs)
         except Bypassed as error:
+            if holds_cache((args, kwargs)):  # units have written to it
+                raise
             warnings.warn(
                 f"{unit.name}: {error}. Falling back to one forward pass of the whole model per "
                 "granule, which is right but keeps all units' parameters in memory meanwhile",
@@ -183,21 +183,20 @@ def _loop_over_granules(
     not possible. They then see plain tensors, learn from `loop_granule` whose turn it is, and keep
     their parameters until the loop ends.
     """
-    outputs, before = [], context.loop_granule
-    parts = split((args, kwargs), len(granules))
-    for index, (granule_args, granule_kwargs) in enumerate(parts):
+    before = context.loop_granule
+
+    def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
         context.loop_granule = granules[index]
         try:
-            with (
-                unit.attributes.shadowed(unit.leaves(granules[index])),
-                rows_of_granule(index, len(granules)),
-            ):
-                outputs.append(unit.forward(*granule_args, **granule_kwargs))
+            with unit.attributes.shadowed(unit.leaves(granules[index])):
+                return unit.forward(*own_args, **own_kwargs)
         finally:
             context.loop_granule = before
+
+    output = call_each_granule(unit.name, call, len(granules), args, kwargs)
     if before is None:
         context.free_after_loop(unit)
-    return join(outputs, unit.name)
+    return output
 
 
 def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -24,15 +24,15 @@ from unison.names import canonical_name
 from unison.privacy.owners.base import MakeSums, Owned, RecordsWhole
 from unison.privacy.owners.fsdp2_group import FSDP2Group, rows_of
 from unison.privacy.owners.sums import GroupSums, exchange
-from unison.rng import rows_of_granule
 from unison.shard.deal import BatchPlan
 from unison.shard.dtensors import fsdp2_modules, is_dtensor, show_shards
+from unison.shard.each_granule import call_each_granule
 from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
 from unison.shard.fsdp2.attach import set_attribute, wrap_hook
 from unison.shard.fsdp2.checks import param_groups_of
 from unison.shard.fsdp2.model import ordered_model_of
 from unison.shard.fsdp2.parts import after_forward, before_forward
-from unison.shard.granules import check_not_bypassed, join, num_granules_of, split
+from unison.shard.granules import check_not_bypassed, num_granules_of
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Axes
 
@@ -225,14 +225,14 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
             output = run(*args, **kwargs)
             check_not_bypassed(output, name)
             return output
-        outputs = []
-        for index, (own_args, own_kwargs) in enumerate(split((args, kwargs), num_granules)):
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
             with ExitStack() as stack:
-                stack.enter_context(rows_of_granule(index, num_granules))
                 for group in groups:
                     stack.enter_context(group.of_granule(index))
-                outputs.append(run(*own_args, **own_kwargs))
-        return join(outputs, name)
+                return run(*own_args, **own_kwargs)
+
+        return call_each_granule(name, call, num_granules, args, kwargs)
 
     set_attribute(undo, module, "forward", forward)
     handle = state._pre_forward_hook_handle

@@ -39,9 +39,10 @@ from unison.privacy.owners.base import MakeSums, Owned
 from unison.privacy.owners.buckets import BucketedSums, Held
 from unison.privacy.owners.units import capture_of
 from unison.privacy.ranks import device_of
-from unison.rng import Box, rows_of_granule
+from unison.rng import Box
 from unison.shard.deal import BatchPlan
-from unison.shard.granules import join, num_granules_of, split
+from unison.shard.each_granule import call_each_granule
+from unison.shard.granules import num_granules_of
 from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 
@@ -385,11 +386,12 @@ def _granule_by_granule(owner: TensorParallel) -> Any:
                 "a batch of the private loader, cut into granules, outside of training; evaluate "
                 "with a loader of your own"
             )
-        outputs = []
-        rows = split((args, kwargs), len(captures))
-        for index, ((own_args, own_kwargs), capture) in enumerate(zip(rows, captures, strict=True)):
-            with rows_of_granule(index, len(captures)), capture.installed():
-                outputs.append(run(*own_args, **own_kwargs))
-        return join(outputs, type(owner.module).__name__)
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with captures[index].installed():
+                return run(*own_args, **own_kwargs)
+
+        name = type(owner.module).__name__
+        return call_each_granule(name, call, len(captures), args, kwargs)
 
     return forward

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.rng import rows_of_granule
+from unison.shard.each_granule import call_each_granule
 from unison.shard.engine import NO_TASK, backward_task
 from unison.shard.flat_group import Use
 from unison.shard.fsdp2.parameter import OrderedParameter
-from unison.shard.granules import PerGranule, check_not_bypassed, join, num_granules_of, split
+from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 
 
 class Batch(Protocol):
@@ -87,12 +87,11 @@ class OrderedModule:
     def _loop_over_granules(
         self, tensors: list[list[Tensor]], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        outputs = []
-        parts = split((args, kwargs), len(tensors))
-        for index, (granule_args, granule_kwargs) in enumerate(parts):
-            with self._in_place(tensors[index]), rows_of_granule(index, len(tensors)):
-                outputs.append(self._forward(*granule_args, **granule_kwargs))
-        return join(outputs, self.name)
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with self._in_place(tensors[index]):
+                return self._forward(*own_args, **own_kwargs)
+
+        return call_each_granule(self.name, call, len(tensors), args, kwargs)
 
     def _map_operations(
         self, tensors: list[list[Tensor]], args: tuple, kwargs: dict[str, Any]
