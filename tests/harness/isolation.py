@@ -33,6 +33,7 @@ def isolated(seed: int) -> Iterator[None]:
         yield
     finally:
         stop_recording()
+        enable_mkldnn()
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
@@ -54,3 +55,13 @@ def stop_recording() -> None:
     loss_tape = sys.modules.get("unison.privacy.loss_tape")
     if loss_tape is not None:
         loss_tape.stop_recording()
+
+
+def enable_mkldnn() -> None:
+    """Let matrix products be computed as in a new process.
+
+    Where a CPU has no bf16, torch's first product in bfloat16 warns and switches oneDNN off for the
+    rest of the process: float32 products of later tests would have other bits than those of other
+    processes.
+    """
+    torch.backends.mkldnn.set_flags(True)

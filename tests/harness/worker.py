@@ -27,7 +27,7 @@ import torch.distributed as dist
 from _pytest.config import parse_warning_filter
 
 from tests.harness import rewrite
-from tests.harness.isolation import stop_recording
+from tests.harness.isolation import enable_mkldnn, stop_recording
 from tests.harness.report import Answer, Outcome
 from tests.harness.world import World
 
@@ -185,3 +185,4 @@ def _leave_group() -> None:
     if deal is not None:
         deal.publish_plan(None)  # of a loader that the test has left
     stop_recording()
+    enable_mkldnn()

@@ -196,7 +196,7 @@ def test_norms_with_statistics_of_the_batch(name, dropout):
 def test_spectral_norm_depends_on_parameters_alone(is_frozen):
     first = spectral_norm(nn.Linear(NUM_FEATURES, 8)).requires_grad_(not is_frozen)
     module = nn.Sequential(first, nn.Linear(8, 3))
-    before = module[0].parametrizations.weight[0]._u.clone()
+    before = first.get_submodule("parametrizations.weight.0").get_buffer("_u").clone()
     engine, module, optimizer, private = attach(module)
     engine.check(X[:8])
     assert torch.equal(module[0].parametrizations.weight[0]._u, before)

@@ -211,13 +211,15 @@ def test_a_fork_cannot_train_with_the_noise_of_its_parent(tmp_path):
             try:
                 use()
                 pipe.send("went on")
-            except BadInput as error:
+            except (BadInput, RuntimeError) as error:  # with a GPU, torch refuses the first of them
                 pipe.send(str(error))
 
         process = context.Process(target=run)
         process.start()
         assert ours.poll(60)
-        assert "a fork of it, which would draw the same noise" in ours.recv()
+        message = ours.recv()
+        is_torchs = use is go_on and "fork-based multiprocessing" in message
+        assert is_torchs or "a fork of it, which would draw the same noise" in message
         process.join()
         assert path.read_bytes() == before
     loss.backward()

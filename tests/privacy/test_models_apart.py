@@ -1,6 +1,7 @@
 """Models as people build them pass the checks: their own dropout, adapters, caches, precision."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_precision_and_checkpointing_pass(how):
     if how == "bfloat16":
         module = module.bfloat16()
     if how == "checkpointing":
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+        enable: Any = module.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     engine, module, _, private = attached(module, rows())
     (x,) = next(iter(private))
     with warnings.catch_warnings():

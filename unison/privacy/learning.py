@@ -27,6 +27,7 @@ from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
+from unison.rng import outside_dropout_context
 
 
 class Learning:
@@ -100,7 +101,7 @@ class Learning:
     def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
         self.is_running = True
         try:
-            with state_kept(self._module, inputs.samples) as state:
+            with outside_dropout_context(), state_kept(self._module, inputs.samples) as state:
                 before = self._learned.get(key)
                 self._learned[key] = self._learned_of(inputs, before, state, seed, key)
         finally:

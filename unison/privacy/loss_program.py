@@ -1,8 +1,8 @@
 """The program of a loss, run again on other values."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,12 +13,24 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture.parts import is_in_parts
 from unison.privacy.dealing import packed, unpacked
-from unison.privacy.loss_tape import Handling, LossTape, Operation, Public, Ref, leaves_of, path_to
+from unison.privacy.loss_tape import (
+    Handling,
+    LossTape,
+    Operation,
+    Public,
+    Ref,
+    leaves_of,
+    path_to,
+    refs_of,
+)
 
 # A number that one of these is given is a value, and no dimension or size.
 ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
 ARITHMETIC |= {"__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "where"}
 ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimum", "addcmul"}
+# They make truths of values, or of other truths.
+TRUTHS = {"gt", "lt", "ge", "le", "eq", "ne", "__bool__", "any", "all", "logical_and"}
+TRUTHS |= {"logical_or", "logical_not", "__and__", "__or__", "__invert__"}
 SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
 
 Gradients = dict[int, Tensor]
@@ -149,6 +161,20 @@ class Program:
         """Python's numbers on the way to the loss."""
         return [leaf for each in self.path.values() for leaf in numbers_of(each)]
 
+    def compared(self, slot: int) -> list[int]:
+        """The slots of values that a truth was found from; of NaNs, whether they are."""
+        makers = {out: each for each in self.tape.operations for out in each.outs}
+        found, waiting = [], [slot]
+        while waiting:
+            maker = makers.get(waiting.pop())
+            for ref in refs_of(maker) if maker is not None else ():
+                made_by = makers.get(ref)
+                if made_by is not None and made_by.name in TRUTHS:
+                    waiting.append(ref)
+                else:
+                    found.append(ref)
+        return found
+
     @property
     def devices(self) -> list[torch.device]:
         """Where its values lie, but for the CPU."""
@@ -196,8 +222,8 @@ class Program:
             kind = type(value)
             if kind is Ref:
                 return env[value.slot]
-            if kind is tuple or kind is list:
-                return kind(argument(each, of) for each in value)
+            if kind is tuple or kind is list or kind is torch.Size:
+                return kind([argument(each, of) for each in value])
             if kind is dict:
                 return {key: argument(each, of) for key, each in value.items()}
             if kind is slice:
@@ -211,7 +237,7 @@ class Program:
                 return torch.float64
             return value if some is None or of is None else some.number(value, of)
 
-        with torch.random.fork_rng(self.devices), torch.enable_grad(), _no_default_grad_hooks():
+        with torch.random.fork_rng(self.devices), torch.enable_grad():
             torch.manual_seed(seed)
             for slot, root in self.tape.roots.items():
                 value = values.get(slot, root.value)
@@ -237,9 +263,7 @@ class Program:
             loss = env[self.loss]
             if isinstance(loss, Tensor) and loss.requires_grad and inputs:
                 gradient = argument(self.gradient, None)
-                found = torch.autograd.grad(
-                    loss, inputs, gradient, retain_graph=True, allow_unused=True
-                )
+                found = torch.autograd.grad(loss, inputs, gradient, allow_unused=True)
         made = [_or_zeros(grad, each) for grad, each in zip(found, inputs, strict=True)]
         at = iter(made)
         grads = {
@@ -372,10 +396,3 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 def _to_double(value: Tensor) -> Tensor:
     parts = [each.double() if each.is_floating_point() else each for each in unpacked(value)]
     return packed(value, parts)
-
-
-@contextmanager
-def _no_default_grad_hooks() -> Iterator[None]:
-    """Without hooks that users put on saved tensors, which count or move what is saved."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        yield

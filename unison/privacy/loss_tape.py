@@ -334,7 +334,9 @@ class LossTape:
         if isinstance(result, bool):
             slot = self._new_slot()
             operation.outs.append(slot)
-            self.events.append(Event("branch", name, len(self.operations), slot, result))
+            where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
+            place = len(self.operations)
+            self.events.append(Event("branch", name, place, slot, result, where))
             return result
         if isinstance(result, int | float):
             slot = self._new_slot()

@@ -138,6 +138,7 @@ class LossCheck:
             return
         if known is None or is_due:
             self.num_checks += 1
+            self.finish()  # the check waits for the device anyway, and this says more
             self._refuse_items(program)
             known = self._known[kind] = self._check(program, loss, known)
         known.numbers, known.num_rows = program.numbers, self._rows.num_rows
@@ -297,7 +298,7 @@ class LossCheck:
     def _check(self, program: Program, loss: Tensor, known: Known | None) -> Known:
         some = self._some_rows(program)
         try:
-            base = self._self_check(program, loss, some)
+            base, some = self._self_check(program, loss, some)
         except UnsupportedOperation:
             raise
         except Exception as error:
@@ -340,8 +341,14 @@ class LossCheck:
         )
         return Selection(self._rows, num_units, is_size_read=is_size_read)
 
-    def _self_check(self, program: Program, loss: Tensor, some: Selection | None) -> Replay:
-        """Run the program unchanged: is the tape what really ran?"""
+    def _self_check(
+        self, program: Program, loss: Tensor, some: Selection | None
+    ) -> tuple[Replay, Selection | None]:
+        """Run the program unchanged: is the tape what really ran?
+
+        Returns:
+            What it gave, and which records it was run with: all, if its sizes are fixed.
+        """
         real = program.real(loss)
         if some is not None:
             try:
@@ -356,7 +363,7 @@ class LossCheck:
                         for slot, grad in real.items()
                         if self._rows.dim_of(grad) is not None
                     ):
-                        return base
+                        return base, some
             except Exception:
                 pass
         base = program.replay({})
@@ -373,7 +380,7 @@ class LossCheck:
                         "torch.jit, vmap and functions outside of torch cannot",
                         "Write the loss with torch functions. " + REMEDY,
                     )
-        return base
+        return base, None
 
     def _selected(self, program: Program, values: Mapping[int, Tensor], some: Selection) -> Replay:
         return program.replay(some.values(program.tape, values), some=some)
@@ -503,13 +510,23 @@ class LossCheck:
         return None
 
     def _refuse_other_path(self, program: Program, base: Replay, other: Replay) -> None:
+        here = positions(sys._getframe(1), NOT_THE_USERS)
         for event in program.tape.events:
-            if event.kind == "branch" and bool(other.env.get(event.slot, event.value)) != bool(
-                base.env.get(event.slot, event.value)
-            ):
+            if event.kind != "branch":
+                continue
+            truths = {bool(each.env.get(event.slot, event.value)) for each in (base, other)}
+            # The same truth here and now says little, if what it was found from has changed.
+            is_other = len(truths) > 1 or (
+                may_branch(list(event.where), here)
+                and any(
+                    not _is_same(base.env.get(slot), other.env.get(slot))
+                    for slot in program.compared(event.slot)
+                )
+            )
+            if is_other:
                 _refuse(
-                    f"Python code asks {event.text} of a value, and goes another way because of "
-                    "other rows",
+                    f"Python code asks {event.text} of a value that depends on several rows, and "
+                    "goes one way or another",
                     "Use torch.where on values of single rows, or ask after loss.backward()",
                 )
         for slot in program.tape.sized:
@@ -680,21 +697,24 @@ def _far(matrix: Tensor, generator: torch.Generator) -> Tensor:
 
     Integers stay in their range: not all kernels check it.
     """
+    # Drawn where they are used: logits have hundreds of millions of elements.
     shape, device = matrix.shape, matrix.device
+    own = torch.Generator(device=device)
+    own.manual_seed(int(torch.randint(0, 1 << 62, (), generator=generator)))
 
     def uniform() -> Tensor:
-        return torch.rand(shape, generator=generator).to(device)
+        return torch.rand(shape, generator=own, device=device)
 
     if matrix.dtype == torch.bool:
         return uniform() < 0.5
     u = uniform()
-    mixed = matrix.flatten()[(uniform() * matrix.numel()).long().clamp(max=matrix.numel() - 1)]
+    pick = torch.randint(0, matrix.numel(), shape, generator=own, device=device)
+    mixed = matrix.flatten()[pick]
     if not matrix.is_floating_point():
         high = max(0, int(matrix.max())) + 1
         return torch.where(uniform() < 0.5, mixed, (u * high).to(matrix.dtype))
-    finite = matrix[matrix.isfinite()]
-    low = float(finite.min()) if finite.numel() else 0.0
-    high = float(finite.max()) if finite.numel() else 1.0
+    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
+    low, high = (float(each) for each in finite.aminmax())
     if low >= 0 and high <= 1:
         return u.to(matrix.dtype)
     largest = math.log10(torch.finfo(matrix.dtype).max) / 2  # its square is finite
@@ -721,6 +741,12 @@ def _rows_differ(a: Tensor, b: Any, kept: Tensor, rows: Rows, tolerance: float) 
     if not bool(is_wrong.any()):
         return None
     return int(kept.nonzero().flatten()[is_wrong.nonzero().flatten()[0]])
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return _is_equal(a, b, 0.0)
+    return a == b or (a != a and b != b)
 
 
 def _is_equal(a: Tensor, b: Any, tolerance: float) -> bool:

@@ -10,7 +10,13 @@ from unison.rng.distributions import (
     uniform,
     words,
 )
-from unison.rng.dropout import Dropout, dropout_context, name_dropouts, rows_of_granule
+from unison.rng.dropout import (
+    Dropout,
+    dropout_context,
+    name_dropouts,
+    outside_dropout_context,
+    rows_of_granule,
+)
 from unison.rng.fill import fill_
 from unison.rng.keys import Key
 from unison.rng.permutation import Permutation
@@ -41,6 +47,7 @@ __all__ = [
     "name_dropouts",
     "noise_spacing",
     "normal",
+    "outside_dropout_context",
     "poisson_sample",
     "round_to_grid",
     "rows_of_granule",

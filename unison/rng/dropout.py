@@ -85,6 +85,17 @@ def dropout_context(
 
 
 @contextmanager
+def outside_dropout_context() -> Iterator[None]:
+    """Let passes in this block be nobody's batch: a module is tried out with other rows."""
+    global _current
+    previous, _current = _current, None
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+@contextmanager
 def rows_of_granule(index: int, num_granules: int) -> Iterator[None]:
     """Let the rows of one granule be the batch, where a batch is computed granule by granule.
 
