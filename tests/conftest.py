@@ -56,9 +56,17 @@ def _leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `full` tests in the junit file, where `bench/test_full.py` reads their outcomes."""
+    """Mark `full` tests in the junit file, where `bench/test_full.py` reads their outcomes.
+
+    Those of `long_tests.txt` are `full`, too.
+    """
+    lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
+    long = {line for line in lines if not line.startswith("#")}
     for item in items:
+        if item.nodeid in long:
+            item.add_marker("full")
         if item.get_closest_marker("full"):
             item.user_properties.append(("full", True))
 

