@@ -131,9 +131,7 @@ class LossCheck:
         self._refuse_changed(program, known)
         # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
         is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
-        if (
-            self._rows.num_units < 2
-        ):  # there are no others; nothing is learned for batches with some
+        if self._rows.num_units < 2:  # there are no others, and nothing is learned of them
             self.has_terms = bool(program.terms)
             return
         if known is None or is_due:
@@ -236,8 +234,8 @@ class LossCheck:
                 for event in items:
                     if _is_made_of(number, event.value):
                         _refuse(
-                            f"{operation} brings {number!r} into the loss, which was made of a "
-                            f"value that was read from the batch ({event.value!r})",
+                            f"{operation} brings a number into the loss that was made of a value "
+                            "read from the batch",
                             "Use torch functions of each row's own values, or "
                             "unison.public(number) for a number that is public",
                         )
@@ -255,7 +253,7 @@ class LossCheck:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad
             ]
             found += [
-                repr(number)
+                "a number"  # which one, is not for logs
                 for number in numbers_of(operation)
                 if not self._is_constant(program, operation, number)
             ]
@@ -286,9 +284,8 @@ class LossCheck:
             rows, then = self._rows.num_rows, known.num_rows
             if before != now and before * rows != now * then and before * then != now * rows:
                 _refuse(
-                    f"a number in the loss changes from step to step (it was {before} and is "
-                    f"{now}), and values have left torch (numpy, tolist, float), so it may come "
-                    "from the batch",
+                    "a number in the loss changes from step to step, and values have left torch "
+                    "(numpy, tolist, float), so it may come from the batch",
                     "Use .item() for metrics, or declare the number with unison.public(number) if "
                     "it is public",
                 )
@@ -536,8 +533,7 @@ class LossCheck:
                 self._refuse_numbers(
                     program,
                     0,
-                    "the size of a selection was asked for, which depends on other rows "
-                    f"({list(a.shape)} and {list(b.shape)})",
+                    "the size of a selection was asked for, which depends on other rows",
                     with_tensors=False,
                 )
 
