@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those of `long_tests.txt` are `full`, too.
     """
     lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
-    long = {line for line in lines if not line.startswith("#")}
+    long = tuple(line for line in lines if not line.startswith("#"))
     for item in items:
-        if item.nodeid in long:
+        if item.nodeid.startswith(long):
             item.add_marker("full")
         if item.get_closest_marker("full"):
             item.user_properties.append(("full", True))
