@@ -208,6 +208,7 @@ def test_a_fork_cannot_train_with_the_noise_of_its_parent(tmp_path):
         ours, theirs = context.Pipe()
 
         def run(use: Callable[[], None] = use, pipe: Any = theirs) -> None:
+            torch.set_num_threads(1)  # threads of the parent's do not come along
             try:
                 use()
                 pipe.send("went on")
