@@ -35,10 +35,9 @@ def one_step(engine, module, optimizer, private, loss) -> Tensor:
 
 def refused(loss, match, **settings) -> None:
     engine, module, optimizer, private = attach(**settings)
-    before = engine.ledger.state_dict()
     with pytest.raises(UnisonError, match=match):
         one_step(engine, module, optimizer, private, loss)
-    assert engine.ledger.state_dict() == before, "budget was spent"
+    assert engine.ledger.num_intents == 0, "budget was spent"
     assert all(each.grad is None for each in module.parameters())
     engine.detach()
     assert modes() == []
@@ -406,13 +405,9 @@ def test_results_are_not_kept_alive():
     big = out * 3
     ref = weakref.ref(big)
     loss = F.cross_entropy(big, y)
-    gc.collect()
     del big
-    assert ref() is None or loss.grad_fn is not None  # autograd may hold it; the tape must not
+    assert ref() is None  # of these operations, autograd keeps another result
     loss.backward()
-    del loss
-    gc.collect()
-    assert ref() is None
     engine.detach()
 
 

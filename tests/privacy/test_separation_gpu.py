@@ -35,10 +35,9 @@ def step(engine, module, optimizer, private, loss) -> None:
 )
 def test_coupled_losses_are_refused_before_budget_is_spent(loss, message):
     parts = attach(make_model().cuda())
-    before = parts[0].ledger.state_dict()
     with pytest.raises(UnsupportedOperation, match=message):
         step(*parts, loss)
-    assert parts[0].ledger.state_dict() == before
+    assert parts[0].ledger.num_intents == 0
     assert all(each.grad is None for each in parts[1].parameters())
     parts[0].detach()
 

@@ -361,8 +361,8 @@ class LossCheck:
                         if self._rows.dim_of(grad) is not None
                     ):
                         return base, some
-            except Exception:
-                pass
+            except Exception:  # whatever the user's operations raise at another size
+                pass  # sizes are written into the program: it is run with all rows, below
         base = program.replay({})
         other = None
         for slot, grad in real.items():
@@ -400,8 +400,8 @@ class LossCheck:
         self, program: Program, base: Replay, some: Selection | None, *, is_first: bool
     ) -> None:
         rows = self._rows if some is None else some.left
-        error: Exception | None = None
-        num_run = 0
+        failed: dict[tuple[bool, ...], Exception] = {}  # by the rows that were kept
+        tried: set[tuple[bool, ...]] = set()
         double: Replay | None = None
         for kept, way in self._trials(rows, is_first=is_first):
             values = {
@@ -411,10 +411,10 @@ class LossCheck:
             values = {slot: value for slot, value in values.items() if value is not None}
             try:
                 other = program.replay(values, some=some)
-            except Exception as found:
-                error = found
+            except Exception as found:  # values that an operation of the user's does not take
+                failed[tuple(kept.tolist())] = found
                 continue
-            num_run += 1
+            tried.add(tuple(kept.tolist()))
             self._refuse_other_path(program, base, other)
             moved = self._moved(program, base, other, kept, rows)
             if moved is None:
@@ -427,18 +427,19 @@ class LossCheck:
                 )
                 again = program.replay(values, is_double=True, some=some)
                 moved = self._moved(program, double, again, kept, rows, tolerance=FLOAT64_TOLERANCE)
-            except Exception:
+            except Exception:  # an operation without a form in float64: the bits have decided
                 again, double = other, base
             if moved is not None:
                 what, remedy = moved
                 where = self._blame(program, double, again, kept, rows)
                 _refuse(f"{what}: {where}", remedy)
-        if not num_run:
-            _refuse(
-                "the loss cannot be run with other rows in the place of these "
-                f"({type(error).__name__}: {str(error)[:120]}), so it cannot be checked",
-                REMEDY,
-            )
+        for kept, error in failed.items():
+            if kept not in tried:  # no values at all could stand in the place of the others
+                _refuse(
+                    "the loss cannot be run with other rows in the place of these "
+                    f"({type(error).__name__}: {str(error)[:120]}), so it cannot be checked",
+                    REMEDY,
+                )
 
     def _trials(self, rows: Rows, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
         """Which rows stay [rows], and what comes in the place of the others."""
@@ -612,7 +613,7 @@ class LossCheck:
         fewer = self._selection(program, rows.num_units - 1)
         try:
             now = self._selected(program, {}, fewer)
-        except Exception:
+        except Exception:  # sizes are written into the program; steps of other sizes will tell
             return
         left = fewer.left
         factor = rows.num_units / left.num_units
@@ -652,7 +653,7 @@ class LossCheck:
             values[slot] = rows.like(root.value, matrix)
         try:
             now = program.replay(values)
-        except Exception:
+        except Exception:  # the record's values do not go together with this batch's
             return
         self._require_factor(
             {s: rows.matrix(now.grads[s])[:1] for s in known.grads},
