@@ -266,11 +266,14 @@ class Verdict:
         refusal: Why a step was not taken, on these records or on a neighbour's; None if all were.
             A loop that is refused for one of them is told so: it is compared as far as both went.
         fault: What was spent before it was refused; empty if nothing.
+        is_split: Whether a step was taken on these records and refused to a neighbour: then whether
+            it is refused depends on a record.
     """
 
     moved: dict[str, float]
     refusal: str | None
     fault: str
+    is_split: bool = False
 
     @property
     def is_covered(self) -> bool:
@@ -292,7 +295,9 @@ def judge(case: Case, mode: str) -> Verdict:
     }
     faults = [_late(each) for each in (whole, *neighbours.values())]
     refusals = [each.refusal for each in (whole, *neighbours.values()) if each.refusal]
-    return Verdict(moved, refusals[0] if refusals else None, "; ".join(filter(None, faults)))
+    is_split = any(len(each.sums) < len(whole.sums) for each in neighbours.values())
+    fault = "; ".join(filter(None, faults))
+    return Verdict(moved, refusals[0] if refusals else None, fault, is_split)
 
 
 def _steps(taken: Run) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
