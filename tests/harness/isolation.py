@@ -52,9 +52,9 @@ def isolated(seed: int) -> Iterator[None]:
 
 def stop_recording() -> None:
     """Let private loops that a test left in the middle follow nobody's operations any more."""
-    loss_tape = sys.modules.get("unison.privacy.loss_tape")
-    if loss_tape is not None:
-        loss_tape.stop_recording()
+    recorder = sys.modules.get("unison.privacy.loss_recorder")
+    if recorder is not None:
+        recorder.stop_recording()
 
 
 def enable_mkldnn() -> None:

@@ -16,7 +16,7 @@ from tests.harness import run_on_ranks
 from tests.privacy.common import NUM_CLASSES, attach, data, make_model
 from unison.clip import clipped_gradients
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.privacy import loss_tape, separation
+from unison.privacy import loss_recorder, loss_tape, separation
 
 STATE = r"earlier step|changes from step|left torch"
 
@@ -393,8 +393,25 @@ def test_nothing_stays_on_the_stack_of_modes():
     assert modes() == []
     with torch.device("cpu"):  # it ends after the recorder has begun
         x, y = next(iter(private))
-    assert [type(each) for each in modes()] == [loss_tape.LossRecorder]
+    assert [type(each) for each in modes()] == [loss_recorder.LossRecorder]
     engine.detach()
+    assert modes() == []
+
+
+def test_torch_compiles_again_when_the_last_recorder_ends():
+    """Whichever of several loops ends first."""
+    import torch._dynamo.eval_frame as compiler  # a recorder looks whether it is there
+
+    engines = []
+    for _ in range(2):
+        engine, _, _, private = attach()
+        next(iter(private))
+        engines.append(engine)
+    assert compiler._stance.stance == "force_eager"
+    engines[0].detach()
+    assert compiler._stance.stance == "force_eager"
+    engines[1].detach()
+    assert compiler._stance.stance == "default"
     assert modes() == []
 
 

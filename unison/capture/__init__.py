@@ -1,7 +1,7 @@
 """Capture by operation: what each parameter was used for, and the gradient of what came out."""
 
 from unison.capture.again import Surroundings
-from unison.capture.apart import Verdict, check_samples_apart, examine, probe_rows
+from unison.capture.apart import MixingReport, check_samples_apart, examine
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
 from unison.capture.follow import learn_rows
@@ -11,16 +11,17 @@ from unison.capture.learn import (
     learn_axes,
     resized,
 )
+from unison.capture.other_rows import probe_rows
 from unison.capture.probe_state import ProbeState, state_kept
 from unison.capture.tracked import Tracked
 
 __all__ = [
     "AxisTable",
     "Capture",
+    "MixingReport",
     "ProbeState",
     "Surroundings",
     "Tracked",
-    "Verdict",
     "batch_size_of",
     "check_samples_apart",
     "examine",

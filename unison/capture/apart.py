@@ -12,15 +12,10 @@ Where bits differ, kernels may have rounded differently (atomic additions on a G
 other numbers of tokens). Then all of it is repeated in float64, and 1e-9 of the row's scale is all
 that may change. What cannot run in float64 (sharded modules, kernels for one dtype) may change by a
 few units in the last place of its own dtype.
-
-Per-sample gradients are too large to keep for comparison. A *sketch* of each is: its inner products
-with a few random matrices u vᵀ, which differ, with probability 1, where gradients do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,33 +26,26 @@ from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
 from unison.capture.other_modes import NoDropout, as_double, in_float64
-from unison.capture.parts import is_in_parts, local
+from unison.capture.other_rows import (
+    NUM_PROBED,
+    Replacement,
+    are_distinct,
+    probe_rows,
+    with_others,
+)
+from unison.capture.parts import is_in_parts
 from unison.capture.probe_state import ProbeState
+from unison.capture.sketches import RowTrace, Sketches
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 Run = Callable[[nn.Module, Any], Tensor]
 """(module, batch) -> losses [batch], or one of the whole batch []."""
 Agree = Callable[[bool], bool]
 """Whether it is so on any of the ranks that run the module together; a collective."""
 
-NUM_PROBED = 4  # rows that go through the model: one kept, one replaced, and both again
 TOLERANCE = 1e-9  # in float64, of the row's scale
 NUM_LAST_PLACES = 8  # in a dtype of its own
 NUM_DRAWS = 6  # other random numbers that are tried
-_NUM_SKETCHES = 2
-_WIDE = 1 << 22  # elements that are made float64 at once
-
-
-class Replacement(Enum):
-    """What stands in the place of the rows that are not kept."""
-
-    VALUES = "values far from theirs"
-    ROWS = "other rows of the batch"
-    COPIES = "copies of one row"
-    OUTLIER = "one row of far values"
-    ALIKE = "copies of one row of far values"
-    OPPOSITE = "copies of one row of opposite values"
 
 
 _BESIDE_FEW = (Replacement.VALUES, Replacement.ROWS, Replacement.COPIES, Replacement.OUTLIER)
@@ -65,7 +53,7 @@ _BESIDE_MANY = (Replacement.OPPOSITE, Replacement.ALIKE, Replacement.VALUES, Rep
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MixingReport:
     """What a check found.
 
     Attributes:
@@ -86,7 +74,7 @@ def check_samples_apart(
     batch: Any,
     axes: AxisTable,
     **settings: Any,
-) -> Verdict:
+) -> MixingReport:
     """Make sure that a sample's outputs and gradients depend on its own rows only.
 
     See [Note: replaced at one shape]. Passes also may not remember the batch: neither in buffers,
@@ -126,7 +114,7 @@ def examine(
     agree: Agree = bool,
     seed: int = 0,
     is_light: bool = False,
-) -> Verdict:
+) -> MixingReport:
     """Find out whether samples mix; see `check_samples_apart`.
 
     Args:
@@ -159,288 +147,6 @@ def examine(
         state.restore()
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
-    """Some rows of a batch, the first and the last among them; repeated ones are made others.
-
-    Floating-point values are shuffled within the row and scaled a little, integers shuffled within
-    the values that are there, so that they stay of their kind.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    size = len(tensors[0])
-    chosen = torch.linspace(0, size - 1, min(size, num_rows)).round().long()
-    if seed and size > num_rows:  # another time, others
-        inner = 1 + torch.randperm(size - 2, generator=generator)[: num_rows - 2]
-        chosen = torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([size - 1])])
-    chosen = chosen[torch.arange(num_rows) % len(chosen)]
-    keys = torch.cat([_as_key(leaf[chosen.to(leaf.device)]) for leaf in tensors], 1)
-    repeated = torch.tensor(
-        [any(torch.equal(key, before) for before in keys[:row]) for row, key in enumerate(keys)]
-    )
-
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        found = leaf[chosen.to(leaf.device)]
-        if not repeated.any():
-            return found
-        is_repeated = _rowwise(repeated, found)
-        return torch.where(is_repeated, _shuffled(found, generator), found)
-
-    return tree_map(rows, batch)
-
-
-def _as_key(rows: Tensor) -> Tensor:
-    """The values of rows, to be compared [rows, values]."""
-    rows = torch.view_as_real(rows) if rows.is_complex() else rows
-    return rows.detach().reshape(len(rows), -1).cpu().double().nan_to_num()
-
-
-def _shuffled(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rows like these: their values in another order, and a little off where that can be."""
-    flat = x.reshape(len(x), -1)
-    order = torch.rand(flat.shape, generator=generator).argsort(1).to(x.device)
-    found = flat.gather(1, order) if flat.shape[1] else flat
-    if x.dtype == torch.bool:
-        return (torch.rand(x.shape, generator=generator) < 0.5).to(x.device)
-    is_constant = x.numel() == 0 or bool((x == x.flatten()[0]).all())
-    if x.is_floating_point():
-        if is_constant:
-            noise = torch.rand(x.shape, generator=generator).to(x.device, x.dtype)
-            return x + noise * (1 + x.abs())
-        factor = 0.5 + 0.5 * torch.rand(flat.shape, generator=generator)
-        return (found * factor.to(x.device, x.dtype)).view_as(x)
-    if is_constant and x.numel() and int(x.flatten()[0]) > 0:
-        most = int(x.flatten()[0])  # from 1 on: it may be a length
-        return torch.randint(1, most + 1, x.shape, generator=generator).to(x.device, x.dtype)
-    return found.view_as(x)
-
-
-def _rowwise(flags: Tensor, like: Tensor) -> Tensor:
-    return flags.view(-1, *[1] * (like.ndim - 1)).to(like.device)
-
-
-def _are_distinct(batch: Any) -> bool:
-    rows = torch.cat([_as_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], 1)
-    return len(torch.unique(rows, dim=0)) == len(rows)
-
-
-def _replaced(
-    batch: Any,
-    kept: Tensor,
-    how: Replacement,
-    largest_power: float,
-    generator: torch.Generator,
-    is_pinned: bool,
-) -> Any:
-    """The batch with other rows beside the kept ones.
-
-    Args:
-        batch: The rows.
-        kept: Which stay as they are [batch].
-        how: What stands in the place of the others.
-        largest_power: Far values are up to as many powers of ten away; below 1, not at all.
-        generator: Draws.
-        is_pinned: Whether negative integers stay where they are.
-    """
-    size = len(kept)
-    # Random numbers that are the same for all tensors: rows stay together.
-    source = torch.randint(1, size, (size,), generator=generator).add_(torch.arange(size)) % size
-    first_kept = int(kept.nonzero()[0])
-    powers = torch.rand(size, generator=generator) * largest_power
-    powers = powers.round() if largest_power >= 1 else torch.zeros(size)
-    if how is Replacement.OUTLIER:
-        powers.fill_(largest_power if largest_power >= 1 else 0.0)
-
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if how is Replacement.COPIES:
-            other = leaf[first_kept].expand_as(leaf)
-        elif how in (Replacement.ALIKE, Replacement.OPPOSITE):
-            # Far enough for any threshold; of what has no sign, another row's.
-            sign = 1 if how is Replacement.ALIKE else -1
-            is_signed = leaf.is_floating_point() or leaf.is_complex()
-            row = leaf[first_kept - (not is_signed and sign < 0)]
-            other = (sign * 10 ** (largest_power / 2) * row if is_signed else row).expand_as(leaf)
-        elif how is Replacement.ROWS:
-            other = leaf[source.to(leaf.device)]
-        else:
-            other = _far(leaf, powers, how, generator)
-        if is_pinned and not leaf.is_floating_point() and leaf.dtype != torch.bool:
-            valid = leaf[leaf >= 0]
-            if valid.numel():
-                drawn = torch.randint(valid.numel(), leaf.shape, generator=generator)
-                other = torch.where(other < 0, valid[drawn.to(leaf.device)], other)
-            other = torch.where(leaf < 0, leaf, other)
-        return torch.where(_rowwise(kept, leaf), leaf, other)
-
-    return tree_map(rows, batch)
-
-
-def _far(leaf: Tensor, powers: Tensor, how: Replacement, generator: torch.Generator) -> Tensor:
-    """Values that stood in the same place of some row: each is one that the place can have."""
-    if leaf.dtype == torch.bool:
-        if powers.any():
-            return (torch.rand(leaf.shape, generator=generator) < 0.5).to(leaf.device)
-        return leaf.roll(1, 0)
-    if how is Replacement.OUTLIER and not leaf.is_floating_point() and powers.any():
-        return leaf.amax().expand_as(leaf) if leaf.numel() else leaf
-    drawn = torch.randint(len(leaf), leaf.shape, generator=generator).to(leaf.device)
-    other = leaf.gather(0, drawn) if leaf.numel() else leaf
-    if leaf.is_floating_point() or leaf.is_complex():
-        other = other * _rowwise(10.0**powers, leaf).to(leaf.dtype)
-    return other
-
-
-# ---- one pass ------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Trace:
-    """What one pass left of each row.
-
-    Attributes:
-        losses: [batch], or None where there is one of the whole batch.
-        sketches: Of each parameter's per-sample gradients [batch, sketches], in the order in which
-            they came: last layers first.
-        buffers: Fingerprints of all buffers after the pass.
-        written: Names of those that it wrote to.
-    """
-
-    losses: Tensor | None
-    sketches: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, int] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
-
-    def differs(self, other: "_Trace", kept: Tensor, tolerance: float) -> list[str] | None:
-        """Names of the parameters whose gradients of kept rows differ.
-
-        It is empty where outputs alone do, and None where nothing does.
-
-        Args:
-            other: Of another pass.
-            kept: The rows to compare [batch].
-            tolerance: Of the row's scale; 0 compares bits.
-        """
-        names = sorted({*self.sketches, *other.sketches})
-        found = []
-        if names:
-            mine, others = self._stacked(names, len(kept)), other._stacked(names, len(kept))
-            scale = mine.abs().nan_to_num(0, 0, 0).amax((0, 2))  # [batch]
-            differ = _differ(mine, others, tolerance * scale[None, :, None])
-            differ = differ[:, kept].flatten(1).any(1)
-            order = list(self.sketches)
-            found = [name for name, each in zip(names, differ.tolist(), strict=True) if each]
-            found.sort(key=lambda name: -order.index(name) if name in order else 0)
-        if found:
-            return found
-        if self.losses is None or other.losses is None:
-            return None
-        differ = _differ(self.losses, other.losses, tolerance * self.losses.abs())
-        return [] if bool(differ[kept].any()) else None
-
-    def reached(self, kept: Tensor) -> list[str]:
-        """Names of the parameters of which rows that are not kept have a gradient.
-
-        Where their losses have the weight 0, that is exactly 0, or 0 · inf.
-        """
-        found = {name: each[~kept].nan_to_num(0, 0, 0) for name, each in self.sketches.items()}
-        return [name for name, each in found.items() if bool(each.any())]
-
-    def of_first(self, num_rows: int) -> "_Trace":
-        """What it left of the first rows."""
-        losses = None if self.losses is None else self.losses[:num_rows]
-        return _Trace(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
-
-    def is_finite_beside(self, base: "_Trace", kept: Tensor) -> bool:
-        """Whether kept rows are finite wherever those of another pass are."""
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
-        pairs += [(each, base.sketches.get(name)) for name, each in self.sketches.items()]
-        return all(
-            bool((mine.isfinite() | ~theirs.isfinite())[kept].all())
-            for mine, theirs in pairs
-            if mine is not None and theirs is not None
-        )
-
-    def _stacked(self, names: Sequence[str], size: int) -> Tensor:
-        nothing = torch.zeros(size, _NUM_SKETCHES, dtype=torch.float64)
-        return torch.stack([self.sketches.get(name, nothing) for name in names])
-
-
-def _differ(first: Tensor, second: Tensor, tolerance: Tensor) -> Tensor:
-    is_same = (first == second) | (first.isnan() & second.isnan())
-    return ~(is_same | ((first - second).abs() <= tolerance))
-
-
-class _Sketches:
-    """Adds up sketches of per-sample gradients as records come."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch, self.found = batch, {}
-
-    def take(self, name: str, record: Record | Streamed) -> None:
-        """Add a record's."""
-        if isinstance(record, Streamed):
-            for samples, piece in record.first_chunks():
-                self._add(name, samples.start or 0, _sketch(piece))
-        else:
-            self._add(name, 0, _sketch(record))
-
-    def _add(self, name: str, start: int, values: Tensor) -> None:
-        total = self.found.get(name)
-        if total is None:
-            total = values.new_zeros(self._batch, _NUM_SKETCHES)
-            self.found[name] = total
-        total[start : start + len(values)] += values.to(total.device)
-
-
-@torch.no_grad()
-def _sketch(record: Record) -> Tensor:
-    """Inner products of each sample's gradient with random matrices [batch, sketches], float64."""
-    match record:
-        case Product():
-            left = _projected(record.g, "g")  # [batch, tokens, sketches]
-            return (left * _projected(record.a, "a")).sum(1)
-        case Lookup():
-            rows = _directions(record.shape[0], "a", record.g.device)
-            found = rows[record.ids.clamp(min=0)]  # [batch, tokens, sketches]
-            found = torch.where((record.ids >= 0).unsqueeze(-1), found, 0.0)
-            projected = _projected(record.g, "g")
-            # 0 · NaN is NaN, and padding counts for nothing.
-            return torch.where(found == 0, 0.0, projected * found).sum(1)
-        case Dense():
-            value = record.value.flatten(2) if record.value.ndim > 2 else record.value
-            value = value.unsqueeze(1) if value.ndim == 2 else value  # [batch, rows, columns]
-            value = value.view(len(value), 1, 1) if value.ndim == 1 else value
-            rows = _directions(value.shape[1], "a", value.device)
-            return (_projected(value, "g") * rows).sum(1)
-    raise AssertionError(f"no rule for {record!r}")
-
-
-def _projected(x: Tensor, name: str) -> Tensor:
-    """[batch, tokens, features] times random directions: [batch, tokens, sketches], float64."""
-    x = local(x.detach())
-    keys = _directions(x.shape[-1], name, x.device)
-    if x.numel() <= _WIDE:
-        return x.double() @ keys
-    return torch.stack([row.double() @ keys for row in x])
-
-
-@lru_cache(maxsize=256)
-def _directions(size: int, name: str, device: torch.device) -> Tensor:
-    """Random directions [size, sketches], the same ones every time."""
-    generator = torch.Generator().manual_seed(size * 2 + (name == "a"))
-    values = torch.randn(size, _NUM_SKETCHES, generator=generator, dtype=torch.float64)
-    return values.to(device)
-
-
-# ---- all passes ----------------------------------------------------------------------------------
-
-
 @dataclass
 class _Examination:
     """The passes of one check, and what they show."""
@@ -457,7 +163,7 @@ class _Examination:
     seed: int
     is_light: bool = False
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> MixingReport:
         """Run the passes, in float64 too where that is needed."""
         rows = probe_rows(self.batch, seed=self.seed)
         found = self._compare_twice(rows, _Examination._compare)
@@ -472,11 +178,11 @@ class _Examination:
         if found.mixing is None and not self._is_sharded:
             found = replace(found, mixing=self._parameters_written(rows))
         # Ranks go on together: one that has samples speaks for one that has padding alone.
-        return replace(found, is_conclusive=self.agree(_are_distinct(rows)))
+        return replace(found, is_conclusive=self.agree(are_distinct(rows)))
 
     # --- comparing -------------------------------------------------------------------------------
 
-    def _compare(self, rows: Any, tolerance: float) -> Verdict:
+    def _compare(self, rows: Any, tolerance: float) -> MixingReport:
         """Compare what passes leave of rows that are kept, and what they write."""
         generator = torch.Generator().manual_seed(self.seed)
         size = _size_of(rows)
@@ -503,13 +209,13 @@ class _Examination:
         self.state.restore()
         remembered = after_same.differs(after_others, torch.ones(size, dtype=torch.bool), tolerance)
         if self.agree(remembered is not None):
-            return Verdict(_REMEMBERS)
+            return MixingReport(_REMEMBERS)
         if mixing is not None:
-            return Verdict(mixing)
+            return MixingReport(mixing)
         private = sorted(name for name in written & of_data if not self.is_public(name))
         if self.agree(bool(private)):
-            return Verdict(self._buffers_written(private))
-        return Verdict(None, frozenset(written - of_data))
+            return MixingReport(self._buffers_written(private))
+        return MixingReport(None, frozenset(written - of_data))
 
     def _turn(self, ways: Sequence[Replacement]) -> Sequence[Replacement]:
         """All of them, or those whose turn it is."""
@@ -527,13 +233,13 @@ class _Examination:
 
     def _pass_beside(
         self,
-        base: _Trace,
+        base: RowTrace,
         rows: Any,
         kept: Tensor,
         how: Replacement,
         generator: torch.Generator,
         weights: Tensor | None,
-    ) -> _Trace:
+    ) -> RowTrace:
         """Run with rows replaced, by milder values where others cannot be computed with.
 
         An overflow that reaches the kept rows may be 0 · inf, and not mixing: it is looked at again
@@ -542,7 +248,7 @@ class _Examination:
         error: Exception | None = None
         for largest_power in (6.0, 1.0, 0.0):
             milder = how if largest_power else Replacement.ROWS
-            other = _replaced(rows, kept, milder, largest_power, generator, self.is_scalar)
+            other = with_others(rows, kept, milder, largest_power, generator, self.is_scalar)
             trace = None
             try:
                 trace = self._pass(other, weights)
@@ -561,13 +267,13 @@ class _Examination:
             "forward must take any rows of the data set side by side"
         ) from error
 
-    def _compare_twice(self, rows: Any, compare: "Compare", tolerance: float = 0.0) -> Verdict:
+    def _compare_twice(self, rows: Any, compare: "Compare", tolerance: float = 0.0) -> MixingReport:
         """Compare passes as they are, and in float64 where they differ."""
         found = compare(self, rows, tolerance)
         is_mixed = self.agree(found.mixing is not None)
         return self._compare_wide(rows, compare) if is_mixed else found
 
-    def _compare_wide(self, rows: Any, compare: "Compare") -> Verdict:
+    def _compare_wide(self, rows: Any, compare: "Compare") -> MixingReport:
         """Compare passes in float64, or where that cannot be, in the module's own dtype."""
         if self._is_wide(rows):
             return compare(self, rows, TOLERANCE)
@@ -597,7 +303,7 @@ class _Examination:
         for seed in range(NUM_DRAWS):
             how = (Replacement.ROWS, Replacement.VALUES)[seed % 2]
             kept = self._kept(size, seed, how, generator)
-            other = _replaced(rows, kept, how, 0.0, generator, self.is_scalar)
+            other = with_others(rows, kept, how, 0.0, generator, self.is_scalar)
             first, second = (
                 self._pass(each, None, seed=NUM_DRAWS * self.seed + seed) for each in (rows, other)
             )
@@ -617,7 +323,7 @@ class _Examination:
             return self._compare_twice(rows, _Examination._compare_sizes, tolerance).mixing
         return self._compare_wide(rows, _Examination._compare_sizes).mixing
 
-    def _compare_sizes(self, rows: Any, tolerance: float) -> Verdict:
+    def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
         with NoDropout():
@@ -628,15 +334,15 @@ class _Examination:
         first = first.of_first(size - 1)
         found = first.differs(second, torch.ones(size - 1, dtype=torch.bool), tolerance)
         if self.agree(has_drawn) or not self.agree(found is not None):
-            return Verdict(None)
+            return MixingReport(None)
         where = f" before {found[0]!r}" if found else ""
-        return Verdict(
+        return MixingReport(
             f"samples mix{where}: a sample's {'gradient' if found else 'output'} changes with the "
             f"number of samples beside it ({size} or {size - 1}). Divide by a constant, not by the "
             "size of the batch; a sample must depend on its own rows only"
         )
 
-    def _compare_whole(self, batch: Any, tolerance: float) -> Verdict:
+    def _compare_whole(self, batch: Any, tolerance: float) -> MixingReport:
         """Compare outputs for a whole batch: a model may do something else with many rows.
 
         Each half is kept once: where experts take rows until they are full, a row feels only those
@@ -650,16 +356,16 @@ class _Examination:
         base = self._pass(batch, None if self.is_light else is_random.double())
         reached = [] if self.is_light else base.reached(is_random)
         if self.agree(bool(reached)):
-            return Verdict(self._mixing(reached or None, None, ~is_random))
+            return MixingReport(self._mixing(reached or None, None, ~is_random))
         kept_by = {Replacement.VALUES: is_first, Replacement.ROWS: is_random}
-        base = _Trace(base.losses)
+        base = RowTrace(base.losses)
         for how in self._turn(_BESIDE_MANY):
             kept = kept_by.get(how, ~is_first)
             other = self._pass_beside(base, batch, kept, how, generator, None)
-            found = base.differs(_Trace(other.losses), kept, tolerance)
+            found = base.differs(RowTrace(other.losses), kept, tolerance)
             if self.agree(found is not None):
-                return Verdict(self._mixing(found, how, kept))
-        return Verdict(None)
+                return MixingReport(self._mixing(found, how, kept))
+        return MixingReport(None)
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -670,7 +376,7 @@ class _Examination:
         *,
         is_clean: bool = True,
         seed: int | None = None,
-    ) -> _Trace:
+    ) -> RowTrace:
         """Run the module.
 
         Args:
@@ -692,8 +398,8 @@ class _Examination:
             weights = torch.ones(size)  # what is gathered is freed by the backward pass
         if weights is None:
             with torch.no_grad(), checkpointing_quiet():
-                return _Trace(self._losses(rows, size))
-        sketches, versions = _Sketches(size), self.state.versions()
+                return RowTrace(self._losses(rows, size))
+        sketches, versions = Sketches(size), self.state.versions()
         capture = Capture(self.module, size, axes=self.axes, on_record=sketches.take, streams=True)
         with capture.installed(is_guarded=True), torch.enable_grad():
             with capture.following(rows):
@@ -706,9 +412,9 @@ class _Examination:
         buffers = self.state.values()
         # Writing through .data leaves no version, and writing the same value no other bits.
         written = _differing(versions, self.state.versions()) | self.state.written(buffers)
-        return _Trace(losses, found, buffers, written)
+        return RowTrace(losses, found, buffers, written)
 
-    def _pass_again(self, rows: Any) -> _Trace:
+    def _pass_again(self, rows: Any) -> RowTrace:
         """Run the module forward, as the last pass has left it."""
         try:
             return self._pass(rows, None, is_clean=False)
@@ -773,7 +479,7 @@ class _Examination:
         copies = {name: by_name[name].detach().clone() for name in names}
         kept = torch.arange(_size_of(rows)) == 0
         generator = torch.Generator().manual_seed(self.seed)
-        other = _replaced(rows, kept, Replacement.VALUES, 0.0, generator, self.is_scalar)
+        other = with_others(rows, kept, Replacement.VALUES, 0.0, generator, self.is_scalar)
         after = []
         for each in (rows, other):
             self._pass(each, None)
@@ -805,7 +511,7 @@ class _Examination:
         return max(torch.finfo(each).eps for each in found if each.itemsize > 1)
 
 
-Compare = Callable[[_Examination, Any, float], Verdict]
+Compare = Callable[[_Examination, Any, float], MixingReport]
 
 _REMEMBERS = (
     "the module remembers the batch: its outputs for the same rows and the same random numbers "

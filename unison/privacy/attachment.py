@@ -30,7 +30,7 @@ from unison.privacy.dealing import Dealing, plain_leaf, unpacked
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
-from unison.privacy.loss_tape import LossRecorder, refuse_unseen
+from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import refuse_uneven_labels
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch

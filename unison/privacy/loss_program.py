@@ -37,7 +37,7 @@ Gradients = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RecordLayout:
     """Where the records of a batch lie.
 
     Attributes:
@@ -124,7 +124,7 @@ class Program:
         tape: LossTape,
         loss: int,
         gradient: Any,
-        rows: Rows,
+        rows: RecordLayout,
         substitutes: Mapping[Callable[..., Any], Callable[..., Any]],
     ) -> None:
         self.tape, self.loss, self.gradient, self.rows = tape, loss, gradient, rows
@@ -300,7 +300,7 @@ class Selection:
         is_size_read: Whether the user's code has asked how many rows there are.
     """
 
-    def __init__(self, rows: Rows, num_left: int, *, is_size_read: bool) -> None:
+    def __init__(self, rows: RecordLayout, num_left: int, *, is_size_read: bool) -> None:
         self._rows, self._is_size_read = rows, is_size_read
         self.left = replace(rows, num_units=num_left)
 

@@ -15,7 +15,6 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -24,10 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from unison.errors import BadInput
 from unison.privacy.dealing import packed, unpacked
 from unison.privacy.reads import Position, positions
 
@@ -167,7 +164,7 @@ class Target:
     place: int
 
 
-class Event(NamedTuple):
+class TapeEvent(NamedTuple):
     """Something that happened to data besides operations.
 
     Attributes:
@@ -201,7 +198,7 @@ class LossTape:
         self.number, self.earlier = number, earlier
         self.operations: list[Operation] = []
         self.roots: dict[int, Root] = {}
-        self.events: list[Event] = []
+        self.events: list[TapeEvent] = []
         self.sized: set[int] = set()  # slots whose size was asked for
         self.targets: list[Target] = []
         self.inputs: set[int] = set()  # slots that the module was given
@@ -289,7 +286,7 @@ class LossTape:
             return Ref(slot)
         if self.is_earlier(value):
             self.events.append(
-                Event("state", "what an earlier step made of its data", len(self.operations))
+                TapeEvent("state", "what an earlier step made of its data", len(self.operations))
             )
         return value
 
@@ -308,7 +305,7 @@ class LossTape:
         result = func(*_plain(args), **_plain(kwargs))
         if handling is Handling.READ:
             where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
-            self.events.append(Event("read", name, len(self.operations), where=where))
+            self.events.append(TapeEvent("read", name, len(self.operations), where=where))
             return result
         if func in _MEANS:
             self._note_target(*args, **kwargs)
@@ -336,13 +333,15 @@ class LossTape:
             operation.outs.append(slot)
             where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
             place = len(self.operations)
-            self.events.append(Event("branch", name, place, slot, result, where))
+            self.events.append(TapeEvent("branch", name, place, slot, result, where))
             return result
         if isinstance(result, int | float):
             slot = self._new_slot()
             operation.outs.append(slot)
             if handling is Handling.ITEM:
-                self.events.append(Event("item", name, len(self.operations), value=float(result)))
+                self.events.append(
+                    TapeEvent("item", name, len(self.operations), value=float(result))
+                )
             return _followed(result, self, slot)
         for leaf in tree_leaves(result):
             is_tensor = isinstance(leaf, Tensor)
@@ -404,7 +403,7 @@ class LossTape:
         """Remember one value that becomes text, which may be read again."""
         if self.is_open and value.numel() == 1 and len(unpacked(value)) == 1:
             number = float(value.detach())
-            self.events.append(Event("item", "format", len(self.operations), value=number))
+            self.events.append(TapeEvent("item", "format", len(self.operations), value=number))
 
     def reaches_output(self, slot: int) -> bool:
         """Whether a result was made of an output that is trained on."""
@@ -553,220 +552,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# --- the recorder ------------------------------------------------------------------------------
-
-
-class LossRecorder(TorchFunctionMode):
-    """Feeds the tape of the pass under way; one per engine.
-
-    Args:
-        judge: Called with the tape, the loss and what is sent back in the place of 1, before
-            gradients flow; it raises if the loss couples rows.
-    """
-
-    def __init__(self, judge: Callable[[LossTape, Tensor, Any], None]) -> None:
-        super().__init__()
-        self._judge = judge
-        self.tape: LossTape | None = None
-        self.is_judged = False  # the loss of the pass under way
-        self._count = 0
-        self._is_on = False
-        self._num_suspended = 0
-        self._is_left = False
-        self._is_over = False
-        self._stance: Any = None
-
-    # --- when ------------------------------------------------------------------------------------
-
-    def begin(self, batch: Any) -> None:
-        """A batch is handed out: record from here on."""
-        self.remove()
-        before, self._count = self.tape, self._count + 1
-        self.tape = LossTape(self._count, {} if before is None else before.survivors())
-        self.tape.has_read = before is not None and before.has_read
-        self.is_judged = False
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self.tape.add_root(leaf)
-        self._num_suspended, self._is_left, self._is_over = 0, False, False
-        self._put()
-
-    def remove(self) -> None:
-        """Stop recording: nothing of ours stays on torch's stack of modes."""
-        self._take_away()
-        self._num_suspended = 0
-        if self.tape is not None:
-            self.tape.close()
-
-    def leave(self) -> None:
-        """The loop over batches was left: stop recording, once the last one has gone backward."""
-        self._is_left = True
-        if self.is_judged:
-            self.remove()
-            self._is_over = True
-
-    def suspend(self) -> None:
-        """The module, or the optimizer, runs: what it does is checked elsewhere."""
-        self._num_suspended += 1
-        self._take_away()
-
-    def resume(self) -> None:
-        """It has run."""
-        if self._num_suspended:
-            self._num_suspended -= 1
-            if not self._num_suspended and self.tape is not None and not self._is_over:
-                self._put()
-
-    def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """The private module is called: what it is given belongs to the program."""
-        if self.tape is not None and self.tape.is_open:
-            self.tape.enter_module(args, kwargs)
-        self.suspend()
-
-    def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """It has returned, in a pass that is trained on or another one; None if it raised."""
-        self.resume()
-        if self.tape is not None and self.tape.is_open and output is not None:
-            self.tape.leave_module(output, is_trained=is_trained)
-
-    def _put(self) -> None:
-        if not self._is_on:
-            _push_lowest(self)
-            _recording.append(self)
-            _CustomFunction.apply = classmethod(_recorded_apply)
-            self._is_on = True
-            if "torch._dynamo.eval_frame" in sys.modules:
-                # A compiled criterion runs as it was written: what dynamo makes of it calls no
-                # torch functions that could be written down.
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def _take_away(self) -> None:
-        if not self._is_on:
-            return
-        self._is_on = False
-        _recording.remove(self)
-        if not _recording:
-            del _CustomFunction.apply
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
-        if self.is_told():  # not inside of a function that it is told of: torch puts it back
-            with _stack_cleared(lambda mode: mode is self):
-                torch.overrides._pop_mode()
-
-    # --- what torch calls ------------------------------------------------------------------------
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Write an operation down, if it touches data."""
-        kwargs = kwargs or {}
-        handling, name = handling_of(func)
-        tape = self.tape
-        if name == "register_hook" and tape is not None and tape.slot_of(args[0]) is not None:
-            tape.has_hooks = True
-        if name == "__format__" and tape is not None and tape.slot_of(args[0]) is not None:
-            tape.note_printed(args[0])
-        if tape is None or self._is_over or handling is Handling.QUESTION:
-            return func(*args, **kwargs)
-        if handling is Handling.SIZE:
-            slot = tape.slot_of(args[0])
-            if slot is not None:
-                tape.sized.add(slot)
-            return func(*args, **kwargs)
-        if handling is Handling.BACKWARD:
-            return self._backward(*args, **kwargs)
-        if not tape.touches(args, kwargs):
-            return func(*args, **kwargs)
-        return tape.call(func, handling, name, args, kwargs)
-
-    def is_told(self) -> bool:
-        """Whether torch would tell us of an operation now: not inside of one that we record."""
-        return any(mode is self for mode in _get_current_function_mode_stack())
-
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        tape = self.tape
-        assert tape is not None
-        slot = tape.slot_of(loss)
-        if tape.is_open and slot is not None and tape.reaches_output(slot):
-            self._judge(tape, loss, args[0] if args else kwargs.get("gradient"))
-            self.is_judged = True
-            tape.close()
-        Tensor.backward(loss, *args, **kwargs)
-        # Torch puts a mode back that is taken away while it is told of a function.
-        self._is_over = self.is_judged and self._is_left
-
-
-_recording: list[LossRecorder] = []  # those that are on torch's stack of modes
-_CustomFunction: Any = torch.autograd.function._SingleLevelFunction
-
-
-def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply`, of which torch tells no function mode.
-
-    It lies between `Function` and its base in C++ while somebody records, so that it is found by a
-    `MyFunction.apply` that was looked up long before, too.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return super(_CustomFunction, cls).apply(*args, **kwargs)
-
-    for recorder in _recording:
-        tape = recorder.tape
-        if tape is not None and recorder.is_told() and tape.touches(args, kwargs):
-            with _without(recorder):
-                return tape.call(run, Handling.OPERATION, cls.__name__, args, kwargs)
-    return run(*args, **kwargs)
-
-
-def stop_recording() -> None:
-    """Take every recorder off torch's stack of modes: of loops that were left in the middle."""
-    for recorder in list(_recording):
-        recorder.remove()
-
-
-@contextmanager
-def _stack_cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
-    """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
-    above = []
-    while (stack := _get_current_function_mode_stack()) and not is_last(stack[-1]):
-        above.append(torch.overrides._pop_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
-
-
-@contextmanager
-def _without(recorder: LossRecorder) -> Iterator[None]:
-    """Take a recorder off torch's stack of modes for a block."""
-    with _stack_cleared(lambda mode: mode is recorder):
-        torch.overrides._pop_mode()
-    try:
-        yield
-    finally:
-        _push_lowest(recorder)
-
-
-def _push_lowest(recorder: LossRecorder) -> None:
-    """Put a recorder below all modes: `with torch.device(...)` takes what is on top as it ends.
-
-    Only the default device wants to be lower.
-    """
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    with _stack_cleared(lambda mode: mode is default):
-        torch.overrides._push_mode(recorder)
-
-
-def refuse_unseen() -> None:
-    """Raise for a gradient at the module's outputs whose loss nobody looked at."""
-    raise BadInput(
-        "a gradient reached the module's outputs from a loss that was not followed, so it is not "
-        "known whether each row's gradient depends on that row alone. Call loss.backward() on a "
-        "loss made by torch functions of the module's outputs and of the batch that the loader "
-        "handed out; torch.autograd.backward, torch.jit, vmap and numpy cannot be followed"
-    )
+# --- paths --------------------------------------------------------------------------------------
 
 
 def path_to(tape: LossTape, slot: int) -> Iterator[tuple[int, Operation]]:

@@ -31,8 +31,8 @@ from unison.privacy.loss_program import (
     ARITHMETIC,
     Gradients,
     Program,
+    RecordLayout,
     Replay,
-    Rows,
     Selection,
     numbers_of,
     whole,
@@ -102,7 +102,7 @@ class LossCheck:
         self._dim, self._per_unit, self._rechecks = batch_dim, rows_per_sample, rechecks
         self._substitutes = substitutes or {}
         self._known: dict[tuple, Known] = {}
-        self._rows = Rows(1, rows_per_sample, batch_dim)
+        self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Tensor, str]] = []
         self.num_checks = 0
@@ -110,7 +110,7 @@ class LossCheck:
 
     def begin(self, num_rows: int) -> None:
         """A pass of so many rows begins."""
-        self._rows = Rows(num_rows // self._per_unit, self._per_unit, self._dim)
+        self._rows = RecordLayout(num_rows // self._per_unit, self._per_unit, self._dim)
         self._pending.clear()
         self.has_terms = False
 
@@ -441,7 +441,7 @@ class LossCheck:
                     REMEDY,
                 )
 
-    def _trials(self, rows: Rows, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
+    def _trials(self, rows: RecordLayout, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
         """Which rows stay [rows], and what comes in the place of the others."""
         units = torch.arange(rows.num_units)
         order = torch.randperm(rows.num_units, generator=self._generator)
@@ -462,7 +462,7 @@ class LossCheck:
         root: Root,
         kept: Tensor,
         way: int,
-        rows: Rows,
+        rows: RecordLayout,
         some: Selection | None,
     ) -> Tensor | None:
         """A root with other values in the rows that are not kept; None if it stays.
@@ -544,7 +544,7 @@ class LossCheck:
         base: Replay,
         other: Replay,
         kept: Tensor,
-        rows: Rows,
+        rows: RecordLayout,
         tolerance: float = 0.0,
     ) -> tuple[str, str] | None:
         """What changed in the rows that were kept, with a remedy; None if nothing did."""
@@ -582,7 +582,7 @@ class LossCheck:
         return None
 
     def _blame(
-        self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: Rows
+        self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: RecordLayout
     ) -> str:
         """The operation where rows meet, for the message."""
         path = [program.path[place] for place in sorted(program.path)]
@@ -720,7 +720,9 @@ def _far(matrix: Tensor, generator: torch.Generator) -> Tensor:
     return (mixed * scale).to(matrix.dtype)
 
 
-def _rows_differ(a: Tensor, b: Any, kept: Tensor, rows: Rows, tolerance: float) -> int | None:
+def _rows_differ(
+    a: Tensor, b: Any, kept: Tensor, rows: RecordLayout, tolerance: float
+) -> int | None:
     """The first kept row in which two tensors differ; None if none does."""
     if rows.dim_of(a) is None:
         return None if _is_equal(a, b, tolerance) else 0

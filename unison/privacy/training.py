@@ -27,7 +27,8 @@ from unison.privacy.given import GivenGradients
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
-from unison.privacy.loss_tape import Followed, LossRecorder, refuse_unseen
+from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import Followed
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
