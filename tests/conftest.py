@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# One thread, here and in programs that tests start: several processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 import torch
@@ -62,13 +65,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Those of `long_tests.txt` are `full`, too.
     """
-    lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
-    long = tuple(line for line in lines if not line.startswith("#"))
+    for item in _long_ones(items):
+        item.add_marker("full")
     for item in items:
-        if item.nodeid.startswith(long):
-            item.add_marker("full")
         if item.get_closest_marker("full"):
             item.user_properties.append(("full", True))
+
+
+def _long_ones(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of `long_tests.txt`: see there."""
+    lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
+    counts = {
+        name: int(count)
+        for name, _, count in (each.rpartition(" ") for each in lines)
+        if name and count.isdigit()
+    }
+    prefixes = tuple(line for line in lines if line.rpartition(" ")[0] not in counts)
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.nodeid.startswith(prefixes):
+            yield item
+        elif name in counts and not item.get_closest_marker("full"):
+            by_test.setdefault(name, []).append(item)
+    for name, found in by_test.items():
+        num_kept = min(counts[name], len(found))
+        kept = {len(found) * number // num_kept for number in range(num_kept)}
+        yield from (item for place, item in enumerate(found) if place not in kept)
 
 
 def pytest_unconfigure() -> None:
