@@ -238,7 +238,10 @@ class Program:
             return value if some is None or of is None else some.number(value, of)
 
         with torch.random.fork_rng(self.devices), torch.enable_grad():
-            torch.manual_seed(seed)
+            # Not torch.manual_seed: where CUDA has not begun, it writes down where it was called.
+            torch.default_generator.manual_seed(seed)
+            for device in self.devices:
+                torch.cuda.default_generators[device.index].manual_seed(seed)
             for slot, root in self.tape.roots.items():
                 value = values.get(slot, root.value)
                 parts = [convert(each.detach()) for each in unpacked(value)]
