@@ -10,9 +10,9 @@ That is right only if the second forward pass is the first one, to the bit: norm
 the records of the first. So nothing is taken on trust:
 
 * It runs as the first one did, with torch's generators and autocast as they were (`Surroundings`),
-  and with gradients enabled: code may ask for that, and kernels are chosen by it. Nothing requires
-  a gradient then, so that no graph is made; where the model's own code asks for one, it saves
-  nothing.
+  and with gradients enabled: code may ask for that, and kernels are chosen by it, and by whether
+  what they are given requires a gradient. So the result of every use does, as it did at first; but
+  no graph lies behind it, and what is computed with it saves nothing.
 * Every use is compared with the one of the same number: operation, parameters, shapes, and at the
   end their number.
 * The inputs' bits are compared, by a fingerprint that was taken where the record was measured.
@@ -201,15 +201,24 @@ def buffers_unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
-    """Let a graph that the model itself asks for hold no tensors."""
-
-    def unpack(_: Any) -> NoReturn:
-        raise UnsupportedOperation(
-            f"the forward pass takes gradients itself, and cannot be repeated: {REMEDY}"
-        )
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+    """Let graphs hold no tensors."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_gradients):
         yield
+
+
+def _refuse_gradients(*_: Any) -> NoReturn:
+    raise UnsupportedOperation(
+        f"the forward pass takes gradients itself, and cannot be repeated: {REMEDY}"
+    )
+
+
+class _Nobody:
+    """In the place of a use in the second pass, which is not gone backward."""
+
+    record = staticmethod(_refuse_gradients)
+
+
+NOBODY = _Nobody()
 
 
 @contextmanager

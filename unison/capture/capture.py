@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.again import (
+    NOBODY,
     Repeats,
     Surroundings,
     buffers_unchanged,
@@ -31,7 +32,7 @@ from unison.capture.refuse import may_be_compiled, refuse_compiled
 from unison.capture.row_trace import RowTrace
 from unison.capture.rows import Rows, is_mixed
 from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
-from unison.capture.tap import can_hook, hook, refuse_second, tap, untapped
+from unison.capture.tap import can_hook, hook, refuse_second, tap, tapped_again
 from unison.capture.tracked import (
     Source,
     Tracked,
@@ -657,15 +658,11 @@ class Capture:
                 for _, name, record in use.records(g, inputs, places):
                     whole = record.as_product() if isinstance(record, Streamed) else record
                     self.on_record(name, whole)
-            return untapped(output, is_fresh=is_fresh)
+            return tapped_again(NOBODY, output, self._anchor(output.device), is_fresh=is_fresh)
         is_late = torch._C._current_graph_task_id() != self._outer
         if is_late:
             self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
-        anchor = self.anchors.get(output.device)
-        if anchor is None:
-            anchor = torch.zeros((), device=output.device, requires_grad=True)
-            setattr(anchor, ANCHOR, True)
-            self.anchors[output.device] = anchor
+        anchor = self._anchor(output.device)
         is_numbered = self.on_product is not None and not is_late
         number = self.repeats.number(call) if is_numbered else None
         use = Use(self, layout, tracked, number, is_late)
@@ -675,6 +672,14 @@ class Capture:
             self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+
+    def _anchor(self, device: torch.device) -> Tensor:
+        anchor = self.anchors.get(device)
+        if anchor is None:
+            anchor = torch.zeros((), device=device, requires_grad=True)
+            setattr(anchor, ANCHOR, True)
+            self.anchors[device] = anchor
+        return anchor
 
 
 def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:

@@ -120,9 +120,12 @@ def can_hook(output: Tensor) -> bool:
     return is_kept and output.requires_grad
 
 
-def untapped(output: Tensor, *, is_fresh: bool) -> Tensor:
-    """What `tap` returns, in the same place in memory and without a graph."""
-    return _own(output) if is_fresh else output.clone()
+def tapped_again(use: Use, output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
+    """What `tap` returns, in the same place in memory, with no graph behind it.
+
+    It requires a gradient as it did the first time: kernels are chosen by that.
+    """
+    return tap(use, output.detach(), anchor, (), is_fresh=is_fresh)
 
 
 def _own(output: Tensor) -> Tensor:
