@@ -233,6 +233,33 @@ def test_later_checks_take_turns_at_the_size_of_the_batch():
     assert any(found)
 
 
+class Rounded(nn.Module):
+    """Rounds by what stands beside a row, as kernels do that add up in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last_place = torch.finfo(x.dtype).eps * (x[-1, 0] > x[0, 0])
+        return self.linear(x) * (1 + last_place)
+
+
+def test_what_is_known_to_round_is_compared_in_float64_at_once():
+    model, x = Rounded(), rows()
+    axes = learn_axes(model, squares, x)
+    counts = []
+    for settings in ({}, {"is_light": True}, {"is_light": True, "is_rounded": True}):
+        calls: list[int] = []
+        handle = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        report = examine(model, squares, x, axes, **settings)
+        handle.remove()
+        assert report.mixing is None
+        assert report.is_rounded
+        counts.append(len(calls))
+    assert counts[2] < counts[1] < counts[0]
+
+
 def test_repeated_rows_are_made_others():
     with pytest.raises(UnsupportedOperation, match="samples mix"):
         checked(MIXED["max"](), rows(1).expand(6, WIDTH))

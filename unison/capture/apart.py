@@ -61,11 +61,13 @@ class MixingReport:
         written: Names of buffers and parameters that passes write, with the same values for any
             batch.
         is_conclusive: Whether the rows could be told apart at all.
+        is_rounded: Whether bits differed, and float64 had to decide.
     """
 
     mixing: str | None
     written: frozenset[str] = frozenset()
     is_conclusive: bool = True
+    is_rounded: bool = False
 
 
 def check_samples_apart(
@@ -114,6 +116,7 @@ def examine(
     agree: Agree = bool,
     seed: int = 0,
     is_light: bool = False,
+    is_rounded: bool = False,
 ) -> MixingReport:
     """Find out whether samples mix; see `check_samples_apart`.
 
@@ -132,6 +135,7 @@ def examine(
         seed: Of what stands in the place of rows.
         is_light: Whether some of it will do, for a module that was examined before: two ways of
             replacing rows, which change with the seed, and no other numbers of rows.
+        is_rounded: Whether bits are known to differ, so that float64 may decide at once.
 
     Raises:
         BadInput: The losses have another shape.
@@ -139,7 +143,18 @@ def examine(
     """
     state = state or ProbeState(module, batch)
     examination = _Examination(
-        module, run, batch, axes, is_scalar, whole, state, is_public, agree, seed, is_light
+        module,
+        run,
+        batch,
+        axes,
+        is_scalar,
+        whole,
+        state,
+        is_public,
+        agree,
+        seed,
+        is_light,
+        is_rounded,
     )
     try:
         return examination.verdict()
@@ -162,11 +177,12 @@ class _Examination:
     agree: Agree
     seed: int
     is_light: bool = False
+    is_rounded: bool = False
 
     def verdict(self) -> MixingReport:
         """Run the passes, in float64 too where that is needed."""
         rows = probe_rows(self.batch, seed=self.seed)
-        found = self._compare_twice(rows, _Examination._compare)
+        found = self._compare_twice(rows, _Examination._compare, is_rounded=self.is_rounded)
         if found.mixing is None and not self.is_scalar and not self.is_light:
             found = replace(found, mixing=self._mixing_by_number(rows))
         if found.mixing is None and self.whole and not self.is_scalar:
@@ -267,11 +283,15 @@ class _Examination:
             "forward must take any rows of the data set side by side"
         ) from error
 
-    def _compare_twice(self, rows: Any, compare: "Compare", tolerance: float = 0.0) -> MixingReport:
+    def _compare_twice(
+        self, rows: Any, compare: "Compare", tolerance: float = 0.0, *, is_rounded: bool = False
+    ) -> MixingReport:
         """Compare passes as they are, and in float64 where they differ."""
-        found = compare(self, rows, tolerance)
-        is_mixed = self.agree(found.mixing is not None)
-        return self._compare_wide(rows, compare) if is_mixed else found
+        if not is_rounded:
+            found = compare(self, rows, tolerance)
+            if not self.agree(found.mixing is not None):
+                return found
+        return replace(self._compare_wide(rows, compare), is_rounded=True)
 
     def _compare_wide(self, rows: Any, compare: "Compare") -> MixingReport:
         """Compare passes in float64, or where that cannot be, in the module's own dtype."""

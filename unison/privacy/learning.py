@@ -55,6 +55,7 @@ class Learning:
         self._refusals: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
         self._inconclusive: set[Any] = set()
+        self._rounded: set[Any] = set()
         self.is_running = False
         self.written: set[str] = set()
         self.refusal: str | None = None
@@ -159,10 +160,13 @@ class Learning:
             "agree": self._agree,
             "seed": seed,
             "is_light": before is not None and key not in self._inconclusive,
+            "is_rounded": key in self._rounded,
         }
         verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
         # Of rows that are all alike, nothing shows: the next ones may tell.
         (self._inconclusive.discard if verdict.is_conclusive else self._inconclusive.add)(key)
+        if verdict.is_rounded:  # on GPUs: atomic additions
+            self._rounded.add(key)
         self.written |= verdict.written
         self._refusals[key] = None
         if self._agree(has_batch_loss):

@@ -166,6 +166,8 @@ def _change_torch() -> None:
 
 
 def _change_torch_back() -> None:
+    if sys.is_finalizing():  # a loop that was left with the program
+        return
     del _CustomFunction.apply
     while _stances:
         _stances.pop().__exit__(None, None, None)
