@@ -215,7 +215,9 @@ def _refuse_gradients(*_: Any) -> NoReturn:
 class _Nobody:
     """In the place of a use in the second pass, which is not gone backward."""
 
-    record = staticmethod(_refuse_gradients)
+    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Raise: it is the model that takes gradients."""
+        _refuse_gradients()
 
 
 NOBODY = _Nobody()
