@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.harness.oracle import clipped_sum, per_sample_norms
 from tests.privacy.common import (
+    NUM_CLASSES,
     NUM_FEATURES,
     attach,
     data,
@@ -104,6 +105,41 @@ def test_two_passes_and_several_forward_passes_are_refused():
 
 
 # ---- a backward too many, or none ----------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """A body and two heads, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.used = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.unused = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.used(hidden), self.unused(hidden)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_an_output_that_the_loss_does_not_use(mode):
+    torch.manual_seed(0)
+    _, module, optimizer, private = attach(TwoHeads(), clipping=mode, noise_multiplier=0.0)
+    for (x, y), _ in zip(private, range(3), strict=False):  # later steps know their uses
+        optimizer.zero_grad()
+        plain = {name: each.detach().clone() for name, each in module.named_parameters()}
+        cross_entropy(module(x)[0], y).backward()
+        found = {name: each.grad.clone() for name, each in module.named_parameters()}
+        alone = TwoHeads()
+        alone.load_state_dict(plain)
+        expected = clipped_sum(alone, used_losses, (x, y), 0.5)
+        for name, each in found.items():
+            torch.testing.assert_close(each * 12, expected[name].to(each), msg=name)
+        optimizer.step()
+
+
+def used_losses(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(module(batch[0])[0], batch[1], reduction="none")
 
 
 def test_a_second_backward_pass_of_one_batch_is_refused():

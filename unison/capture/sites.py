@@ -179,7 +179,9 @@ class _Waiting:
         self._saved: Tensor | None = x
         self._version = x._version
 
-    def __call__(self, g: Tensor) -> None:
+    def __call__(self, g: Tensor | None) -> None:
+        if g is None:  # none came, through a function that was given the output
+            return
         x = self._saved
         if x is None:
             refuse_second()

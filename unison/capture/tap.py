@@ -28,16 +28,16 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
-        ctx.use = use
+        ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-        ctx.use.record(g, tuple(value.detach() for value in saved))
-        return None, g, None, *(None for _ in saved)
+    def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
+        _record(ctx, g)
+        return None, g, None, *(None for _ in range(ctx.num_saved))
 
 
 class _Copied(torch.autograd.Function):
@@ -45,15 +45,21 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
-        ctx.use = use
+        ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
+        _record(ctx, g)
+        return None, g, None, *(None for _ in range(ctx.num_saved))
+
+
+def _record(ctx: Any, g: Tensor | None) -> None:
+    if g is not None:
         saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
         ctx.use.record(g, tuple(value.detach() for value in saved))
-        return None, g, None, *(None for _ in saved)
 
 
 def tap(
@@ -83,8 +89,10 @@ def hook(use: Use, output: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
     kept = [(each, each._version) for each in saved]
     is_done = False
 
-    def record(g: Tensor) -> None:
+    def record(g: Tensor | None) -> None:
         nonlocal is_done
+        if g is None:  # none came, through a function that was given the output
+            return
         if is_done:
             refuse_second()
         if any(each._version != version for each, version in kept):
