@@ -209,3 +209,23 @@ def test_the_intent_is_written_before_the_noise_is_drawn(monkeypatch, tmp_path):
     assert engine.ledger.num_intents == 1
     assert engine.ledger.num_commits == 0
     assert '"intent"' in (tmp_path / "ledger.jsonl").read_text()
+
+
+def test_the_intent_is_written_before_sums_go_over_ranks(monkeypatch):
+    """A rank that has seen the last exchange may go on: the ledger must know of it by then."""
+    engine, module, _, private = attach(max_physical_batch_size=5)
+    owner = engine._attached._owner
+
+    def lost(*args, **kwargs):
+        raise RuntimeError("the other ranks are gone")
+
+    for x, y in private:
+        if private.current.is_last:
+            monkeypatch.setattr(type(owner), "add", lost)
+            with pytest.raises(RuntimeError, match="the other ranks are gone"):
+                cross_entropy(module(x), y).backward()
+            break
+        cross_entropy(module(x), y).backward()
+        assert engine.ledger.num_intents == 0
+    assert engine.ledger.num_intents == 1
+    assert engine.ledger.num_commits == 0
