@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import World, assert_close, ranks, run_on_ranks
@@ -294,6 +295,30 @@ def test_fingerprint_names_what_changes_bits():
     assert found["granule"] == 2
     assert found["threads"] == torch.get_num_threads()
     assert {"torch", "instruction_set", "blas", "gpu", "attention"} <= found.keys()
+
+
+def test_fingerprint_says_whether_onednn_is_switched_off():
+    torch.backends.mkldnn.set_flags(True)
+    before = fingerprint()
+    torch.backends.mkldnn.set_flags(False)  # by hand, or by torch on a CPU without bf16
+    assert (fingerprint() == before) == (not torch.backends.mkldnn.is_available())
+
+
+@pytest.mark.parametrize("how", ["autocast", "policy", "plain"])
+def test_torch_switches_onednn_off_before_the_first_pass_or_not_at_all(how, monkeypatch):
+    """On a CPU without bf16 its first narrow product does; here it is played."""
+    products: list[torch.dtype] = []
+    seen: list[int] = []
+    monkeypatch.setattr("unison.shard.first_use.multiply", lambda x: products.append(x.dtype))
+    model = build(GPT2, seed=5)
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    auto_shard(model, **(options if how == "policy" else {}))
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(products)))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            model(tokens(2, GPT2)[:, :-1])
+    assert products == ([] if how == "plain" else [torch.bfloat16])
+    assert seen == [len(products)] * 2
 
 
 def bytes_on_the_wire(world: World, options: dict) -> dict[str, int]:

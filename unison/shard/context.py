@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
-from unison.shard.first_use import check_same_model, warn_of_same_data
+from unison.shard.first_use import check_same_model, settle_kernels, warn_of_same_data
 from unison.shard.unit import Unit, units_of
 from unison.shard.whole import WholeModel
 
@@ -92,6 +92,7 @@ class Context:
         """Before the first pass, and the first training pass, compare model and data of ranks."""
         if not self._has_compared_models:
             self._has_compared_models = True
+            settle_kernels(self.units)
             check_same_model(self.units)
         if not self._has_compared_data and torch.is_grad_enabled():
             self._has_compared_data = True

@@ -1,4 +1,4 @@
-"""What ranks check together before the first pass: the same model, and not the same data."""
+"""What is settled before the first pass: the same model, not the same data, the same kernels."""
 
 import warnings
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from unison.shard.flat_group import FlatGroup
 from unison.shard.guard import compare_across_ranks
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.unit import Unit
@@ -60,3 +61,34 @@ def warn_of_same_data(ranks: Ranks, inputs: Any) -> None:
             "work; feed the model from unison.deal(loader), or use a DistributedSampler",
             stacklevel=2,
         )
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+_LARGE = 64  # sides of a product that oneDNN takes
+
+
+def settle_kernels(units: list[Unit]) -> None:
+    """Let torch decide before the first pass how it multiplies narrow numbers on this CPU.
+
+    [Note: oneDNN] Where a CPU has no bf16, torch's first product in bfloat16 fails in oneDNN; torch
+    then switches oneDNN off *for the rest of the process*, and products in float32 have other bits
+    from there on. That must not happen in the middle of a pass, where it would depend on how many
+    granules the rank has run before.
+    """
+    dtypes = {group.compute_dtype for unit in units for group in unit.groups if _is_on_cpu(group)}
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.add(torch.get_autocast_dtype("cpu"))
+    for dtype in dtypes & {*_NARROW}:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "mkldnn_matmul failed": that is what it is for
+            multiply(torch.ones(_LARGE, _LARGE, dtype=dtype))
+
+
+def multiply(x: Tensor) -> None:
+    """Multiply a matrix with itself."""
+    with torch.no_grad():
+        torch.mm(x, x)
+
+
+def _is_on_cpu(group: FlatGroup) -> bool:
+    return group.device.type == "cpu"
