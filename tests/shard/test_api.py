@@ -313,7 +313,7 @@ def test_torch_switches_onednn_off_before_the_first_pass_or_not_at_all(how, monk
     model = build(GPT2, seed=5)
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     auto_shard(model, **(options if how == "policy" else {}))
-    model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(products)))
+    model.get_submodule("layers.0").register_forward_pre_hook(lambda *_: seen.append(len(products)))
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             model(tokens(2, GPT2)[:, :-1])
