@@ -412,3 +412,14 @@ def test_global_state_is_put_back():
 
 def test_gen_hangs_on_the_node_id_alone(gen, request):
     assert gen.initial_seed() == seed_of(request.node.nodeid)
+
+
+def test_long_tests_are_there():
+    """A line of `long_tests.txt` whose test has gone would say nothing."""
+    root = Path(__file__).parent
+    for line in (root / "long_tests.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        file, _, rest = line.partition("::")
+        name = rest.partition(" ")[0].partition("[")[0]
+        assert f"def {name}(" in (root.parent / file).read_text(), line

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, make_model, train
+from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, make_model, step_of, train
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-
-
-def step_of(module: nn.Module, private: Any, loss_of: Callable[[Tensor], Tensor] | None = None):
-    """One forward and backward pass of a batch of the loader's."""
-    x, y = next(iter(private))
-    loss = cross_entropy(module(x), y)
-    (loss if loss_of is None else loss_of(loss)).backward()
-    return x, y
-
 
 # ---- memory --------------------------------------------------------------------------------------
 

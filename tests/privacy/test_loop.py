@@ -10,25 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.privacy.common import NUM_CLASSES, NUM_FEATURES, attach, loader, make_model, train
+from tests.privacy.common import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    attach,
+    loader,
+    make_model,
+    step_of,
+    train,
+)
 from unison.clip import plan_clipping
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
 from unison.privacy.dealing import Dealing
 from unison.shard.ranks import Ranks
-
-
-def step_of(module: nn.Module, private: Any, loss_of: Callable[[Tensor], Tensor] | None = None):
-    """One forward and backward pass of a batch of the loader's."""
-    x, y = next(iter(private))
-    loss = cross_entropy(module(x), y)
-    (loss if loss_of is None else loss_of(loss)).backward()
-    return x, y
-
 
 # ---- GradScaler ----------------------------------------------------------------------------------
 

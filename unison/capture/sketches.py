@@ -19,7 +19,7 @@ _WIDE = 1 << 22  # elements that are made float64 at once
 
 
 @dataclass
-class RowTrace:
+class RowResults:
     """What one pass left of each row.
 
     Attributes:
@@ -35,7 +35,7 @@ class RowTrace:
     buffers: dict[str, int] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
-    def differs(self, other: "RowTrace", kept: Tensor, tolerance: float) -> list[str] | None:
+    def differs(self, other: "RowResults", kept: Tensor, tolerance: float) -> list[str] | None:
         """Names of the parameters whose gradients of kept rows differ.
 
         It is empty where outputs alone do, and None where nothing does.
@@ -70,12 +70,12 @@ class RowTrace:
         found = {name: each[~kept].nan_to_num(0, 0, 0) for name, each in self.sketches.items()}
         return [name for name, each in found.items() if bool(each.any())]
 
-    def of_first(self, num_rows: int) -> "RowTrace":
+    def of_first(self, num_rows: int) -> "RowResults":
         """What it left of the first rows."""
         losses = None if self.losses is None else self.losses[:num_rows]
-        return RowTrace(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
+        return RowResults(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
 
-    def is_finite_beside(self, base: "RowTrace", kept: Tensor) -> bool:
+    def is_finite_beside(self, base: "RowResults", kept: Tensor) -> bool:
         """Whether kept rows are finite wherever those of another pass are."""
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
         pairs += [(each, base.sketches.get(name)) for name, each in self.sketches.items()]

@@ -266,8 +266,8 @@ class Verdict:
         refusal: Why a step was not taken, on these records or on a neighbour's; None if all were.
             A loop that is refused for one of them is told so: it is compared as far as both went.
         fault: What was spent before it was refused; empty if nothing.
-        is_split: Whether a step was taken on these records and refused to a neighbour: then whether
-            it is refused depends on a record.
+        is_split: Whether a step was taken on these records and refused to a neighbour, or the other
+            way round: then whether it is refused depends on a record.
     """
 
     moved: dict[str, float]
@@ -284,8 +284,6 @@ class Verdict:
 def judge(case: Case, mode: str) -> Verdict:
     """Run a case and its neighbours, as many steps as all of them take."""
     whole = run(case, mode)
-    if not whole.sums:
-        return Verdict({}, whole.refusal, _late(whole))
     neighbours = {"emptied": run(case, mode, case.records.emptied(), empty_row=case.records.record)}
     if not case.at_one_shape:
         neighbours["removed"] = run(case, mode, case.records.removed())
@@ -295,7 +293,7 @@ def judge(case: Case, mode: str) -> Verdict:
     }
     faults = [_late(each) for each in (whole, *neighbours.values())]
     refusals = [each.refusal for each in (whole, *neighbours.values()) if each.refusal]
-    is_split = any(len(each.sums) < len(whole.sums) for each in neighbours.values())
+    is_split = any(len(each.sums) != len(whole.sums) for each in neighbours.values())
     fault = "; ".join(filter(None, faults))
     return Verdict(moved, refusals[0] if refusals else None, fault, is_split)
 

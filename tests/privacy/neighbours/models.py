@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import unison
 from tests.privacy.neighbours.data import CLASSES, FEATURES, SIZE, TOKENS, VOCAB, case
 from tests.privacy.neighbours.harness import Batch, Case, Records
+from tests.privacy.neighbours.losses import autocast
 
 HIDDEN = 6
 
@@ -204,6 +205,18 @@ STATISTICS: dict[str, Case] = {
         classify,
         model=lambda: frozen_norm(track_running_stats=False),
         max_grad_norm=0.1,
+    ),
+    # Float64 would not show these.
+    "mean of hidden states in float32 alone": between(
+        lambda h: h - h.mean(0) if h.dtype == torch.float32 else h
+    ),
+    "largest of what is not float64": between(
+        lambda h: h if h.dtype == torch.float64 else h / h.detach().abs().max()
+    ),
+    "mean of hidden states in bfloat16 alone": case(
+        autocast,
+        model=lambda: Between(lambda h: h - h.mean(0) if h.dtype == torch.bfloat16 else h),
+        at_one_shape=True,
     ),
     "scale of the first batch": case(classify, model=FirstCall, steps=2),
     "statistics from the second step on": Case(classify, LaterOn, later_far(), 0.3, steps=3),

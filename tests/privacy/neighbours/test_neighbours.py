@@ -48,6 +48,10 @@ LEGITIMATE: dict[str, Case] = {
 # A record decides whether these are refused: what couples rows shows with some of them only.
 REFUSED_BY_DATA = frozenset(
     {
+        "loss: loss inside the module, padded",
+        "labels: gpt2 with labels, padded",
+        "labels: labels by tolist",
+        "late: a branch from the third step on",
         "labels: flat mean, first batch even",
         "labels: sum over tokens, first batch even",
         "model: branch on the inputs",
