@@ -122,7 +122,7 @@ def _groups(
     found = _known.get(key)
     if found is None:
         if len(_known) >= _MOST_KNOWN:
-            _known.clear()
+            del _known[next(iter(_known))]  # the oldest
         begins = [0] * len(values) if starts is None else starts
         found = _known[key] = _grouped(values, at, outs, out_at, begins, size)
     return found
