@@ -4,7 +4,7 @@ This module holds the public names and nothing else. Importing it needs torch an
 """
 
 from unison import clip
-from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
+from unison.errors import BadInput, Diverged, NeedsWhole, UnisonError, UnsupportedOperation
 from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss
@@ -59,6 +59,7 @@ __all__ = [
     "GradScaler",
     "KFACConfig",
     "MixedPrecision",
+    "NeedsWhole",
     "PrivacyEngine",
     "RankLost",
     "UnisonError",

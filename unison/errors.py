@@ -19,5 +19,13 @@ class UnsupportedOperation(UnisonError, NotImplementedError):
     """Something unison knows about and declines to do wrongly."""
 
 
+class NeedsWhole(UnisonError, RuntimeError):
+    """Something that needs the whole of a parameter, of which this rank holds a part.
+
+    No `NotImplementedError`, which libraries take for "try another way" (safetensors would go on
+    and write nothing).
+    """
+
+
 class Diverged(UnisonError, ArithmeticError):
     """Training produced a value that is not finite."""

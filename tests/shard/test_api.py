@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import DECODER, GPT2, per_sample_loss, shard, tokens
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput, NeedsWhole
 from unison.models import build, count_parameters
 from unison.shard import (
     auto_shard,
@@ -86,7 +86,8 @@ def test_auto_shard_by_policy():
 def state_dict_keys(world: World) -> bool:
     plain, sharded = build(GPT2), auto_shard(build(GPT2))
     same = list(plain.state_dict()) == list(sharded.state_dict())
-    return same and all(tensor.ndim == 1 for tensor in sharded.state_dict().values())
+    shapes = [[value.shape for value in each.state_dict().values()] for each in (plain, sharded)]
+    return same and shapes[0] == shapes[1]
 
 
 def test_state_dict_keeps_its_keys():
@@ -213,38 +214,34 @@ def test_clipping_uses_the_norm_of_the_whole(size, max_norm):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@ranks(2)
-def test_torchs_own_clipping_raises(world):
+@pytest.mark.parametrize("foreach", [True, False, None])
+@ranks(1, 2, 3)
+def test_torchs_own_clipping_is_right(world, foreach):
     model = auto_shard(build(GPT2))
     per_sample_loss(model, tokens(2, GPT2, world.rank)).mean().backward()
-    with pytest.raises(UnsupportedOperation, match=r"use unison.clip_grad_norm_"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 2**-10)
-    largest = max(p.grad.abs().max().item() for p in model.parameters() if p.numel())
-    assert largest <= 2**-10
-
-
-def test_torchs_own_clipping_is_right_on_one_rank():
-    model = auto_shard(build(GPT2))
-    per_sample_loss(model, tokens(2, GPT2)).mean().backward()
     expected = grad_norm(model)
-    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_norm(model).item(), 0.1, rtol=1e-4, atol=0)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 2**-10)
+    assert max(p.grad.abs().max().item() for p in model.parameters()) == 2**-10
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_whole_matrix_optimizers_are_refused(name):
-    model = fully_shard(nn.Linear(4, 4, bias=False))
-    model(torch.ones(1, 4)).sum().backward()
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+@ranks(1, 2)
+def test_optimizers_that_need_whole_matrices(world, name):
+    """What they do decides, not their names: one rank has the whole."""
+    model = fully_shard(nn.Linear(40, 40, bias=False))
+    before = digest(model)
+    model(torch.full((1, 40), world.rank + 1.0)).sum().backward()
     optimizer = getattr(torch.optim, name)(model.parameters())
-    with pytest.raises(UnsupportedOperation, match=f"{name} needs"):
-        optimizer.step(lambda: 0.0)
-
-
-def test_muon_refuses_shards_by_itself():
-    model = fully_shard(nn.Linear(4, 4, bias=False))
-    with pytest.raises(ValueError, match="2D"):
-        torch.optim.Muon(model.parameters())
+    if world.size == 1:
+        optimizer.step(lambda: torch.tensor(0.0))
+        assert digest(model) != before
+    else:
+        with pytest.raises(NeedsWhole, match="needs all of 'weight'"):
+            optimizer.step(lambda: torch.tensor(0.0))
+        assert digest(model) == before
 
 
 @ranks(3)

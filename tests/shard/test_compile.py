@@ -1,53 +1,106 @@
-"""torch.compile: inside units it compiles, around them it warns and changes nothing."""
+"""torch.compile: inside units it compiles; around them it warns and changes nothing.
+
+At one rank there is nothing to gather, and a sharded model compiles as any module does.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests.harness import World, ranks, run_on_ranks
 from tests.shard.common import DECODER, per_sample_loss, tokens
 from unison.models import build
 from unison.shard import auto_shard, digest
-
-
-def train(change=None, around=None) -> str:
-    torch.compiler.reset()
-    model = build(DECODER, seed=0)
-    if change is not None:
-        change(model)
-    auto_shard(model)
-    run = model if around is None else around(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        per_sample_loss(run, tokens(2, DECODER, step)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return digest(model)
-
-
-def compile_blocks(model: nn.Module) -> None:
-    for block in model.layers:
-        block.forward = torch.compile(block.forward, backend="aot_eager")
-
-
-def compile_blocks_in_place(model: nn.Module) -> None:
-    for block in model.layers:
-        block.compile(backend="aot_eager")
-
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_blocks_may_be_compiled_before_they_are_sharded():
-    assert train(compile_blocks) == train()
+def train(
+    world: World,
+    change: Callable[[nn.Module], None] | None = None,
+    around: Callable[[nn.Module], Callable] | None = None,
+) -> str:
+    torch.compiler.reset()
+    model = build(DECODER, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if change is not None:
+            change(model)
+        auto_shard(model)
+        run = model if around is None else around(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            rows = tokens(2, DECODER, 10 * step + world.rank)
+            per_sample_loss(run, rows).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(model)
 
 
-def test_compiling_around_units_changes_nothing():
-    expected = train()
-    assert train(compile_blocks_in_place) == expected
-    assert train(around=lambda model: torch.compile(model, backend="aot_eager")) == expected
+NUM_CALLS = [0]
 
 
-def test_compiling_around_units_warns():
-    with pytest.warns(UserWarning, match="Compile inside them, before sharding"):
-        train(around=lambda model: torch.compile(model, backend="aot_eager"))
+def counting(graph: torch.fx.GraphModule, _: list) -> Callable:
+    """A backend that counts how often its graphs run."""
+
+    def run(*args: object) -> object:
+        NUM_CALLS[0] += 1
+        return graph(*args)
+
+    return run
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in model.layers:
+        block.forward = torch.compile(block.forward, backend=counting, fullgraph=True)
+
+
+def compile_blocks_in_place(model: nn.Module) -> None:
+    for block in model.layers:
+        block.compile(backend=counting, fullgraph=True)
+
+
+def compile_sharded_blocks(model: nn.Module) -> Callable:
+    compile_blocks_in_place(model)
+    return model
+
+
+compile_around = partial(torch.compile, backend="aot_eager")
+
+
+def counted(world: World, change: Callable | None, around: Callable | None) -> tuple[str, int]:
+    NUM_CALLS[0] = 0
+    return train(world, change, around), NUM_CALLS[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [(compile_blocks, None), (compile_blocks_in_place, None), (None, compile_sharded_blocks)],
+    ids=["forward", "before sharding", "after sharding"],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_may_be_compiled(size, how):
+    """S11: `block.compile()` ran uncompiled."""
+    expected = run_on_ranks(size, train)[0]
+    for found, num_calls in run_on_ranks(size, counted, *how):
+        assert found == expected
+        assert num_calls >= 2 * DECODER.num_layers  # the compiled code ran, in both steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiling_around_units_changes_nothing(size):
+    expected = run_on_ranks(size, train)[0]
+    assert run_on_ranks(size, train, None, compile_around)[0] == expected
+
+
+@ranks(2)
+def test_compiling_around_units_warns(world):
+    torch.compiler.reset()
+    model = compile_around(auto_shard(build(DECODER, seed=0)))
+    with pytest.warns(UserWarning, match="Compile the blocks instead"):
+        model(tokens(2, DECODER, world.rank)[:, :-1])

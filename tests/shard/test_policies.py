@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from tests.harness import World, ranks, run_on_ranks
 from tests.shard.common import DECODER, GPT2, ordered_run, tokens
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
 from unison.models import build
 from unison.shard import (
     CPUOffload,
@@ -27,6 +27,7 @@ from unison.shard import (
     fully_shard,
     units_of,
 )
+from unison.shard.dtensors import local_part
 
 BF16 = MixedPrecision(param=torch.bfloat16)
 POLICIES = {
@@ -188,18 +189,22 @@ def test_fsdp2s_offload_policies_are_taken():
 # ---- GradScaler --------------------------------------------------------------------------------
 
 
-def scaled_run(world: World, fused: bool, overflow_at: int | None) -> tuple[str, list[float]]:
+def scaled_run(
+    world: World, fused: bool, overflow_at: int | None, is_torchs: bool
+) -> tuple[str, list[float]]:
     model = auto_shard(build(GPT2, seed=1), reducer="ordered", gradient_divisor=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    scaler = GradScaler(model, init_scale=2.0**10, growth_interval=2)
+    options = {"init_scale": 2.0**10, "growth_interval": 2}
+    scaler = torch.amp.GradScaler("cpu", **options) if is_torchs else GradScaler(model, **options)
     scales = []
     for step, rows in enumerate(deal([tokens(4, GPT2, step) for step in range(4)], granule=1)):
         logits = model(rows[:, :-1])
         losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
         scaler.scale(batch_mean(losses.view(rows.shape[0], -1).mean(dim=1))).backward()
-        pieces = [p for p in model.parameters() if p.grad is not None and p.grad.numel() > 0]
+        parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+        parts = [part for part in parts if part.numel() > 0]
         if step == overflow_at and world.rank == world.size - 1:
-            pieces[-1].grad.view(-1)[-1] = torch.inf  # in one rank's part only
+            parts[-1].view(-1)[-1] = torch.inf  # in one rank's part only
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -208,23 +213,14 @@ def scaled_run(world: World, fused: bool, overflow_at: int | None) -> tuple[str,
     return digest(model), scales
 
 
+@pytest.mark.parametrize("is_torchs", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_scaler_skips_on_all_ranks(fused):
-    alone = run_on_ranks(1, scaled_run, fused, 1)[0]
+def test_scaler_skips_on_all_ranks(fused, is_torchs):
+    alone = run_on_ranks(1, scaled_run, fused, 1, is_torchs)[0]
     assert alone[1] == [1024.0, 512.0, 512.0, 1024.0]
-    for found in run_on_ranks(3, scaled_run, fused, 1):
+    for found in run_on_ranks(3, scaled_run, fused, 1, is_torchs):
         assert found == alone
-    assert run_on_ranks(3, scaled_run, fused, None)[0][0] != alone[0]
-
-
-@ranks(2)
-def test_torchs_own_scaler_is_refused(world):
-    model = fully_shard(nn.Linear(40, 40))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.full((2, 40), 1.0 + world.rank)).sum()).backward()
-    with pytest.raises(UnsupportedOperation, match=r"unison.GradScaler\(module\)"):
-        scaler.step(optimizer)
+    assert run_on_ranks(3, scaled_run, fused, None, is_torchs)[0][0] != alone[0]
 
 
 def test_scaler_needs_a_sharded_model():

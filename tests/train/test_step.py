@@ -14,6 +14,7 @@ from unison.errors import BadInput, Diverged
 from unison.models import ModelConfig, build
 from unison.rng import Key
 from unison.shard import full_parameters
+from unison.shard.dtensors import local_part
 from unison.train.batches import to_device
 from unison.train.optimization import make_optimizer, make_schedule
 from unison.train.parallel import Parallel
@@ -136,7 +137,7 @@ def diverge(world: World, shard: str) -> str:
     if world.rank == world.size - 1:  # only one rank meets the NaN
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [local_part(p).detach().clone() for p in model.parameters()]
     with pytest.raises(Diverged, match="the loss became nan at step 7; lower --lr"):
         train_step(
             parallel,
@@ -146,7 +147,7 @@ def diverge(world: World, shard: str) -> str:
             step=7,
             key=Key.from_seed(0),
         )
-    unchanged = zip(before, model.parameters(), strict=True)
+    unchanged = zip(before, map(local_part, model.parameters()), strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in unchanged)
     return "raised"
 

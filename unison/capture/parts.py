@@ -47,8 +47,9 @@ def shell_of(value: "DTensor") -> Tensor:
 
 def local(value: Tensor) -> Tensor:
     """This rank's memory of a tensor: its part, complete if a collective is on its way."""
-    if is_in_parts(value):
-        value = value.to_local()
+    to_local = getattr(value, "to_local", None)  # of DTensors, and of what follows their protocol
+    if to_local is not None:
+        value = to_local()
     wait = getattr(value, "wait", None)  # of an AsyncCollectiveTensor
     return value if wait is None else wait()
 

@@ -12,6 +12,7 @@ from unison.shard.norms import clip_grad_norm_, grad_norm, param_norm
 from unison.shard.optimizers import param_groups
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.scaler import GradScaler
+from unison.shard.sharded_tensor import ShardedTensor
 from unison.shard.state import (
     MANIFEST_FILE,
     CheckpointFailed,
@@ -41,6 +42,7 @@ __all__ = [
     "MixedPrecision",
     "PerGranule",
     "RankLost",
+    "ShardedTensor",
     "UnitMemory",
     "auto_shard",
     "batch_mean",

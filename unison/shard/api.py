@@ -18,6 +18,7 @@ from unison.shard.optimizers import watch_optimizers
 from unison.shard.policies import MixedPrecision, as_offload, as_precision
 from unison.shard.ranks import Axes, Ranks
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of
+from unison.shard.verbs import add_verbs
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,7 +39,7 @@ def fully_shard(
 
     Call it on the parts that should be gathered together (usually the blocks), then on the root,
     which takes what is left. Make the optimizer afterwards. The module keeps its class and the
-    names of its parameters; each parameter becomes this rank's one-dimensional piece of it.
+    names and shapes of its parameters; each becomes a sharded tensor, which holds this rank's part.
 
     Args:
         module: What to shard. A parameter belongs to the first call that reaches it.
@@ -97,6 +98,7 @@ def fully_shard(
     _cast_buffers(module, options.precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)
+    add_verbs(module)
     watch_optimizers()
     return module
 

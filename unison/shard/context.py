@@ -17,10 +17,9 @@ from torch.autograd import Variable
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
+from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used, use_plan_of
 from unison.shard.first_use import check_same_model, settle_kernels, warn_of_same_data
 from unison.shard.unit import Unit, units_of
-from unison.shard.whole import WholeModel
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
 
@@ -42,18 +41,19 @@ class Context:
         self._summed: list[Unit] = []  # in the running backward pass
         self._begun: set[int] = set()  # calls whose backward pass has begun
         self._is_in_backward = False
+        self._keeps_graph = False  # whether the running backward pass has a graph of its own
         self._reducing: list[Unit] = []
         self._plan: BatchPlan | None = None
         self._has_compared_models = self._has_compared_data = False
         self.loop_granule: int | None = None  # see [Note: the whole-model loop] in engine.py
         self.ran_without_grad: set[Unit] = set()
-        self.whole = WholeModel(root, self.units) if WholeModel.suits(self.units) else None
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter(self, is_recompute: bool) -> None:
+    def enter(self, is_recompute: bool, inputs: Any) -> None:
         """Keep count of nested units; the outermost one starts a forward pass."""
         if self._depth == 0 and not is_recompute:
+            use_plan_of(inputs)
             self.begin_forward()
         self._depth += 1
 
@@ -66,8 +66,7 @@ class Context:
 
     def begin_forward(self) -> None:
         """Look after what the last pass left, and forget its order."""
-        is_whole_broken = self.whole is not None and self.whole.is_in_backward
-        if self._is_in_backward or is_whole_broken:  # the last pass ended in an exception
+        if self._is_in_backward:  # the last pass ended in an exception
             self.abandon()
         for unit in self.units:
             unit.check_untouched()
@@ -139,6 +138,9 @@ class Context:
                 f"expected the plan of a batch of {num_granules} granules, found {found}"
             )
         if plan is not self._plan:
+            if self._plan is not None and plan.logical_batch is not self._plan.logical_batch:
+                for unit in self.units:  # what a logical batch that was left early had summed
+                    unit.forget_gradients()
             self._plan = plan
             for unit in self.units:
                 unit.begin_pass(plan.edges)
@@ -172,15 +174,11 @@ class Context:
         if left_at in self._begun:  # another of its outputs
             return
         self._begun.add(left_at)
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
-        if unit not in self._open:  # of a graph that an earlier backward pass left over
-            self._open = {unit: 0, **self._open}
+        self.reached(unit)
         unit.begin_backward()
         complete = self._entered_after(left_at)
         for each in complete:
-            each.free()  # before memory is taken for the next one
+            self._free(each)  # before memory is taken for the next one
         if not unit.is_whole:
             place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
             if place > 0:
@@ -188,14 +186,32 @@ class Context:
         for each in complete:
             self._complete(each)
 
+    def reached(self, unit: Unit) -> None:
+        """The backward pass is in a unit, announced by its outputs or not."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._keeps_graph = torch.is_grad_enabled()
+            Variable._execution_engine.queue_callback(self._end_backward)
+        if unit not in self._open:  # of a graph that an earlier backward pass left over, or late
+            self._open = {unit: 0, **self._open}
+
+    def _free(self, unit: Unit) -> None:
+        """Give a unit's memory back, unless nodes of this backward pass will be run backwards."""
+        if self._keeps_graph:
+            unit.show_pieces()
+        else:
+            unit.free()
+
     def _complete(self, unit: Unit) -> None:
         """A unit has all its gradients: free it and start to sum."""
         del self._open[unit]
-        unit.free()
+        self._free(unit)
         if unit.leaf_source is not None:
             return  # whoever gave it its leaves sums their gradients
         if unit.keeps_gradients:
             unit.keep_gradients()
+        elif not unit.requires_sync:
+            unit.hold_gradients()
         elif not self._waits_for_more(unit):
             self._start_reduce(unit)
 
@@ -209,6 +225,8 @@ class Context:
         return is_open and unit.options.reducer == "ordered"
 
     def _start_reduce(self, unit: Unit) -> None:
+        if unit.is_reducing:  # and was reached again
+            self.finish_reduce(unit)
         while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.finish_reduce(self._reducing[0])
         unit.start_reduce()
@@ -231,7 +249,9 @@ class Context:
         for unit in reversed(list(self._open)):
             self._complete(unit)
         for unit in reversed(self.units):
-            if unit.has_late_gradients and not self._waits_for_more(unit):
+            if not unit.requires_sync:
+                unit.hold_gradients()
+            elif unit.has_late_gradients and not self._waits_for_more(unit):
                 if unit.is_reducing:
                     self.finish_reduce(unit)
                 self._start_reduce(unit)
@@ -239,7 +259,10 @@ class Context:
             self.finish_reduce(self._reducing[0])
         self._give_unused()
         for unit in self.units:
-            unit.end_backward()
+            if self._keeps_graph:
+                unit.show_pieces()
+            else:
+                unit.end_backward()
         for unit in self.units:
             unit.settle()
         self._begun.clear()
@@ -271,10 +294,11 @@ class Context:
         self._open = {}
         self._begun.clear()
         self._is_in_backward = False
-        if self.whole is not None:
-            self.whole.end_pass()
         for unit in self.units:
             unit.abandon()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of a model finds its own units when it first runs
 
 
 def context_of(unit: Unit) -> Context:
@@ -284,5 +308,5 @@ def context_of(unit: Unit) -> Context:
         context = Context(unit)
         for each in context.units:
             each.module.__dict__["_unison_context"] = context
-            each.on_late = context.finish_reduce
+            each.on_late, each.on_reached = context.finish_reduce, context.reached
     return context

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison import check
 from unison.errors import BadInput
-from unison.shard.granules import TAKES_GRANULES, PerGranule
+from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.tree import TreeSum
 
@@ -34,6 +35,7 @@ class BatchPlan:
         is_granular: Whether the batch's tensors come as one value per granule.
         closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
         ranks: The ranks that share the batch.
+        logical_batch: The same object for all passes of one logical batch.
     """
 
     step: int
@@ -45,6 +47,7 @@ class BatchPlan:
     is_granular: bool
     closes_logical_batch: bool
     ranks: Ranks = field(repr=False, compare=False)
+    logical_batch: object = field(repr=False, compare=False, default=None)
 
     @property
     def num_granules(self) -> int:
@@ -83,8 +86,19 @@ def publish_plan(plan: BatchPlan | None) -> None:
 
 
 def current_plan() -> BatchPlan | None:
-    """The plan of the batch that a dealt loader handed out last."""
+    """The plan of the batch that a sharded model ran last, or that was handed out since.
+
+    A reader that looks ahead has been handed other batches by the time one is used: the batch's own
+    tensors know its plan, and a model that runs on them makes it the current one.
+    """
     return _current
+
+
+def use_plan_of(inputs: Any) -> None:
+    """Make the plan of a model's inputs the current one, if they know it."""
+    plan = plan_of(inputs)
+    if plan is not None:
+        publish_plan(plan)
 
 
 def plan_batch(
@@ -107,6 +121,7 @@ def plan_batch(
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
     mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
+    logical_batch = object()
     return [
         BatchPlan(
             step=step,
@@ -118,6 +133,7 @@ def plan_batch(
             is_granular=is_granular,
             closes_logical_batch=index == num_passes - 1,
             ranks=ranks,
+            logical_batch=logical_batch,
         )
         for index in range(num_passes)
     ]
@@ -166,7 +182,8 @@ class DealtLoader:
 
     def _dealt(self, batch: Any, ranks: Ranks) -> Iterator[tuple[BatchPlan, Any]]:
         """Each pass of one global batch: its plan, and this rank's part."""
-        flat, spec = tree_flatten(batch)
+        flat, spec = tree_flatten(batch, is_leaf=_is_column)
+        flat = [torch.as_tensor(item) if isinstance(item, np.ndarray) else item for item in flat]
         num_samples = _num_samples(flat)
         _check_same_batch(flat, ranks)
         plans = plan_batch(
@@ -179,8 +196,7 @@ class DealtLoader:
         )
         self._step += 1
         for plan in plans:
-            dealt = [_part(item, plan) if isinstance(item, Tensor) else item for item in flat]
-            yield plan, tree_unflatten(dealt, spec)
+            yield plan, tree_unflatten([_part(item, plan) for item in flat], spec)
 
 
 def deal(
@@ -199,7 +215,8 @@ def deal(
 
     Args:
         loader: Any iterable of tensors, or of tuples, lists and dicts of them, with samples along
-            dimension 0.
+            dimension 0. Numpy arrays become tensors. A list with one value per sample (texts,
+            names) is dealt as they are; other values go to every rank.
         mesh: The ranks to deal to, in the mesh's order; all by default.
         granule: Samples per granule. Given, tensors come as one value per granule, which the
             ordered reducer needs; the size is part of the experiment and changes the bits. None
@@ -243,7 +260,7 @@ def local_batch_mean(per_sample_losses: Tensor) -> Tensor:
 
 
 def _batch_mean(per_sample_losses: Tensor, function: type[torch.autograd.Function]) -> Tensor:
-    plan = current_plan()
+    plan = plan_of(per_sample_losses) or current_plan()
     if plan is None:
         raise BadInput("batch_mean needs a batch from unison.deal(loader), found none dealt yet")
     is_granular = isinstance(per_sample_losses, PerGranule)
@@ -304,12 +321,22 @@ def _sum_of_granules(sums: Tensor, plan: BatchPlan) -> Tensor:
 
 def _num_samples(flat: list[Any]) -> int:
     counts = {value.shape[0] if value.ndim else None for value in flat if isinstance(value, Tensor)}
+    counts |= {len(value) for value in flat if isinstance(value, list)}
     if len(counts) != 1 or None in counts:
         raise BadInput(
-            "deal expects tensors with the batch's samples along dimension 0, found sizes "
-            f"{sorted(map(str, counts))}"
+            "deal expects tensors with the batch's samples along dimension 0, and lists of one "
+            f"value per sample, found sizes {sorted(map(str, counts))}"
         )
     return counts.pop()  # type: ignore[return-value]
+
+
+def _is_column(value: Any) -> bool:
+    """Whether it is a list of one plain value per sample, and not one that holds tensors."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, str | bytes | int | float | None) for each in value)
+    )
 
 
 def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
@@ -317,6 +344,8 @@ def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     sums = [checksum(value) for value in flat if isinstance(value, Tensor)]
+    if not sums:
+        return
     if not same_on_every_rank(ranks, torch.stack(sums).sum(dim=0)):
         raise BadInput(
             "deal found different batches on different ranks; build the loader with the same seed "
@@ -324,10 +353,19 @@ def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
         )
 
 
-def _part(value: Tensor, plan: BatchPlan) -> Tensor:
-    """This pass's rows of a tensor of the global batch, filled up with zeros."""
+def _part(value: Any, plan: BatchPlan) -> Any:
+    """This pass's rows of a tensor of the global batch, filled up with copies of its first row.
+
+    What counts for nothing is computed all the same: of zeros, `log` and `1 / x` have no gradient.
+    """
     ids = plan.sample_ids
-    return padded_rows(value[ids[ids >= 0]], plan)
+    if isinstance(value, list) and value:
+        return [value[index] for index in ids.clamp(min=0).tolist()]
+    if not isinstance(value, Tensor):
+        return value
+    if len(value) == 0:
+        return padded_rows(value, plan)
+    return _cut(value[ids.clamp(min=0)], plan)
 
 
 def padded_rows(value: Tensor, plan: BatchPlan) -> Tensor:
@@ -335,6 +373,11 @@ def padded_rows(value: Tensor, plan: BatchPlan) -> Tensor:
     ids = plan.sample_ids
     rows = value.new_zeros(len(ids), *value.shape[1:])
     rows[ids >= 0] = value
+    return _cut(rows, plan)
+
+
+def _cut(rows: Tensor, plan: BatchPlan) -> Tensor:
     if not plan.is_granular:
+        setattr(rows, PLAN, plan)
         return rows
-    return PerGranule.of([part.clone() for part in rows.split(plan.granule)])
+    return PerGranule.of([part.clone() for part in rows.split(plan.granule)], plan)

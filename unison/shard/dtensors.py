@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unison.errors import UnsupportedOperation
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import ShardedTensor, gathered
 
 
 def is_dtensor(value: Tensor) -> bool:
@@ -76,6 +77,8 @@ def row_ranges(rows: int, row_length: int, num_ranks: int) -> list[tuple[int, in
 
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a tensor, in its own memory; a plain tensor is its own."""
+    if isinstance(value, ShardedTensor):
+        return value.local
     return value._local_tensor if is_dtensor(value) else value  # type: ignore[attr-defined]
 
 
@@ -89,6 +92,8 @@ def whole(value: Tensor, name: str) -> Tensor:
     Raises:
         UnsupportedOperation: If it is spread in any other way than by rows, naming it.
     """
+    if isinstance(value, ShardedTensor):
+        return gathered(value)
     if not is_dtensor(value):
         return value.detach()
     mesh, part = mesh_of(value, name), local_part(value)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
 from unison.rng import rows_of_granule
-from unison.shard.granules import PerGranule
+from unison.shard.granules import PerGranule, plan_of
 
 Call = Callable[[int, tuple, dict[str, Any]], Any]
 """(index of the granule on this rank, its arguments, its keyword arguments) -> its output."""
@@ -47,7 +47,7 @@ def call_each_granule(
         UnsupportedOperation: If a Python value differs between granules, or a granule changed an
             object that all granules share.
     """
-    handed = _Handed(name, num_granules)
+    handed = _Handed(name, num_granules, plan_of((args, kwargs)))
     outputs = []
     for index, (own_args, own_values) in enumerate(handed.split((args, tuple(kwargs.values())))):
         with rows_of_granule(index, num_granules):
@@ -65,8 +65,8 @@ def holds_cache(value: Any) -> bool:
 class _Handed:
     """What the granules of one call were given."""
 
-    def __init__(self, name: str, num_granules: int) -> None:
-        self._name, self._num_granules = name, num_granules
+    def __init__(self, name: str, num_granules: int, plan: Any) -> None:
+        self._name, self._num_granules, self._plan = name, num_granules, plan
         self._copies: dict[int, list[Any]] = {}  # id of an original -> its copies
         self._originals: dict[int, Any] = {}  # id of the first granule's copy -> original
         self._joined: dict[int, Any] = {}  # id of the first granule's copy -> what became of it
@@ -85,7 +85,8 @@ class _Handed:
             self._originals[id(item.parts[0])] = item
             return item.parts
         if isinstance(item, Tensor) and is_in_cache:  # of a fixed length; written to in place
-            return self._column(PerGranule.of([item.clone() for _ in self._each]), False)
+            copies = [item.clone() for _ in self._each]
+            return self._column(PerGranule.of(copies, self._plan), False)
         if _is_changeable(item):
             return self._copied(item, is_in_cache or _is_cache(type(item)))
         if not isinstance(item, _PLAIN_VALUES):
@@ -123,7 +124,7 @@ class _Handed:
             given = self._originals.get(id(first))
             if isinstance(given, PerGranule) and _are_same(values, given.parts):
                 return given
-            return PerGranule.of(values)
+            return PerGranule.of(values, self._plan)
         if any(type(value) is not type(first) for value in values):
             raise self._different(values)
         if _is_changeable(first):

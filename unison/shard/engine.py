@@ -7,15 +7,21 @@
     end            finish the sums; every piece has its gradient
 
 The module's `forward` is wrapped; its outputs carry a hook that fires before the unit's backward
-pass begins; and a callback of the autograd engine ends the backward pass. Collectives are issued in
+pass begins (a backward pass that comes another way is noticed by the leaves, see leaves.py); and a
+callback of the autograd engine ends the backward pass. Collectives are issued in
 an order that every rank shares, whatever parameters it used: the order of the forward pass, and its
 reverse in the backward pass. A unit must therefore be entered by every rank or by none. What the
 units of one model share meanwhile is their `Context`.
+
+[Note: one rank] Where one rank holds all of a unit's parameters as it computes with them, nothing
+is gathered, freed, cast, summed or divided: the pieces are the parameters, in their own shapes, and
+the module's own forward runs with them. It may be used as any ordinary module may.
 
 [Note: recompute] Activation checkpointing runs a unit's forward again inside the backward pass. The
 parameters are then full, or are gathered, and stay so: the unit's backward follows at once.
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -27,6 +33,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.context import Context, context_of
+from unison.shard.deal import use_plan_of
 from unison.shard.each_granule import call_each_granule, holds_cache
 from unison.shard.granules import (
     Bypassed,
@@ -34,7 +41,7 @@ from unison.shard.granules import (
     check_not_bypassed,
     num_granules_of,
 )
-from unison.shard.leaves import PLAIN, per_granule
+from unison.shard.leaves import PLAIN, per_granule, watch_compiled
 from unison.shard.unit import Unit
 
 NO_TASK = -1
@@ -45,25 +52,70 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def install(unit: Unit) -> None:
-    """Wrap the module's forward."""
+class Forward:
+    """What `module.forward` is: the unit's pass around the module's own. A copy has its own unit.
 
-    @functools.wraps(unit.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.is_in_place:
+    Args:
+        unit: Whose module it is.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        functools.update_wrapper(self, unit.forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        unit = self._unit
+        if unit.is_inside:  # compiled code of the module calls its own forward
             return unit.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
+            if unit.is_plain:
+                return unit.forward(*args, **kwargs)
             return torch.compiler.disable(run_under_compiler)(unit, args, kwargs)  # type: ignore[call-arg]
         return run_forward(unit, args, kwargs)
 
-    unit.module.forward = forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
+        return Forward(copy.deepcopy(self._unit, memo))
+
+
+def install(unit: Unit) -> None:
+    """Wrap the module's forward."""
+    unit.module.forward = Forward(unit)
+    compile_inside(unit)
+
+
+def compile_inside(unit: Unit) -> None:
+    """Let what `module.compile()` made run inside the unit's pass, and not the pass inside it.
+
+    It is compiled code of `module.__call__`, hooks and all, so the pass goes around that.
+    """
+    module = unit.module
+    compiled = module._compiled_call_impl
+    if compiled is None or unit.is_plain or isinstance(compiled, functools.partial):
+        return
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        unit.is_inside = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            unit.is_inside = False
+
+    unit.inner = inner
+    module._compiled_call_impl = functools.partial(_call_compiled, unit)
+
+
+def _call_compiled(unit: Unit, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # of a module around it
+        return unit.module._call_impl(*args, **kwargs)
+    return run_forward(unit, args, kwargs)
 
 
 def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit as it is where torch.compile was put around it: gathering cannot be traced."""
     warnings.warn(
         f"{unit.name} runs uncompiled: torch.compile around a sharded module stops at its units. "
-        "Compile inside them, before sharding: block.forward = torch.compile(block.forward)",
+        "Compile the blocks instead: block.compile()",
         stacklevel=2,
     )
     return run_forward(unit, args, kwargs)
@@ -75,25 +127,27 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_recompute = backward_task() != NO_TASK
     if not context.has_compared:
         context.check_first_use((args, kwargs))
-    is_short = context.whole is not None and unit is context.root and not is_recompute
-    is_short &= unit.leaf_source is None
-    if is_short and num_granules_of((args, kwargs)) == 0:
-        return _run_whole(context, args, kwargs)
+    if unit.is_plain and num_granules_of((args, kwargs)) == 0:
+        if unit is context.root and not is_recompute:
+            use_plan_of((args, kwargs))
+            context.begin_forward()
+        return unit.forward(*args, **kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
-    context.enter(is_recompute)
+    context.enter(is_recompute, (args, kwargs))
     try:
         unit.finish_gather()
         if not is_recompute:
             entered_at = context.note_forward(unit)
             before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
         output = _compute(unit, context, args, kwargs)
+        if torch.is_grad_enabled() and not is_recompute:
+            watch_compiled(output, unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)
         left_at = context.tick()
-        check_output(output, unit)
         return before_backward(output, lambda: context.begin_backward_of(unit, left_at))
     except BaseException:
         # Not in a recompute: checkpointing ends one early by an exception, once it has what it
@@ -103,16 +157,6 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise
     finally:
         context.leave(is_recompute)
-
-
-def _run_whole(context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a model that this rank holds whole; see whole.py."""
-    whole = context.whole
-    assert whole is not None
-    context.begin_forward()
-    output = whole.run(args, kwargs)
-    check_output(output, context.root)
-    return before_backward(output, whole.begin_backward)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -137,7 +181,7 @@ def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) 
         if not is_recompute:
             unit.last_granules = None if granule == PLAIN else [granule]
         with unit.attributes.shadowed(unit.leaves(granule)):
-            return unit.forward(*args, **kwargs)
+            return unit.inner(*args, **kwargs)
     granules = unit.last_granules = context.granules(num_granules)
     if unit.has_children and not unit.loops_over_model:
         try:
@@ -189,7 +233,7 @@ def _loop_over_granules(
         context.loop_granule = granules[index]
         try:
             with unit.attributes.shadowed(unit.leaves(granules[index])):
-                return unit.forward(*own_args, **own_kwargs)
+                return unit.inner(*own_args, **own_kwargs)
         finally:
             context.loop_granule = before
 
@@ -207,33 +251,9 @@ def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[s
     """
     leaves = [unit.leaves(granule) for granule in granules]
     with unit.attributes.shadowed(per_granule(leaves)):
-        output = unit.forward(*args, **kwargs)
+        output = unit.inner(*args, **kwargs)
     check_not_bypassed(output, unit.name)
     return output
-
-
-def check_output(output: Any, unit: Unit) -> None:
-    """Refuse an output whose tensors cannot be found: their backward pass would come unannounced.
-
-    Raises:
-        UnsupportedOperation: If the output has no tensor with a gradient and holds an object that
-            torch's pytrees do not know.
-    """
-    if isinstance(output, Tensor) or not torch.is_grad_enabled():
-        return
-    values = list(tree_iter(output))
-    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        return
-    for value in values:
-        if not isinstance(value, _PLAIN_VALUES):
-            raise UnsupportedOperation(
-                f"{unit.name} returns a {type(value).__name__}, in which no tensor can be found; "
-                "return tensors, tuples or dicts of them, or register the class with "
-                "torch.utils._pytree.register_dataclass"
-            )
-
-
-_PLAIN_VALUES = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
 def before_backward(output: Any, act: Callable[[], None]) -> Any:

@@ -4,8 +4,8 @@
 
 * `shard` [shard length] is this rank's part, in the dtype the parameters had, on the device or in
   the host's memory. It always exists. The parameters that the module's `named_parameters()` shows
-  and the optimizer updates are one-dimensional views of it, the *pieces* (empty where the rank
-  holds nothing of a parameter).
+  and the optimizer updates, the *pieces*, have their memory in it: sharded tensors of the
+  parameters' own shapes (see sharded_tensor.py), ordinary parameters where one rank holds all.
 * `full` [padded length] holds all ranks' shards, in the dtype they compute in, while a forward or
   backward pass needs them. Its storage is resized to nothing in between, rather than the tensor
   dropped, so that what autograd saved in the forward pass still points to it when it is filled
@@ -17,19 +17,24 @@ Where one rank holds everything, in the dtype and on the device it computes with
 The computation sees *leaves*, which are views of `full`; see leaves.py.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unison.shard.gradient import as_shard_gradient
+from unison.shard.dtensors import local_part
 from unison.shard.layout import FlatLayout, Piece, Slot
-from unison.shard.leaves import Leaves
+from unison.shard.leaves import Leaves, give_gradient
+from unison.shard.place import Place
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import DONE, Axes, Ranks, Work
+from unison.shard.sharded_tensor import ShardedTensor, shard_of
 
-ORIGINAL_SHAPE = "_unison_original_shape"  # on a piece: the shape of the whole parameter
+PIECE = "_unison_piece"  # on a parameter of a unit that one rank holds whole
 RECIPE = "_unison_recipe"  # on a parameter built under `meta_init`: how to make its values
 
 
@@ -80,12 +85,13 @@ class FlatGroup:
         neighbours: Ranks | None = None,
         precision: MixedPrecision | None = None,
         offload: CPUOffload | None = None,
+        is_ordered: bool = False,
     ) -> None:
         first = parameters[0].value
         precision = precision or MixedPrecision()
         self.axes, self.ranks = axes, axes.shard
         self._neighbours = neighbours  # who shares the parameters between forward and backward
-        self._offload = offload
+        self._offload, self._is_ordered = offload, is_ordered
         self.dtype = first.dtype
         self.compute_dtype = precision.param_dtype(self.dtype)
         self.reduce_dtype = precision.reduce_dtype(self.dtype)
@@ -94,13 +100,10 @@ class FlatGroup:
         self.recipes = [getattr(parameter.value, RECIPE, None) for parameter in parameters]
         self.layout = FlatLayout.of((p.name, tuple(p.value.shape)) for p in parameters)
         self._make_memory(device)
-        self.pieces = [self._make_piece(place) for place in self.piece_places()]
-        for parameter, piece, place in zip(
-            parameters, self.pieces, self.piece_places(), strict=True
-        ):
+        self.pieces = [self._make_piece(index) for index in range(len(parameters))]
+        for parameter, piece in zip(parameters, self.pieces, strict=True):
             if not parameter.value.is_meta:
-                flat = parameter.value.detach().reshape(-1)
-                piece.data.copy_(flat[place.start : place.stop])
+                piece.data.copy_(parameter.value.detach())
         self._start = [
             _sum_of_bits(parameter.value.detach())
             for parameter in parameters
@@ -139,7 +142,7 @@ class FlatGroup:
         self._sent: Tensor | None = None  # what a running gather reads
         self._kept: Tensor | None = None  # what neighbours hold between forward and backward
         self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self.leaves = Leaves(self.full, self.slots, self.requires_grad)
+        self.leaves = Leaves(self.full, self.slots, self.requires_grad, self._before_read)
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -147,10 +150,26 @@ class FlatGroup:
         is_asked = self._offload is not None and self._offload.pin_memory
         return is_asked and torch.cuda.is_available()
 
-    def _make_piece(self, place: Piece) -> nn.Parameter:
-        view = self.shard.narrow(0, place.shard_offset, place.numel)
-        piece = nn.Parameter(view, requires_grad=self.requires_grad)
-        setattr(piece, ORIGINAL_SHAPE, place.slot.shape)
+    def _make_piece(self, index: int) -> nn.Parameter:
+        size = self.ranks.size
+        of_ranks = [self.layout.pieces(rank, size)[index] for rank in range(size)]
+        own, slot = of_ranks[self.ranks.rank], self.slots[index]
+        local = self.shard.narrow(0, own.shard_offset, own.numel)
+        if size == 1:
+            whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
+            setattr(whole, PIECE, True)
+            return whole
+        place = Place(
+            slot.name,
+            slot.shape,
+            tuple((each.start, each.stop) for each in of_ranks),
+            self.ranks,
+            self.device,
+            self._is_ordered,
+        )
+        piece = nn.Parameter(ShardedTensor(local, place), requires_grad=self.requires_grad)
+        if self.requires_grad:  # autograd begins the gradient of `piece.sum()` with a plain tensor
+            piece.register_hook(_OwnPart(place))
         return piece
 
     def allocate(self, device: torch.device) -> None:
@@ -159,22 +178,43 @@ class FlatGroup:
         An optimizer that was made before goes on holding the right parameters.
         """
         self._make_memory(device)
-        for piece, place in zip(self.pieces, self.piece_places(), strict=True):
-            torch.utils.swap_tensors(piece, self._make_piece(place))
+        for index, piece in enumerate(self.pieces):
+            made = self._make_piece(index)
+            take_over(piece, made)
+            torch.utils.swap_tensors(piece, made)
         self._make_guards()
+
+    def copied(self, memo: dict[int, Any]) -> "FlatGroup":
+        """The buffers of a copy of the module, whose parameters they become."""
+        made = copy.copy(self)
+        made.uses = [
+            [Use(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
+            for uses in self.uses
+        ]
+        made._make_memory(self.device)
+        made.pieces = [copy.deepcopy(piece, memo) for piece in self.pieces]
+        for index, piece in enumerate(made.pieces):
+            own = made._make_piece(index)
+            with torch.no_grad():
+                own.copy_(piece)
+            vars(own).update(vars(piece))
+            torch.utils.swap_tensors(piece, own)
+        made._start_version = -1  # what it starts with is another's state
+        made._make_guards()
+        return made
 
     def is_untouched(self) -> bool:
         """Whether every piece is where it was put; cheap, since every pass asks."""
         return all(
             parameters.get(name) is piece
-            and piece.data_ptr() == address
+            and local_part(piece).data_ptr() == address
             and piece.requires_grad is self.requires_grad
             for parameters, name, piece, address in self._guards
         )
 
     def _make_guards(self) -> None:
         self._guards = [
-            (use.module._parameters, use.attribute, piece, piece.data_ptr())
+            (use.module._parameters, use.attribute, piece, local_part(piece).data_ptr())
             for piece, uses in zip(self.pieces, self.uses, strict=True)
             for use in uses
         ]
@@ -240,6 +280,11 @@ class FlatGroup:
     def _on_device(self, shard: Tensor) -> Tensor:
         copy = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
         return copy.copy_(shard, non_blocking=True)
+
+    on_read: Callable[[], None]  # set by the unit: a backward pass is about to read `full`
+
+    def _before_read(self) -> None:
+        self.on_read()
 
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
@@ -332,12 +377,35 @@ class FlatGroup:
         self.leaves.take_gradients()
 
     def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
-        if piece.grad is None:
-            piece.grad = part if self.ranks.size == 1 else as_shard_gradient(part)
+        if isinstance(piece, ShardedTensor):
+            give_gradient(piece, ShardedTensor(part, piece.place))
         else:
-            piece.grad.add_(part)
+            give_gradient(piece, part.view(piece.shape))
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """A hook on a piece: of a gradient that is whole, this rank's elements."""
+
+    place: Place
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return shard_of(gradient, self.place)
+
+
+def take_over(original: nn.Parameter, piece: nn.Parameter) -> None:
+    """Give a piece what users have put on the parameter: attributes and hooks."""
+    vars(piece).update(
+        {key: value for key, value in vars(original).items() if key not in (RECIPE, "__deepcopy__")}
+    )
+    for hook in (original._backward_hooks or {}).values():
+        if not isinstance(hook, _OwnPart):
+            piece.register_hook(hook)
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        piece.register_post_accumulate_grad_hook(hook)
 
 
 def _sum_of_bits(value: Tensor) -> Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return value.contiguous().view(-1).view(kinds[value.element_size()]).sum(dtype=torch.int64)
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.contiguous().view(-1).view(kinds[real.element_size()]).sum(dtype=torch.int64)

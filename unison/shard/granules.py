@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng import rows_of_granule
@@ -38,12 +38,15 @@ class PerGranule(Tensor):
 
     Attributes:
         parts: The granules' tensors, all of one shape and dtype.
+        plan: The plan of the batch that they were computed from, a `BatchPlan`; None for
+            parameters.
     """
 
     parts: list[Tensor]
+    plan: Any
 
     @staticmethod
-    def of(parts: Sequence[Tensor]) -> "PerGranule":
+    def of(parts: Sequence[Tensor], plan: Any = None) -> "PerGranule":
         """Hold tensors of one shape, one per granule."""
         assert parts, "a rank has at least one granule, a ghost if need be"
         first = parts[0]
@@ -52,7 +55,7 @@ class PerGranule(Tensor):
             raise BadInput(f"expected granules of one shape and dtype, found {shapes}")
         can_require_grad = first.is_floating_point() or first.is_complex()
         shell = torch.Tensor._make_subclass(PerGranule, first.detach(), can_require_grad)
-        shell.parts = list(parts)
+        shell.parts, shell.plan = list(parts), plan
         return shell
 
     @classmethod
@@ -79,7 +82,7 @@ class PerGranule(Tensor):
             row_args, row_kwargs = tree_unflatten(list(row), spec)
             with rows_of_granule(index, num_granules):
                 results.append(func(*row_args, **row_kwargs))
-        return join(results, name)
+        return join(results, name, plan_of(flat))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show how many granules there are, and the first."""
@@ -114,7 +117,7 @@ def _check_in_place(name: str, flat: list[Any]) -> None:
         )
 
 
-def join(results: list[Any], name: str) -> Any:
+def join(results: list[Any], name: str, plan: Any = None) -> Any:
     """Turn one result per granule into one result of `PerGranule`s.
 
     Raises:
@@ -125,7 +128,7 @@ def join(results: list[Any], name: str) -> Any:
     joined = []
     for values in zip(*columns, strict=True):
         if isinstance(values[0], Tensor):
-            joined.append(PerGranule.of(values))
+            joined.append(PerGranule.of(values, plan))
         elif all(value == values[0] for value in values):
             joined.append(values[0])
         else:
@@ -144,6 +147,26 @@ def split(value: Any, num_granules: int) -> list[Any]:
     if not columns:
         return [value] * num_granules
     return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+PLAN = "_unison_plan"  # on a plain tensor that was dealt: its plan
+
+
+def plan_of(value: Any) -> Any:
+    """The plan of the batch that a nested value came from, a `BatchPlan`; None if it is not known.
+
+    Values per granule carry it along; a plain tensor has it as it was dealt, and its views do.
+    """
+    for item in tree_iter(value):
+        if isinstance(item, PerGranule):
+            plan = item.plan
+        elif isinstance(item, Tensor):
+            plan = getattr(item, PLAN, None) or getattr(item._base, PLAN, None)
+        else:
+            plan = None
+        if plan is not None:
+            return plan
+    return None
 
 
 def num_granules_of(value: Any) -> int:

@@ -199,7 +199,7 @@ def _subtrees(values: Tensor | None, levels: list[int], device: torch.device) ->
     if num_blocks == 0:
         return []
     squares = torch.zeros(num_blocks * ALIGNMENT, dtype=torch.float64, device=device)
-    squares[: values.numel()] = values.double().square()
+    squares[: values.numel()] = _squares(values)
     sums = _block_sums(squares.view(num_blocks, ALIGNMENT))
     nodes, start = [], 0
     for level in levels:
@@ -209,6 +209,12 @@ def _subtrees(values: Tensor | None, levels: list[int], device: torch.device) ->
             node = node[0::2] + node[1::2]
         nodes.append(node[0])
     return nodes
+
+
+def _squares(values: Tensor) -> Tensor:  # float64 [elements]
+    if values.is_complex():
+        return torch.view_as_real(values).double().square().sum(-1)
+    return values.double().square()
 
 
 def _block_sums(squares: Tensor) -> Tensor:  # [blocks, ALIGNMENT] -> [blocks]
@@ -229,7 +235,7 @@ def _shared_sums(
         value, (start, stop) = values[index], spreads[index].ranges[ranks.rank]
         first, last = max(start, block * ALIGNMENT), min(stop, (block + 1) * ALIGNMENT)
         if value is not None and first < last:
-            part = value[first - start : last - start].double().square()
+            part = _squares(value[first - start : last - start])
             row[first - block * ALIGNMENT : last - block * ALIGNMENT] = part
     ranks.sum_(squares)  # each element has one owner, all others add 0.0: exact
     return _block_sums(squares)

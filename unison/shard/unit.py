@@ -1,14 +1,18 @@
 """A unit: a module whose parameters are gathered, used and freed together."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput
 from unison.shard.attributes import Attributes, Hidden
-from unison.shard.flat_group import FlatGroup, ParameterInfo
+from unison.shard.dtensors import local_part
+from unison.shard.flat_group import FlatGroup, ParameterInfo, Phase, take_over
 from unison.shard.labels import labelled
 from unison.shard.leaves import PLAIN, RECOMPUTE, per_granule, tripwire
 from unison.shard.policies import CPUOffload, MixedPrecision
@@ -49,11 +53,9 @@ class Unit:
         options: UnitOptions,
         device: torch.device | None = None,
     ) -> None:
-        self.module, self.name, self.axes, self.options = module, name, axes, options
-        self.ranks = axes.shard
-        self.forward = module.forward  # the user's own
+        self._set_up(module, name, axes, options, module.forward)
         after_forward = options.reshard_after_forward
-        self.groups = [
+        groups = [
             FlatGroup(
                 members,
                 axes,
@@ -63,25 +65,47 @@ class Unit:
                 else axes.shard.neighbours(after_forward),
                 precision=options.precision,
                 offload=options.offload,
+                is_ordered=options.reducer == "ordered",
             )
             for members in _by_class(parameters)
         ]
         self.has_children = any(
             unit_of(child) is not None for child in module.modules() if child is not module
         )
+        self._take_groups(groups)
+        self._install_pieces()
+
+    def _set_up(
+        self,
+        module: nn.Module,
+        name: str,
+        axes: Axes,
+        options: UnitOptions,
+        forward: Callable[..., Any],
+    ) -> None:
+        self.module, self.name, self.axes, self.options = module, name, axes, options
+        self.ranks = axes.shard
+        self.forward = self.inner = forward  # the user's own; and what a pass calls
+        self.is_inside = False  # while compiled code of the module runs, see engine.py
         self.loops_over_model = False  # set when mapping single operations turned out impossible
+        self.has_children = False
+        self.requires_sync = True  # see verbs.py
+
+    def _take_groups(self, groups: list[FlatGroup]) -> None:
+        self.groups = groups
         self._reducers: list[Reducer | None] = [None] * len(self.groups)
         self._receivers = [self._receiver(index) for index in range(len(self.groups))]
         self.is_reducing = False
-        self.is_in_place = False  # set while the root has put all parameters in place, see whole.py
         self.leaf_source: LeafSource | None = None
         # In the running backward pass: what this rank used of each group, and parts of the rest.
         self._used: list[list[bool]] = [[] for _ in self.groups]
         self._unused: list[tuple[int, Parts]] = []
         self.attributes = Attributes([group.uses for group in self.groups])
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
-        self._hidden: Hidden | None = None
-        self._install_pieces()
+        self._hidden: Hidden | None = None  # in a backward pass, behind the full parameters
+        self._hidden_by_user: Hidden | None = None  # and after `unshard`
+        for group in self.groups:
+            group.on_read = self.reach
         self._look_for_shortcuts()
 
     def _look_for_shortcuts(self) -> None:
@@ -92,17 +116,36 @@ class Unit:
         is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
         self.keeps_gradients = self.is_whole and is_alone and self.options.reducer == "fast"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its module is as good as unsharded; see [Note: one rank] in engine.py."""
+        return (
+            self.keeps_gradients and not self.options.precision.casts and self.leaf_source is None
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        """The unit of a copy of the module: the same ranks, memory of its own."""
+        made = memo[id(self)] = object.__new__(Unit)
+        module = copy.deepcopy(self.module, memo)
+        is_own = isinstance(self.forward, MethodType) and self.forward.__self__ is self.module
+        forward = self.forward.__func__.__get__(module) if is_own else self.forward  # type: ignore[union-attr]
+        made._set_up(module, self.name, self.axes, self.options, forward)
+        made.has_children = self.has_children
+        made._take_groups([group.copied(memo) for group in self.groups])
+        return made
+
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.groups)} flat buffers)"
 
     def _install_pieces(self) -> None:
         for group in self.groups:
             for piece, uses in zip(group.pieces, group.uses, strict=True):
+                original = uses[0].module._parameters[uses[0].attribute]
+                assert original is not None
+                take_over(original, piece)
+                # A later unit that meets the original again has found a tie across units.
+                setattr(original, TAKEN_BY, self.name)
                 for use in uses:
-                    original = use.module._parameters[use.attribute]
-                    assert original is not None
-                    # A later unit that meets the original again has found a tie across units.
-                    setattr(original, TAKEN_BY, self.name)
                     use.module._parameters[use.attribute] = piece
 
     def allocate(self, device: torch.device) -> None:
@@ -130,9 +173,8 @@ class Unit:
                 is_in_place = all(
                     use.module._parameters.get(use.attribute) is piece for use in uses
                 )
-                is_in_shard = (
-                    piece.untyped_storage().data_ptr() == group.shard.untyped_storage().data_ptr()
-                )
+                held, own = local_part(piece).untyped_storage(), group.shard.untyped_storage()
+                is_in_shard = held.data_ptr() == own.data_ptr()
                 if not (is_in_place and is_in_shard):
                     what = "moved" if is_in_place else "replaced"
                     raise BadInput(
@@ -163,8 +205,15 @@ class Unit:
             for group in self.groups:
                 group.finish_gather()
 
+    def show_full(self) -> None:
+        """Let the module's attributes be its full parameters until they are freed."""
+        if not self.is_plain and self._hidden_by_user is None:
+            self.finish_gather()
+            self._hidden_by_user = self.attributes.shadow(self.leaves(PLAIN))
+
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass needs the parameters again."""
+        self.show_pieces()
         for group in self.groups:
             group.free_after_forward()
 
@@ -189,11 +238,16 @@ class Unit:
             return self.leaves(RECOMPUTE)
         return [[tripwire(leaf, self.name) for leaf in leaves] for leaves in self.leaves(PLAIN)]
 
+    def show_pieces(self) -> None:
+        """Let the module's attributes be the pieces again."""
+        for hidden in (self._hidden, self._hidden_by_user):  # the last one first
+            if hidden is not None:
+                self.attributes.restore(hidden)
+        self._hidden = self._hidden_by_user = None
+
     def free(self) -> None:
         """Give the memory of the full parameters back."""
-        if self._hidden is not None:
-            self.attributes.restore(self._hidden)
-            self._hidden = None
+        self.show_pieces()
         for group in self.groups:
             group.free()
 
@@ -216,6 +270,13 @@ class Unit:
 
     edges: tuple[int, ...] = ()  # which rank holds which granules, in ordered mode
     on_late: Callable[["Unit"], None]  # set by the engine: ends a sum that is under way
+    on_reached: Callable[["Unit"], None]  # set by the engine: a backward pass came unannounced
+
+    def reach(self) -> None:
+        """Have the parameters for a backward pass, which need not come through the outputs."""
+        if self._hidden is None or any(group.phase is not Phase.FULL for group in self.groups):
+            self.begin_backward()
+            self.on_reached(self)
 
     def _receiver(self, index: int) -> Callable[[int, int, Tensor], None] | None:
         """What takes the gradients of a group's leaves one by one; None if they may lie there.
@@ -263,12 +324,20 @@ class Unit:
     @property
     def has_untaken_gradients(self) -> bool:
         """Whether gradients lie at the leaves."""
-        return any(leaf.grad is not None for group in self.groups for leaf in group.leaves)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(leaf.grad is not None for group in self.groups for leaf in group.leaves)
 
     def keep_gradients(self) -> None:
         """Hand the leaves' gradients to their pieces as they are."""
         for group in self.groups:
             group.leaves.give_gradients_to(group.pieces)
+
+    def hold_gradients(self) -> None:
+        """Add the gradients at the leaves to those of earlier passes; they are summed later."""
+        for index, group in enumerate(self.groups):
+            if group.requires_grad:
+                for granule, gradients in group.leaves.take_gradients():
+                    self._reducer(index).take(granule, gradients)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""

@@ -14,6 +14,7 @@ from unison.errors import BadInput
 from unison.models import GPT2LM, DecoderLM, ModelConfig, build, preset
 from unison.shard import auto_shard, digest, full_parameters, fully_shard, units_of
 from unison.shard.deferred import materialize, meta_init, register_init
+from unison.shard.dtensors import local_part
 
 
 class Blocks(nn.Module):
@@ -159,7 +160,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else [result]:
             if isinstance(value, Tensor) and value.device.type != "meta":
-                self.storages.add(value.untyped_storage())
+                self.storages.add(local_part(value).untyped_storage())
         return result
 
     def _note(self) -> None:

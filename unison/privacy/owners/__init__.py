@@ -18,7 +18,6 @@ from unison.privacy.owners.replicated import Replicated
 from unison.privacy.owners.tensor_parallel import TensorParallel, is_tensor_parallel
 from unison.privacy.owners.units import Units
 from unison.shard.dtensors import fsdp2_modules
-from unison.shard.flat_group import ORIGINAL_SHAPE
 from unison.shard.unit import units_of
 
 __all__ = [
@@ -54,4 +53,4 @@ def full_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
     """The shapes of the trainable parameters as they are without sharding."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            yield tuple(getattr(parameter, ORIGINAL_SHAPE, parameter.shape))
+            yield tuple(parameter.shape)

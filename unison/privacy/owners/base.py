@@ -13,8 +13,8 @@ from unison.clip import SampleNorms
 from unison.clip.layers import Layer
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
-from unison.shard.gradient import as_shard_gradient
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import ShardedTensor
 
 MakeSums = Callable[[int, Sequence[str]], list[Tensor | None]]
 """(granule, names) -> this rank's clipped sums of these parameters, None for one not used.
@@ -56,10 +56,11 @@ class Owned:
     def as_gradient(self, values: Tensor) -> Tensor:
         """A gradient of these elements, as the optimizer wants to find it in `.grad`."""
         shape, device = self.parameter.shape, self.parameter.device
-        gradient = values if values.shape == shape else values.view(shape)
-        if gradient.device != device:
-            gradient = gradient.to(device)
-        return as_shard_gradient(gradient) if self.is_part else gradient
+        if values.device != device:
+            values = values.to(device)
+        if isinstance(self.parameter, ShardedTensor):
+            return ShardedTensor(values.view(-1), self.parameter.place)
+        return values if values.shape == shape else values.view(shape)
 
     @cached_property
     def is_part(self) -> bool:

@@ -18,8 +18,8 @@ from unison.shard.deferred.places import Place, naming, replace_tensors
 from unison.shard.deferred.recipe import ORIGINALS, foreign_attributes
 from unison.shard.deferred.replay import Streams, contents, evaluate
 from unison.shard.deferred.tape import Operand
-from unison.shard.dtensors import is_dtensor
-from unison.shard.flat_group import ORIGINAL_SHAPE, RECIPE
+from unison.shard.dtensors import is_dtensor, local_part
+from unison.shard.flat_group import RECIPE
 from unison.shard.unit import units_of
 
 
@@ -73,7 +73,8 @@ def _device_for(place: Place, device: torch.device | None, default: torch.device
 def _fill_piece(place: Place, streams: Streams) -> None:
     if place.recipe is not None:
         assert place.piece is not None
-        fill_part_(place.tensor.detach(), place.recipe.operand, place.piece.start, streams)
+        part = local_part(place.tensor).detach().view(-1)
+        fill_part_(part, place.recipe.operand, place.piece.start, streams)
 
 
 def _fill_distributed(place: Place, streams: Streams) -> None:
@@ -164,6 +165,9 @@ def _filled_together(places: list[Place], streams: Streams, device: torch.device
 def _weak_references_renewed(module: nn.Module) -> Iterator[None]:
     """Let recurrent modules, which keep a second list of their parameters, see the new ones."""
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    pieces = {
+        id(each) for unit in units_of(module) for group in unit.groups for each in group.pieces
+    }
     for child in recurrent:
         child._flat_weight_refs = []  # they would keep parameters from being given memory
     yield
@@ -171,5 +175,5 @@ def _weak_references_renewed(module: nn.Module) -> Iterator[None]:
         weights = [getattr(child, name, None) for name in child._flat_weights_names]
         child._flat_weights = weights
         child._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
-        if not any(hasattr(weight, ORIGINAL_SHAPE) for weight in weights):
+        if not any(id(weight) in pieces for weight in weights):
             child.flatten_parameters()  # cuDNN's own layout; on other devices nothing happens

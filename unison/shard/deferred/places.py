@@ -14,7 +14,7 @@ from unison.shard.deferred.recipe import ORIGINALS, Recipe, recipe_of
 from unison.shard.deferred.replay import refuse_unknown
 from unison.shard.deferred.tape import Geometry, leaves, ops_behind
 from unison.shard.dtensors import is_dtensor
-from unison.shard.flat_group import ORIGINAL_SHAPE, RECIPE, FlatGroup
+from unison.shard.flat_group import RECIPE, FlatGroup
 from unison.shard.layout import Piece
 from unison.shard.unit import TAKEN_BY, units_of
 
@@ -48,7 +48,7 @@ class Place:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor, over all ranks."""
-        return tuple(getattr(self.tensor, ORIGINAL_SHAPE, self.tensor.shape))
+        return tuple(self.tensor.shape)
 
 
 def find_places(module: nn.Module) -> list[Place]:

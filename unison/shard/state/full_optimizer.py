@@ -90,7 +90,8 @@ def _gathered(
     shard = torch.zeros(len(group.shard), dtype=dtype, device=group.device)
     places = group.piece_places()
     for index, element in members:
-        shard.narrow(0, places[index].shard_offset, places[index].numel).copy_(element.value)
+        part = shard.narrow(0, places[index].shard_offset, places[index].numel)
+        part.copy_(element.value.reshape(-1))
     full = torch.empty(
         group.layout.padded_length(group.ranks.size), dtype=dtype, device=group.device
     )

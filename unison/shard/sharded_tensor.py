@@ -1,0 +1,531 @@
+"""A parameter of which this rank holds a run of elements: the whole's shape, a part's memory.
+
+What `parameters()`, `.grad`, an optimizer's state and `state_dict()` show of a sharded model.
+DTensor has no placement for a run of elements that ends inside a row, so this follows its
+protocols: it flattens for torch.compile and FakeTensor, and torch.distributed.checkpoint reads and
+writes it by its own planners.
+
+[Note: what may run on a part] An operation may run where its result on the part is the part of its
+result on the whole: element by element, between tensors of which each rank holds the same elements,
+and numbers. That is decided by torch's own tag `pointwise` and by its names of operations on lists.
+Sums, norms, extremes and the search for infinities are made whole by a collective, for which ranks
+meet first (`together`). All else raises, naming the parameter and what to do: a list of what is
+allowed, so that an operation which a new torch brings is refused until somebody has looked at it.
+
+[Note: versions below autograd] `__torch_dispatch__` runs below autograd. There a write does not
+count in the inner tensor's version, and a view gets a version counter of its own. The flat buffer's
+version tells whether a gather is stale, so writes are counted by hand, and `local` is handed on as
+the very object it is: `nn.Parameter(x)` calls `detach`, too.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils._pytree import tree_iter
+
+from unison.errors import BadInput, NeedsWhole
+from unison.shard.place import Place
+from unison.shard.together import meet
+
+aten = torch.ops.aten
+Handler = Callable[[Any, tuple, dict[str, Any]], Any]
+
+SAVING = (
+    "save with torch.distributed.checkpoint.save or unison.save_checkpoint, or save what "
+    "unison.full_state_dict(model) gives, called on every rank"
+)
+READING = "call .full_tensor() on every rank, or read .local knowing that it is a part"
+
+
+class ShardedTensor(Tensor):
+    """A tensor of the whole's shape that holds this rank's elements of it.
+
+    Attributes:
+        local: The elements [stop - start], in memory of this rank.
+        place: Which they are.
+    """
+
+    __slots__ = ("local", "place")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    local: Tensor
+    place: Place
+
+    @staticmethod
+    def __new__(
+        cls: type["ShardedTensor"], local: Tensor, place: Place, requires_grad: bool = False
+    ) -> "ShardedTensor":
+        """Make one of a rank's elements."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, place.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        made.local, made.place = local, place
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute on this rank's elements, with the other ranks, or not at all."""
+        return _dispatch(func, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter, on every rank; a collective.
+
+        Gradients do not go through it: a loss may use what the module's forward returns.
+        """
+        return _Whole.apply(self)  # type: ignore[no-any-return]
+
+    def to_local(self) -> Tensor:  # [stop - start]
+        """This rank's elements, with gradients of their own; `local` is the same without."""
+        return _Local.apply(self)  # type: ignore[no-any-return]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        kind = "Parameter of " if isinstance(self, nn.Parameter) else ""
+        return (
+            f"ShardedTensor({kind}{self.place.name!r}: elements {self.place.start}:"
+            f"{self.place.stop} of {list(self.shape)}, {self.dtype}, {self.device})"
+        )
+
+    # --- what does not come to the dispatcher ----------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same elements, without history; to assign is to copy into them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.device != self.device:
+            raise BadInput(
+                f"{self.place.name!r} is {self.dtype} on {self.device} and cannot become "
+                f"{value.dtype} on {value.device}; move and cast parameters before sharding"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def mean(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """A sum, divided: autograd begins its gradient with a number, that of a mean does not."""
+        return super().mean(*args, **kwargs) if args or kwargs else self.sum() / self.numel()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Memory of which nobody may ask where it is."""
+        storage = super().untyped_storage()  # must not raise: torch.compile asks for it
+        storage.__class__ = _NoStorage
+        return storage
+
+    def _refuse_value(self, *args: Any, **kwargs: Any) -> Any:
+        raise NeedsWhole(f"its value needs all of {self.place}; {READING}")
+
+    # Torch's own would hand out a null pointer, or read from one.
+    numpy = tolist = __array__ = __dlpack__ = share_memory_ = _refuse_value
+
+    def storage(self) -> Any:
+        """Refused: savers ask where it begins."""
+        raise NeedsWhole(f"a file needs all of {self.place}; {SAVING}")
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        if id(self) not in memo:
+            copy = ShardedTensor(self.local.detach().clone(), self.place, self.requires_grad)
+            memo[id(self)] = copy
+            vars(copy).update(vars(self))  # `_is_param`, which makes it an nn.Parameter
+            if self.grad is not None and not isinstance(self, nn.Parameter):  # as torch's own does
+                copy.grad = self.grad.__deepcopy__(memo)
+        return memo[id(self)]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Place]:
+        return ["local"], self.place
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], place: Place, *_: Any) -> "ShardedTensor":
+        return ShardedTensor(inner["local"], place)
+
+    # --- torch.distributed.checkpoint ------------------------------------------------------------
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes, _ in self.place.boxes
+        ]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for offsets, sizes, first in self.place.boxes:
+            if offsets == tuple(index.offset):
+                part = self.local.detach().narrow(0, first - self.place.start, math.prod(sizes))
+                return part.view(sizes)
+        raise NeedsWhole(f"no box of {self.place} begins at {tuple(index.offset)}")
+
+
+class _NoStorage(torch.UntypedStorage):
+    def data_ptr(self) -> int:  # where safetensors and transformers begin to write
+        raise NeedsWhole(f"a file needs the whole of a sharded parameter; {SAVING}")
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
+        ctx.name = shard.place.name
+        return gathered(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        raise NeedsWhole(
+            f"gradients do not go through full_tensor() of {ctx.name!r}; return what the loss "
+            "needs of it from the module's forward"
+        )
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
+        ctx.place = shard.place
+        return shard.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return ShardedTensor(gradient.contiguous(), ctx.place)
+
+
+def gathered(shard: ShardedTensor) -> Tensor:
+    """All elements of a sharded tensor; a collective."""
+    place = shard.place
+    meet(place.ranks, f"full_tensor() of {place.name!r}")
+    longest = max(stop - start for start, stop in place.ranges)
+    sent = torch.zeros(longest, dtype=shard.dtype, device=place.device)
+    sent[: len(shard.local)] = shard.local.detach()
+    received = sent.new_empty(place.ranks.size * longest)
+    place.ranks.gather(received, sent).wait()
+    parts = [
+        row[: stop - start]
+        for row, (start, stop) in zip(
+            received.view(place.ranks.size, longest), place.ranges, strict=True
+        )
+    ]
+    return torch.cat(parts).view(place.shape).to(shard.device)
+
+
+# As for DTensor: without this, optimizers and clip_grad_norm_ would go tensor by tensor.
+_types_of_optimizers.append(ShardedTensor)
+_types_of_clipping.append(ShardedTensor)
+
+
+# ---- what an operation does ----------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operation of which at least one argument is a sharded tensor."""
+    handler = _handlers.get(func)
+    if handler is None:
+        handler = _handlers[func] = _handler_of(func)
+    return handler(func, args, kwargs)
+
+
+def _handler_of(func: Any) -> Handler:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_"):
+        return _on_lists(schema) if _is_elementwise_list(name) else _refuse
+    if name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        return _on_lists(schema)
+    is_elementwise = name in ("zero_", "fill_", "masked_fill_", "masked_fill") or (
+        torch.Tag.pointwise in func.tags
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and [str(result.type) for result in schema.returns] == ["Tensor"]  # `equal` has the tag too
+        and not any(argument.is_out for argument in schema.arguments)
+    )
+    return _elementwise if is_elementwise else _refuse
+
+
+def _is_elementwise_list(name: str) -> bool:
+    base = name.removeprefix("_foreach_")
+    if base == "max":  # of each tensor, though aten.max(a, b) is elementwise
+        return False
+    single = getattr(aten, base.rstrip("_"), None)
+    overloads = [] if single is None else [getattr(single, each) for each in single.overloads()]
+    return base in ("zero_", "copy_") or any(
+        torch.Tag.pointwise in overload.tags for overload in overloads
+    )
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    shard = next(each for each in tree_iter((args, kwargs)) if type(each) is ShardedTensor)
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        remedy = "each rank would draw for itself: draw before sharding, or under unison.meta_init"
+    else:
+        remedy = READING
+    raise NeedsWhole(f"{name} needs all of {shard.place}; {remedy}")
+
+
+# ---- element by element --------------------------------------------------------------------------
+
+
+def _part(value: Any, place: Place | None) -> Any:
+    """What an elementwise operation on the elements at a place sees of an argument."""
+    if type(value) is ShardedTensor:
+        if place is not None and value.place.is_like(place):
+            return value.local
+        raise NeedsWhole(
+            f"element by element, {value.place}, does not fit "
+            f"{'a tensor of one rank' if place is None else place}; {READING}"
+        )
+    if place is None or not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.shape == place.shape and not any(value.stride()):
+        return value.as_strided((), ())  # a number, expanded: the gradient of a sum begins so
+    raise NeedsWhole(
+        f"element by element, a plain tensor of shape {list(value.shape)} does not fit "
+        f"{place}: each rank may have another one; copy it into a sharded one (.copy_) first, or "
+        "call .full_tensor() on every rank"
+    )
+
+
+def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    shard = args[0]
+    is_write = func._schema.is_mutable
+    if type(shard) is not ShardedTensor:
+        if is_write:
+            return _refuse(func, args, kwargs)
+        shard = next(each for each in (*args, *kwargs.values()) if type(each) is ShardedTensor)
+    place = shard.place
+    parts = [_part(each, place) for each in args]
+    result = func(*parts, **{key: _part(value, place) for key, value in kwargs.items()})
+    if not is_write:
+        return ShardedTensor(result, place)
+    _count_writes(parts[0])
+    return args[0]
+
+
+def _on_lists(schema: Any) -> Handler:
+    """An operation on lists: item i of each lies where item i of the first does, or is plain."""
+    is_written = [
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in schema.arguments
+    ]
+
+    def handler(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        places = [each.place if type(each) is ShardedTensor else None for each in args[0]]
+
+        def parts(value: Any) -> Any:
+            if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+                return [_part(each, place) for each, place in zip(value, places, strict=True)]
+            return value
+
+        lists = [parts(each) for each in args]
+        result = func(*lists, **{key: parts(value) for key, value in kwargs.items()})
+        if not schema.is_mutable:
+            return [
+                each if place is None else ShardedTensor(each, place)
+                for each, place in zip(result, places, strict=True)
+            ]
+        for value, is_its in zip(lists, is_written, strict=False):
+            if is_its:
+                _count_writes(value)
+        return None
+
+    return handler
+
+
+def _count_writes(parts: Any) -> None:
+    """See [Note: versions below autograd] in sharded_tensor.py."""
+    if not torch.is_inference_mode_enabled():
+        increment_version(parts)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Detach, alias, and views that change nothing."""
+    shard, *sizes = args
+    if sizes and tuple(sizes[0]) != tuple(shard.shape):
+        return _refuse(func, args, kwargs)
+    return ShardedTensor(shard.local, shard.place)
+
+
+def _like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Copies and `*_like`: the same elements, perhaps of another dtype or device."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    return ShardedTensor(func(args[0].local, *args[1:], **kwargs), args[0].place)
+
+
+def _new(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    shard, size, *rest = args
+    if tuple(size) != tuple(shard.shape):
+        return func(shard.local, size, *rest, **kwargs)  # of another shape: a tensor of its own
+    return ShardedTensor(func(shard.local, shard.local.shape, *rest, **kwargs), shard.place)
+
+
+def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A whole tensor may be copied into a sharded one, which takes its elements; not back."""
+    target, source = args[:2]
+    if type(target) is not ShardedTensor:
+        return _refuse(func, args, kwargs)
+    place = target.place
+    if type(source) is not ShardedTensor and source.shape == place.shape:
+        part = source.reshape(-1)[place.start : place.stop]
+    else:
+        part = _part(source, place)
+    func(target.local, part, *args[2:])
+    _count_writes(target.local)
+    return target
+
+
+def shard_of(whole: Tensor, place: Place) -> ShardedTensor:
+    """This rank's elements of a tensor that every rank has whole."""
+    if type(whole) is ShardedTensor:
+        return whole
+    return ShardedTensor(whole.detach().reshape(-1)[place.start : place.stop].clone(), place)
+
+
+# ---- together with the other ranks ---------------------------------------------------------------
+
+
+def _of_all_ranks(parts: Tensor, place: Place, what: str) -> Tensor:
+    """Every rank's numbers [ranks, numbers] of this rank's [numbers]."""
+    if parts.is_meta:
+        return parts.expand(place.ranks.size, *parts.shape)
+    meet(place.ranks, what)
+    sent = parts.to(place.device)
+    received = sent.new_empty(place.ranks.size * len(sent))
+    place.ranks.gather(received, sent).wait()
+    return received.view(place.ranks.size, len(sent)).to(parts.device)
+
+
+def _check_not_ordered(place: Place, what: str) -> None:
+    if place.is_ordered:
+        raise NeedsWhole(
+            f"{what} of {place.name!r} would have other bits at other world sizes, which the "
+            "ordered reducer promises not to; use unison.grad_norm, unison.param_norm or "
+            "unison.clip_grad_norm_, which add in one order"
+        )
+
+
+def _norms(
+    shards: Sequence[ShardedTensor], order: Any = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Norms of whole tensors, by one exchange, in float64."""
+    order, first = float(order), shards[0]
+    if order <= 0:
+        raise NeedsWhole(f"the norm of order {order} needs all of {first.place}; {READING}")
+    if not math.isinf(order):
+        _check_not_ordered(first.place, "the norm")
+    zero = first.local.new_zeros(1)  # an empty part has no largest element
+    parts = torch._foreach_norm(
+        [shard.local if len(shard.local) else zero for shard in shards], order, torch.float64
+    )
+    of_ranks = _of_all_ranks(torch.stack(parts), first.place, "a norm of sharded tensors")
+    is_largest = math.isinf(order)
+    totals = of_ranks.amax(0) if is_largest else of_ranks.pow(order).sum(0).pow(1 / order)
+    return list(totals.to(dtype or first.dtype).unbind())
+
+
+def _vector_norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    shard: ShardedTensor = args[0]
+    order = args[1] if len(args) > 1 else 2
+    dim: Sequence[int] = (args[2] if len(args) > 2 else None) or ()
+    if (len(args) > 3 and args[3]) or 0 < len(dim) < shard.dim():
+        return _refuse(func, args, kwargs)
+    return _norms([shard], order, kwargs.get("dtype"))[0]
+
+
+def _norms_of_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    shards = [each for each in args[0] if type(each) is ShardedTensor]
+    norms = iter(_norms(shards, *args[1:], **kwargs))
+    return [
+        next(norms) if type(each) is ShardedTensor else func([each], *args[1:], **kwargs)[0]
+        for each in args[0]
+    ]
+
+
+def _sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The sum or the mean of all elements, added in float64."""
+    shard, wanted = args[0], kwargs.get("dtype")
+    _check_not_ordered(shard.place, "the sum")
+    is_integer = not (shard.is_floating_point() or shard.is_complex())
+    wide = torch.int64 if is_integer else torch.promote_types(shard.dtype, torch.float64)
+    part = shard.local.sum(dtype=wide).view(1)
+    total = _of_all_ranks(part, shard.place, "a sum over a sharded tensor").sum(0)[0]
+    if func is aten.mean.default:
+        total = total / shard.place.numel
+    return total.to(wanted or (wide if is_integer else shard.dtype))
+
+
+def _extreme(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The largest or smallest element, or whether any or all are true."""
+    shard = args[0]
+    # Numbers stay exact, and a NaN is carried on, as `func` itself would.
+    values = shard.local if len(shard.local) else _neutral(func, shard)
+    part = func(values).view(1)
+    is_bool = part.dtype == torch.bool
+    sent = part.to(torch.uint8) if is_bool else part
+    of_ranks = _of_all_ranks(sent, shard.place, f"{func._schema.name[6:]} of a sharded tensor")
+    return func(of_ranks.to(part.dtype)[:, 0])
+
+
+def _neutral(func: Any, shard: ShardedTensor) -> Tensor:
+    """One element that decides nothing, for a rank that holds none."""
+    if func in (aten.any.default, aten.all.default):
+        return torch.tensor([func is aten.all.default], device=shard.device)
+    if shard.is_floating_point():
+        least = -math.inf
+        value = least if func is aten.max.default else -least
+    else:
+        info = torch.iinfo(shard.dtype)
+        value = info.min if func is aten.max.default else info.max
+    return shard.local.new_full((1,), value)
+
+
+def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """`GradScaler`: an infinity in one rank's part stops all ranks."""
+    gradients, found, scale = args
+    parts = [_part(each, getattr(each, "place", None)) for each in gradients]
+    func(parts, found, scale)
+    _count_writes(parts)
+    place = next(each.place for each in gradients if type(each) is ShardedTensor)
+    found.copy_(_of_all_ranks(found.view(1), place, "GradScaler").amax(0).view(found.shape))
+
+
+_handlers: dict[Any, Handler] = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.view.default), _same),
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.empty_like.default), _like),
+    **dict.fromkeys(
+        (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _like
+    ),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    aten.copy_.default: _copy,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _norms_of_list,
+    **dict.fromkeys((aten.sum.default, aten.mean.default), _sum),
+    **dict.fromkeys(
+        (aten.max.default, aten.min.default, aten.any.default, aten.all.default), _extreme
+    ),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
