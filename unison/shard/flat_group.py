@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from unison.shard.dtensors import local_part
 from unison.shard.layout import FlatLayout, Piece, Slot
 from unison.shard.leaves import Leaves, give_gradient
-from unison.shard.place import Place
+from unison.shard.placement import Placement
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, shard_of
@@ -159,7 +159,7 @@ class FlatGroup:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
             setattr(whole, PIECE, True)
             return whole
-        place = Place(
+        place = Placement(
             slot.name,
             slot.shape,
             tuple((each.start, each.stop) for each in of_ranks),
@@ -378,7 +378,7 @@ class FlatGroup:
 
     def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
         if isinstance(piece, ShardedTensor):
-            give_gradient(piece, ShardedTensor(part, piece.place))
+            give_gradient(piece, ShardedTensor(part, piece.placement))
         else:
             give_gradient(piece, part.view(piece.shape))
 
@@ -387,10 +387,10 @@ class FlatGroup:
 class _OwnPart:
     """A hook on a piece: of a gradient that is whole, this rank's elements."""
 
-    place: Place
+    placement: Placement
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return shard_of(gradient, self.place)
+        return shard_of(gradient, self.placement)
 
 
 def take_over(original: nn.Parameter, piece: nn.Parameter) -> None:

@@ -91,6 +91,6 @@ def _adopt_flat_state(optimizer: Optimizer) -> None:
             if type(value) is not Tensor or value.ndim != 1:
                 continue
             if isinstance(parameter, ShardedTensor) and value.shape == parameter.local.shape:
-                state[key] = ShardedTensor(value, parameter.place)
+                state[key] = ShardedTensor(value, parameter.placement)
             elif value.shape != parameter.shape and value.numel() == parameter.numel():
                 state[key] = value.view(parameter.shape)

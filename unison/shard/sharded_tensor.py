@@ -30,7 +30,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 from torch.utils._pytree import tree_iter
 
 from unison.errors import BadInput, NeedsWhole
-from unison.shard.place import Place
+from unison.shard.placement import Placement
 from unison.shard.together import meet
 
 aten = torch.ops.aten
@@ -48,23 +48,27 @@ class ShardedTensor(Tensor):
 
     Attributes:
         local: The elements [stop - start], in memory of this rank.
-        place: Which they are.
+        placement: Which they are.
     """
 
-    __slots__ = ("local", "place")
+    __slots__ = ("local", "placement")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     local: Tensor
-    place: Place
+    placement: Placement
 
     @staticmethod
     def __new__(
-        cls: type["ShardedTensor"], local: Tensor, place: Place, requires_grad: bool = False
+        cls: type["ShardedTensor"], local: Tensor, placement: Placement, requires_grad: bool = False
     ) -> "ShardedTensor":
         """Make one of a rank's elements."""
         made = torch.Tensor._make_wrapper_subclass(
-            cls, place.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls,
+            placement.shape,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
         )
-        made.local, made.place = local, place
+        made.local, made.placement = local, placement
         return made
 
     @classmethod
@@ -88,8 +92,8 @@ class ShardedTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of " if isinstance(self, nn.Parameter) else ""
         return (
-            f"ShardedTensor({kind}{self.place.name!r}: elements {self.place.start}:"
-            f"{self.place.stop} of {list(self.shape)}, {self.dtype}, {self.device})"
+            f"ShardedTensor({kind}{self.placement.name!r}: elements {self.placement.start}:"
+            f"{self.placement.stop} of {list(self.shape)}, {self.dtype}, {self.device})"
         )
 
     # --- what does not come to the dispatcher ----------------------------------------------------
@@ -103,7 +107,7 @@ class ShardedTensor(Tensor):
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype or value.device != self.device:
             raise BadInput(
-                f"{self.place.name!r} is {self.dtype} on {self.device} and cannot become "
+                f"{self.placement.name!r} is {self.dtype} on {self.device} and cannot become "
                 f"{value.dtype} on {value.device}; move and cast parameters before sharding"
             )
         with torch.no_grad():
@@ -120,33 +124,35 @@ class ShardedTensor(Tensor):
         return storage
 
     def _refuse_value(self, *args: Any, **kwargs: Any) -> Any:
-        raise NeedsWhole(f"its value needs all of {self.place}; {READING}")
+        raise NeedsWhole(f"its value needs all of {self.placement}; {READING}")
 
     # Torch's own would hand out a null pointer, or read from one.
     numpy = tolist = __array__ = __dlpack__ = share_memory_ = _refuse_value
 
     def storage(self) -> Any:
         """Refused: savers ask where it begins."""
-        raise NeedsWhole(f"a file needs all of {self.place}; {SAVING}")
+        raise NeedsWhole(f"a file needs all of {self.placement}; {SAVING}")
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
         if id(self) not in memo:
-            copy = ShardedTensor(self.local.detach().clone(), self.place, self.requires_grad)
+            copy = ShardedTensor(self.local.detach().clone(), self.placement, self.requires_grad)
             memo[id(self)] = copy
             vars(copy).update(vars(self))  # `_is_param`, which makes it an nn.Parameter
             if self.grad is not None and not isinstance(self, nn.Parameter):  # as torch's own does
                 copy.grad = self.grad.__deepcopy__(memo)
         return memo[id(self)]
 
-    def __tensor_flatten__(self) -> tuple[list[str], Place]:
-        return ["local"], self.place
+    def __tensor_flatten__(self) -> tuple[list[str], Placement]:
+        return ["local"], self.placement
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], place: Place, *_: Any) -> "ShardedTensor":
-        return ShardedTensor(inner["local"], place)
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], placement: Placement, *_: Any
+    ) -> "ShardedTensor":
+        return ShardedTensor(inner["local"], placement)
 
     # --- torch.distributed.checkpoint ------------------------------------------------------------
 
@@ -155,7 +161,7 @@ class ShardedTensor(Tensor):
 
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes, _ in self.place.boxes
+            for offsets, sizes, _ in self.placement.boxes
         ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
@@ -173,11 +179,11 @@ class ShardedTensor(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for offsets, sizes, first in self.place.boxes:
+        for offsets, sizes, first in self.placement.boxes:
             if offsets == tuple(index.offset):
-                part = self.local.detach().narrow(0, first - self.place.start, math.prod(sizes))
+                part = self.local.detach().narrow(0, first - self.placement.start, math.prod(sizes))
                 return part.view(sizes)
-        raise NeedsWhole(f"no box of {self.place} begins at {tuple(index.offset)}")
+        raise NeedsWhole(f"no box of {self.placement} begins at {tuple(index.offset)}")
 
 
 class _NoStorage(torch.UntypedStorage):
@@ -188,7 +194,7 @@ class _NoStorage(torch.UntypedStorage):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        ctx.name = shard.place.name
+        ctx.name = shard.placement.name
         return gathered(shard)
 
     @staticmethod
@@ -202,30 +208,30 @@ class _Whole(torch.autograd.Function):
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        ctx.place = shard.place
+        ctx.placement = shard.placement
         return shard.local.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return ShardedTensor(gradient.contiguous(), ctx.place)
+        return ShardedTensor(gradient.contiguous(), ctx.placement)
 
 
 def gathered(shard: ShardedTensor) -> Tensor:
     """All elements of a sharded tensor; a collective."""
-    place = shard.place
-    meet(place.ranks, f"full_tensor() of {place.name!r}")
-    longest = max(stop - start for start, stop in place.ranges)
-    sent = torch.zeros(longest, dtype=shard.dtype, device=place.device)
+    placement = shard.placement
+    meet(placement.ranks, f"full_tensor() of {placement.name!r}")
+    longest = max(stop - start for start, stop in placement.ranges)
+    sent = torch.zeros(longest, dtype=shard.dtype, device=placement.device)
     sent[: len(shard.local)] = shard.local.detach()
-    received = sent.new_empty(place.ranks.size * longest)
-    place.ranks.gather(received, sent).wait()
+    received = sent.new_empty(placement.ranks.size * longest)
+    placement.ranks.gather(received, sent).wait()
     parts = [
         row[: stop - start]
         for row, (start, stop) in zip(
-            received.view(place.ranks.size, longest), place.ranges, strict=True
+            received.view(placement.ranks.size, longest), placement.ranges, strict=True
         )
     ]
-    return torch.cat(parts).view(place.shape).to(shard.device)
+    return torch.cat(parts).view(placement.shape).to(shard.device)
 
 
 # As for DTensor: without this, optimizers and clip_grad_norm_ would go tensor by tensor.
@@ -281,29 +287,29 @@ def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         remedy = "each rank would draw for itself: draw before sharding, or under unison.meta_init"
     else:
         remedy = READING
-    raise NeedsWhole(f"{name} needs all of {shard.place}; {remedy}")
+    raise NeedsWhole(f"{name} needs all of {shard.placement}; {remedy}")
 
 
 # ---- element by element --------------------------------------------------------------------------
 
 
-def _part(value: Any, place: Place | None) -> Any:
-    """What an elementwise operation on the elements at a place sees of an argument."""
+def _part(value: Any, placement: Placement | None) -> Any:
+    """What an elementwise operation on the elements at a placement sees of an argument."""
     if type(value) is ShardedTensor:
-        if place is not None and value.place.is_like(place):
+        if placement is not None and value.placement.is_like(placement):
             return value.local
         raise NeedsWhole(
-            f"element by element, {value.place}, does not fit "
-            f"{'a tensor of one rank' if place is None else place}; {READING}"
+            f"element by element, {value.placement}, does not fit "
+            f"{'a tensor of one rank' if placement is None else placement}; {READING}"
         )
-    if place is None or not isinstance(value, Tensor) or not value.dim():
+    if placement is None or not isinstance(value, Tensor) or not value.dim():
         return value
-    if value.shape == place.shape and not any(value.stride()):
+    if value.shape == placement.shape and not any(value.stride()):
         return value.as_strided((), ())  # a number, expanded: the gradient of a sum begins so
     raise NeedsWhole(
         f"element by element, a plain tensor of shape {list(value.shape)} does not fit "
-        f"{place}: each rank may have another one; copy it into a sharded one (.copy_) first, or "
-        "call .full_tensor() on every rank"
+        f"{placement}: each rank may have another one; copy it into a sharded one (.copy_) first, "
+        "or call .full_tensor() on every rank"
     )
 
 
@@ -314,11 +320,11 @@ def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_write:
             return _refuse(func, args, kwargs)
         shard = next(each for each in (*args, *kwargs.values()) if type(each) is ShardedTensor)
-    place = shard.place
-    parts = [_part(each, place) for each in args]
-    result = func(*parts, **{key: _part(value, place) for key, value in kwargs.items()})
+    placement = shard.placement
+    parts = [_part(each, placement) for each in args]
+    result = func(*parts, **{key: _part(value, placement) for key, value in kwargs.items()})
     if not is_write:
-        return ShardedTensor(result, place)
+        return ShardedTensor(result, placement)
     _count_writes(parts[0])
     return args[0]
 
@@ -331,19 +337,22 @@ def _on_lists(schema: Any) -> Handler:
     ]
 
     def handler(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        places = [each.place if type(each) is ShardedTensor else None for each in args[0]]
+        placements = [each.placement if type(each) is ShardedTensor else None for each in args[0]]
 
         def parts(value: Any) -> Any:
             if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-                return [_part(each, place) for each, place in zip(value, places, strict=True)]
+                return [
+                    _part(each, placement)
+                    for each, placement in zip(value, placements, strict=True)
+                ]
             return value
 
         lists = [parts(each) for each in args]
         result = func(*lists, **{key: parts(value) for key, value in kwargs.items()})
         if not schema.is_mutable:
             return [
-                each if place is None else ShardedTensor(each, place)
-                for each, place in zip(result, places, strict=True)
+                each if placement is None else ShardedTensor(each, placement)
+                for each, placement in zip(result, placements, strict=True)
             ]
         for value, is_its in zip(lists, is_written, strict=False):
             if is_its:
@@ -367,20 +376,20 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard, *sizes = args
     if sizes and tuple(sizes[0]) != tuple(shard.shape):
         return _refuse(func, args, kwargs)
-    return ShardedTensor(shard.local, shard.place)
+    return ShardedTensor(shard.local, shard.placement)
 
 
 def _like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Copies and `*_like`: the same elements, perhaps of another dtype or device."""
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    return ShardedTensor(func(args[0].local, *args[1:], **kwargs), args[0].place)
+    return ShardedTensor(func(args[0].local, *args[1:], **kwargs), args[0].placement)
 
 
 def _new(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     shard, size, *rest = args
     if tuple(size) != tuple(shard.shape):
         return func(shard.local, size, *rest, **kwargs)  # of another shape: a tensor of its own
-    return ShardedTensor(func(shard.local, shard.local.shape, *rest, **kwargs), shard.place)
+    return ShardedTensor(func(shard.local, shard.local.shape, *rest, **kwargs), shard.placement)
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -388,41 +397,43 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     if type(target) is not ShardedTensor:
         return _refuse(func, args, kwargs)
-    place = target.place
-    if type(source) is not ShardedTensor and source.shape == place.shape:
-        part = source.reshape(-1)[place.start : place.stop]
+    placement = target.placement
+    if type(source) is not ShardedTensor and source.shape == placement.shape:
+        part = source.reshape(-1)[placement.start : placement.stop]
     else:
-        part = _part(source, place)
+        part = _part(source, placement)
     func(target.local, part, *args[2:])
     _count_writes(target.local)
     return target
 
 
-def shard_of(whole: Tensor, place: Place) -> ShardedTensor:
+def shard_of(whole: Tensor, placement: Placement) -> ShardedTensor:
     """This rank's elements of a tensor that every rank has whole."""
     if type(whole) is ShardedTensor:
         return whole
-    return ShardedTensor(whole.detach().reshape(-1)[place.start : place.stop].clone(), place)
+    return ShardedTensor(
+        whole.detach().reshape(-1)[placement.start : placement.stop].clone(), placement
+    )
 
 
 # ---- together with the other ranks ---------------------------------------------------------------
 
 
-def _of_all_ranks(parts: Tensor, place: Place, what: str) -> Tensor:
+def _of_all_ranks(parts: Tensor, placement: Placement, what: str) -> Tensor:
     """Every rank's numbers [ranks, numbers] of this rank's [numbers]."""
     if parts.is_meta:
-        return parts.expand(place.ranks.size, *parts.shape)
-    meet(place.ranks, what)
-    sent = parts.to(place.device)
-    received = sent.new_empty(place.ranks.size * len(sent))
-    place.ranks.gather(received, sent).wait()
-    return received.view(place.ranks.size, len(sent)).to(parts.device)
+        return parts.expand(placement.ranks.size, *parts.shape)
+    meet(placement.ranks, what)
+    sent = parts.to(placement.device)
+    received = sent.new_empty(placement.ranks.size * len(sent))
+    placement.ranks.gather(received, sent).wait()
+    return received.view(placement.ranks.size, len(sent)).to(parts.device)
 
 
-def _check_not_ordered(place: Place, what: str) -> None:
-    if place.is_ordered:
+def _check_not_ordered(placement: Placement, what: str) -> None:
+    if placement.is_ordered:
         raise NeedsWhole(
-            f"{what} of {place.name!r} would have other bits at other world sizes, which the "
+            f"{what} of {placement.name!r} would have other bits at other world sizes, which the "
             "ordered reducer promises not to; use unison.grad_norm, unison.param_norm or "
             "unison.clip_grad_norm_, which add in one order"
         )
@@ -434,14 +445,14 @@ def _norms(
     """Norms of whole tensors, by one exchange, in float64."""
     order, first = float(order), shards[0]
     if order <= 0:
-        raise NeedsWhole(f"the norm of order {order} needs all of {first.place}; {READING}")
+        raise NeedsWhole(f"the norm of order {order} needs all of {first.placement}; {READING}")
     if not math.isinf(order):
-        _check_not_ordered(first.place, "the norm")
+        _check_not_ordered(first.placement, "the norm")
     zero = first.local.new_zeros(1)  # an empty part has no largest element
     parts = torch._foreach_norm(
         [shard.local if len(shard.local) else zero for shard in shards], order, torch.float64
     )
-    of_ranks = _of_all_ranks(torch.stack(parts), first.place, "a norm of sharded tensors")
+    of_ranks = _of_all_ranks(torch.stack(parts), first.placement, "a norm of sharded tensors")
     is_largest = math.isinf(order)
     totals = of_ranks.amax(0) if is_largest else of_ranks.pow(order).sum(0).pow(1 / order)
     return list(totals.to(dtype or first.dtype).unbind())
@@ -468,13 +479,13 @@ def _norms_of_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The sum or the mean of all elements, added in float64."""
     shard, wanted = args[0], kwargs.get("dtype")
-    _check_not_ordered(shard.place, "the sum")
+    _check_not_ordered(shard.placement, "the sum")
     is_integer = not (shard.is_floating_point() or shard.is_complex())
     wide = torch.int64 if is_integer else torch.promote_types(shard.dtype, torch.float64)
     part = shard.local.sum(dtype=wide).view(1)
-    total = _of_all_ranks(part, shard.place, "a sum over a sharded tensor").sum(0)[0]
+    total = _of_all_ranks(part, shard.placement, "a sum over a sharded tensor").sum(0)[0]
     if func is aten.mean.default:
-        total = total / shard.place.numel
+        total = total / shard.placement.numel
     return total.to(wanted or (wide if is_integer else shard.dtype))
 
 
@@ -486,7 +497,7 @@ def _extreme(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     part = func(values).view(1)
     is_bool = part.dtype == torch.bool
     sent = part.to(torch.uint8) if is_bool else part
-    of_ranks = _of_all_ranks(sent, shard.place, f"{func._schema.name[6:]} of a sharded tensor")
+    of_ranks = _of_all_ranks(sent, shard.placement, f"{func._schema.name[6:]} of a sharded tensor")
     return func(of_ranks.to(part.dtype)[:, 0])
 
 
@@ -506,11 +517,11 @@ def _neutral(func: Any, shard: ShardedTensor) -> Tensor:
 def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """`GradScaler`: an infinity in one rank's part stops all ranks."""
     gradients, found, scale = args
-    parts = [_part(each, getattr(each, "place", None)) for each in gradients]
+    parts = [_part(each, getattr(each, "placement", None)) for each in gradients]
     func(parts, found, scale)
     _count_writes(parts)
-    place = next(each.place for each in gradients if type(each) is ShardedTensor)
-    found.copy_(_of_all_ranks(found.view(1), place, "GradScaler").amax(0).view(found.shape))
+    placement = next(each.placement for each in gradients if type(each) is ShardedTensor)
+    found.copy_(_of_all_ranks(found.view(1), placement, "GradScaler").amax(0).view(found.shape))
 
 
 _handlers: dict[Any, Handler] = {

@@ -59,7 +59,7 @@ class Owned:
         if values.device != device:
             values = values.to(device)
         if isinstance(self.parameter, ShardedTensor):
-            return ShardedTensor(values.view(-1), self.parameter.place)
+            return ShardedTensor(values.view(-1), self.parameter.placement)
         return values if values.shape == shape else values.view(shape)
 
     @cached_property

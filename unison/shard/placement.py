@@ -12,7 +12,7 @@ from unison.shard.ranks import Ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Placement:
     """Which elements of a parameter each rank holds.
 
     Attributes:
@@ -46,11 +46,11 @@ class Place:
         """Elements of the whole."""
         return math.prod(self.shape)
 
-    def is_like(self, other: "Place") -> bool:
+    def is_like(self, other: "Placement") -> bool:
         """Whether every rank holds the same elements of both."""
         return self is other or (self.shape == other.shape and self.ranges == other.ranges)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
         return self  # process groups are not copied
 
     def __str__(self) -> str:
