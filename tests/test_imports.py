@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "check", "names"}
+BASE = {"errors", "check", "names", "modes"}
 SUBSTRATE = BASE | {"config", "rng", "kernels"}
 BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "kfac"}
 LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "check": {"errors"},
     "names": set(),
+    "modes": set(),
     "config": BASE,
     "kernels": BASE | {"config"},
     "rng": BASE | {"config", "kernels"},

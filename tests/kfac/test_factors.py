@@ -14,7 +14,7 @@ from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, se
 from unison.errors import BadInput
 from unison.kfac import Method
 from unison.kfac.factors import token_weights
-from unison.rng import Dropout, Key, dropout_context, name_dropouts
+from unison.rng import Key, draws_by_sample
 
 EXACT = 1e-12
 
@@ -308,14 +308,13 @@ def test_buffers_generators_and_gradients_are_left_alone():
 
 @pytest.mark.parametrize("is_ours", [False, True])
 def test_statistics_see_the_same_dropout(is_ours):
-    layer = Dropout(0.5) if is_ours else nn.Dropout(0.5)
+    layer = nn.Dropout(0.5)
     model = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, CLASSES, bias=False)).double()
-    name_dropouts(model)
     seen = []
     handle = model[2].register_forward_hook(lambda m, args, out: seen.append(args[0].detach()))
     x, y = torch.randn(9, 6).double(), torch.randint(0, CLASSES, (9,))
     kfac = unison.KFAC(model, settings())
-    with dropout_context(Key.from_seed(1), 0, range(9)) if is_ours else nullcontext():
+    with draws_by_sample(Key.from_seed(1), 0, range(9)) if is_ours else nullcontext():
         logits = model(x)
     handle.remove()
     kfac.sample(logits).backward()

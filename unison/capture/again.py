@@ -38,6 +38,8 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.axes import Call
 from unison.capture.fingerprint import fingerprint
 from unison.errors import UnsupportedOperation
+from unison.rng import Draws
+from unison.rng.draws import current_draws, drawing_again
 
 REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
 
@@ -46,17 +48,21 @@ Place = tuple[int, int]  # which parameter of an operation, which source of it
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a forward pass depends on beside its model and its batch: generators and autocast.
+    """What a forward pass depends on beside its model and its batch: draws and autocast.
 
     Attributes:
         generators: The states of torch's generators, by device.
         autocasts: For each kind of device: whether autocast is on, and its dtype.
         is_cache_enabled: Whether autocast may keep what it has cast.
+        draws: The random numbers of samples; None if it draws from generators.
+        drawn: How many of them were drawn before.
     """
 
     generators: dict[torch.device, Tensor]
     autocasts: dict[str, tuple[bool, torch.dtype]]
     is_cache_enabled: bool
+    draws: Draws | None
+    drawn: list[tuple[int, int]] | None
 
     @classmethod
     def here(cls, module: nn.Module, batch: Any = None) -> "Surroundings":
@@ -64,6 +70,7 @@ class Surroundings:
         values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
         devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
         kinds = {"cpu", *(device.type for device in devices)}
+        draws = current_draws()
         return cls(
             {
                 torch.device("cpu"): torch.get_rng_state(),
@@ -74,6 +81,8 @@ class Surroundings:
                 for kind in sorted(kinds)
             },
             torch.is_autocast_cache_enabled(),
+            draws,
+            draws and draws.state(),
         )
 
     @contextmanager
@@ -87,6 +96,8 @@ class Surroundings:
                     kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_cache_enabled
                 )
                 stack.enter_context(context)
+            if self.draws is not None:
+                stack.enter_context(drawing_again(self.draws, self.drawn))
             for device, state in self.generators.items():
                 if device.type == "cuda":
                     torch.cuda.set_rng_state(state, device)

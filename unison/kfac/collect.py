@@ -19,8 +19,7 @@ from unison.kfac.packing import FOLDED, Packing
 from unison.kfac.passes import Gradient, Part, Pass
 from unison.kfac.phases import phase
 from unison.ops import Product, Record
-from unison.rng import dropout, rows_of_granule
-from unison.rng.dropout import DropoutContext
+from unison.rng.draws import drawing_again, of_granule, outside_draws
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 
@@ -183,7 +182,7 @@ class Collector:
             sums = PartSums([], self._config, part)
         granule = nullcontext()
         if part.granule is not None:
-            granule = rows_of_granule(index, len(each.parts))
+            granule = of_granule(index)
         with self._prepared(each, has_rows=not is_empty), granule:
             capture = self._capture(rows, inputs, sums.record)
             with capture.installed(), torch.enable_grad():
@@ -215,14 +214,12 @@ class Collector:
 
         Args:
             each: The pass.
-            has_rows: Whether the rows are those of the pass, for which our own dropout has masks.
+            has_rows: Whether the rows are those of the pass, which have numbers of their own.
         """
-        context = each.dropout_context if has_rows else None
-        if context is not None:  # a fresh one, which counts calls from 0 again
-            context = DropoutContext(context.key, context.step, context.sample_ids)
+        draws, state = each.draws if each.draws is not None and has_rows else (None, None)
         with (
             each.surroundings.restored(),
-            _dropout_of(context),
+            drawing_again(draws, state),
             _buffers_kept(self._owner.module),
         ):
             yield
@@ -231,19 +228,9 @@ class Collector:
         module = self._owner.module
         if self._axes is None:
             example = _with_rows(inputs, max(rows, NUM_SURVEYED))
-            with _dropout_of(None):
+            with outside_draws():
                 self._axes = learn_axes(module, _call, example)
         return Capture(module, rows, axes=self._axes, on_record=on_record)
-
-
-@contextmanager
-def _dropout_of(context: DropoutContext | None) -> Iterator[None]:
-    """Let our own dropout be in another context, or in none."""
-    before, dropout._current = dropout._current, context
-    try:
-        yield
-    finally:
-        dropout._current = before
 
 
 def _gradient_of(output: Tensor, gradient: Gradient | None) -> Tensor:

@@ -19,8 +19,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from unison.capture import Surroundings, batch_size_of
 from unison.errors import UnsupportedOperation
 from unison.kfac.owners.base import Owner
-from unison.kfac.owners.batches import Rows, joined, requires_grad, rows_of, tensors_of
-from unison.rng import dropout
+from unison.kfac.owners.batches import (
+    Rows,
+    draws_of_pass,
+    joined,
+    requires_grad,
+    rows_of,
+    tensors_of,
+)
+from unison.rng import Draws
 
 Gradient = Tensor | Callable[[Tensor], Tensor]
 """The gradient of an output, or what makes it from the output."""
@@ -59,7 +66,8 @@ class Pass:
         num_rows: Rows of the batch, or of each granule.
         rows: Which samples they are.
         surroundings: Generators and autocast as they were.
-        dropout_context: The same for our own dropout; None outside of one.
+        draws: The random numbers of samples, and how many it had drawn before; None if it draws
+            from generators.
         parts: Its granules.
     """
 
@@ -67,7 +75,7 @@ class Pass:
     num_rows: int
     rows: Rows
     surroundings: Surroundings
-    dropout_context: dropout.DropoutContext | None
+    draws: tuple[Draws, list[tuple[int, int]]] | None
     parts: list[Part]
 
 
@@ -89,8 +97,9 @@ class Watch:
         self.is_paused = False
         self._num_rows = 0  # of all ranks in earlier batches of this step
         self._surroundings: Surroundings | None = None
+        self._draws: tuple[Draws, list[tuple[int, int]]] | None = None
         self._handles = [
-            module.register_forward_pre_hook(self._before),
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),
         ]
 
@@ -107,13 +116,15 @@ class Watch:
         """Begin another step."""
         self.current, self._num_rows = None, 0
 
-    def _before(self, module: nn.Module, args: tuple) -> None:
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         is_ours = module is self._module and not self.is_paused
         is_watched = is_ours and torch.is_grad_enabled() and self._is_wanted()
         self._surroundings = None
         if is_watched:
             refuse_private(self._module)
             self._surroundings = Surroundings.here(module)
+            draws = draws_of_pass((args, kwargs))
+            self._draws = draws and (draws, draws.state())
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         surroundings, self._surroundings = self._surroundings, None
@@ -134,7 +145,7 @@ class Watch:
                 for part, each in zip(parts, seen, strict=True):
                     part.outputs[place] = each
                 flat[place] = joined(seen, value)
-        self.current = Pass((args, kwargs), num_rows, rows, surroundings, dropout._current, parts)
+        self.current = Pass((args, kwargs), num_rows, rows, surroundings, self._draws, parts)
         return tree_unflatten(flat, spec)
 
 

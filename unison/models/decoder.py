@@ -19,7 +19,6 @@ from unison.models.layers import (
     split_heads,
     truncated_at_3_std,
 )
-from unison.rng import Dropout
 
 
 class RotaryEmbedding(nn.Module):
@@ -101,7 +100,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(config)
         self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps)
         self.ffn = SwiGLU(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # [batch, tokens, d_model]
         """Run one block."""

@@ -16,7 +16,6 @@ from unison.models.layers import (
     join_heads,
     split_heads,
 )
-from unison.rng import Dropout
 from unison.rng.inits import Normal
 
 WEIGHT_STD = 0.02
@@ -67,7 +66,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(config)
         self.ln2 = LayerNorm(config.d_model, eps=config.norm_eps)
         self.ffn = FeedForward(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Run one block."""
@@ -86,7 +85,7 @@ class GPT2LM(LanguageModel):
         self.position_embeddings = Embedding(
             config.context_length, config.d_model, init=Normal(std=POSITION_STD)
         )
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_final = LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = Head(

@@ -13,7 +13,6 @@ from unison.models.config import ModelConfig
 from unison.models.decoder import DecoderLM
 from unison.models.gpt2 import GPT2LM
 from unison.models.language_model import LanguageModel
-from unison.rng import name_dropouts
 
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -24,9 +23,7 @@ _CLASSES = {"decoder": DecoderLM, "gpt2": GPT2LM}
 def construct(config: ModelConfig) -> LanguageModel:
     """Build the module of a config's family; its parameters have no memory and no values."""
     with torch.device("meta"):
-        model = _CLASSES[config.family](config)
-    name_dropouts(model)  # a mask hangs on its layer's name
-    return model
+        return _CLASSES[config.family](config)
 
 
 def allocate(model: LanguageModel, device: str | torch.device) -> None:

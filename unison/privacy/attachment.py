@@ -91,7 +91,8 @@ class Attachment:
         self._learning = Learning(module, settings, owner, self.trained)
         self._buffers = BufferWatch(self._learning.may_write)
         self._is_repeating = False  # runs the module again, for what was not kept
-        self._following = ExitStack()  # samples through the forward pass, where values move rows
+        # A forward pass: what it draws, and its samples where values move rows.
+        self._following = ExitStack()
         with ExitStack() as stack:
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -151,6 +152,9 @@ class Attachment:
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
         self._following.close()
+        self._drop_pass()
+
+    def _drop_pass(self) -> None:
         if self._pass is not None:
             self._pass.close()
             self._pass = None
@@ -192,11 +196,13 @@ class Attachment:
                 "over the loader that make_private returned; for anything else call module.eval() "
                 "or use torch.no_grad()"
             )
+        self._following.close()
+        self._following.enter_context(self._dealing.watched(module, (args, kwargs)))
         if self._pass is not None and self._pass.batch is batch:
             self._join(self._pass, args, kwargs)
             self._set_outside(self._pass, is_outside=False)
         else:
-            self.drop_pass()
+            self._drop_pass()
             self._pass = self._begin_pass(batch, args, kwargs)
         self._follow(self._following, self._pass, args, kwargs)
 

@@ -7,15 +7,17 @@ need not know batches of no rows, and the loss of an empty batch is a number.
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from unison.errors import BadInput
 from unison.privacy.passes import PhysicalBatch
+from unison.rng import Key
 from unison.shard.deal import (
     BatchPlan,
     batch_mean,
@@ -29,6 +31,7 @@ from unison.shard.deal import (
 from unison.shard.granules import PerGranule
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
+from unison.shard.watch import granular_pass
 
 __all__ = [
     "Dealing",
@@ -77,6 +80,7 @@ class Dealing:
         batch_dim: Dimension of the samples in the tensors of a batch.
         rows_per_sample: Rows of those tensors that belong to one sample, one after the other.
         usual_size: Samples that hardly any logical batch has more of; 1 if nothing is known.
+        key: Of what the model draws, where there are granules; secret unless the noise is not.
     """
 
     def __init__(
@@ -87,11 +91,12 @@ class Dealing:
         batch_dim: int = 0,
         rows_per_sample: int = 1,
         usual_size: int = 1,
+        key: Key | None = None,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
         self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
-        self._usual_size = usual_size
+        self._usual_size, self._key = usual_size, key
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
         self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
@@ -112,6 +117,7 @@ class Dealing:
             is_granular=self.granule is not None,
             granules_per_pass=self.max_physical_batch_size
             and self.max_physical_batch_size // granule,
+            key=self._key,
         )
         self.plan = plan = plans[physical.index]
         ids = plan.sample_ids
@@ -133,6 +139,10 @@ class Dealing:
         if self.granule is None and bool(is_real.all()):
             return batch
         return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+
+    def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+        """Around a forward pass: what it draws belongs to samples, if they come in granules."""
+        return granular_pass(type(module).__name__, module, inputs, looks_at_writes=False)
 
     def rows_to_plan(self, num_rows: int) -> int:
         """Return how many rows to plan clipping for, where a part has these on any rank.

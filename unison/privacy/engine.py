@@ -231,6 +231,7 @@ class PrivacyEngine:
                     batch_dim,
                     rows_per_sample,
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
+                    key.child("draws"),
                 ),
                 key=key,
                 mechanism=mechanism,

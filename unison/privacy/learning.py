@@ -27,7 +27,7 @@ from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
-from unison.rng import outside_dropout_context
+from unison.rng.draws import outside_draws
 
 
 class Learning:
@@ -102,7 +102,7 @@ class Learning:
     def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
         self.is_running = True
         try:
-            with outside_dropout_context(), state_kept(self._module, inputs.samples) as state:
+            with outside_draws(), state_kept(self._module, inputs.samples) as state:
                 before = self._learned.get(key)
                 self._learned[key] = self._learned_of(inputs, before, state, seed, key)
         finally:

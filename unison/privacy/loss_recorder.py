@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
+from unison.modes import push_lowest, take_away
 from unison.privacy.loss_tape import Handling, LossTape, handling_of
 
 
@@ -88,7 +89,7 @@ class LossRecorder(TorchFunctionMode):
 
     def _put(self) -> None:
         if not self._is_on:
-            _push_lowest(self)
+            push_lowest(self)
             self._is_on = True
             _recording.append(self)
             if len(_recording) == 1:
@@ -102,8 +103,7 @@ class LossRecorder(TorchFunctionMode):
         if not _recording:
             _change_torch_back()
         if self.is_told():  # not inside of a function that it is told of: torch puts it back
-            with _stack_cleared(lambda mode: mode is self):
-                torch.overrides._pop_mode()
+            take_away(self)
 
     # --- what torch calls ------------------------------------------------------------------------
 
@@ -198,37 +198,13 @@ def stop_recording() -> None:
 
 
 @contextmanager
-def _stack_cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
-    """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
-    above = []
-    while (stack := _get_current_function_mode_stack()) and not is_last(stack[-1]):
-        above.append(torch.overrides._pop_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
-
-
-@contextmanager
 def _without(recorder: LossRecorder) -> Iterator[None]:
     """Take a recorder off torch's stack of modes for a block."""
-    with _stack_cleared(lambda mode: mode is recorder):
-        torch.overrides._pop_mode()
+    take_away(recorder)
     try:
         yield
     finally:
-        _push_lowest(recorder)
-
-
-def _push_lowest(recorder: LossRecorder) -> None:
-    """Put a recorder below all modes: `with torch.device(...)` takes what is on top as it ends.
-
-    Only the default device wants to be lower.
-    """
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    with _stack_cleared(lambda mode: mode is default):
-        torch.overrides._push_mode(recorder)
+        push_lowest(recorder)
 
 
 def refuse_unseen() -> None:

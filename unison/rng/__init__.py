@@ -10,13 +10,7 @@ from unison.rng.distributions import (
     uniform,
     words,
 )
-from unison.rng.dropout import (
-    Dropout,
-    dropout_context,
-    name_dropouts,
-    outside_dropout_context,
-    rows_of_granule,
-)
+from unison.rng.draws import Draws, draws_by_sample
 from unison.rng.fill import fill_
 from unison.rng.keys import Key
 from unison.rng.permutation import Permutation
@@ -33,24 +27,21 @@ from unison.rng.streams import Box, Stream, words_of_streams
 __all__ = [
     "Box",
     "Cipher",
-    "Dropout",
+    "Draws",
     "Key",
     "NoiseClock",
     "Permutation",
     "Stream",
     "add_noise_",
     "bernoulli",
-    "dropout_context",
+    "draws_by_sample",
     "fill_",
     "grid_sensitivity",
     "integers",
-    "name_dropouts",
     "noise_spacing",
     "normal",
-    "outside_dropout_context",
     "poisson_sample",
     "round_to_grid",
-    "rows_of_granule",
     "secure_normal",
     "truncated_normal",
     "uniform",

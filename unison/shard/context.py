@@ -19,6 +19,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used, use_plan_of
 from unison.shard.first_use import check_same_model, settle_kernels, warn_of_same_data
+from unison.shard.granules import plan_of
 from unison.shard.unit import Unit, units_of
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
@@ -95,7 +96,7 @@ class Context:
             check_same_model(self.units)
         if not self._has_compared_data and torch.is_grad_enabled():
             self._has_compared_data = True
-            if current_plan() is None:
+            if plan_of(inputs) is None and current_plan() is None:
                 warn_of_same_data(self.root.axes.all, inputs)
 
     def note_forward(self, unit: Unit) -> int:

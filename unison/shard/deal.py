@@ -15,9 +15,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison import check
 from unison.errors import BadInput
-from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, plan_of
+from unison.rng import Draws, Key
+from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.tree import TreeSum
+
+
+@dataclass(eq=False)
+class LogicalBatch:
+    """What the passes of one logical batch share.
+
+    Attributes:
+        statistics: Of buffers, what granules of passes so far make of them; see kept.py.
+        starts: Models as they were before the first pass.
+    """
+
+    starts: dict[Any, Any] = field(default_factory=dict)
+    statistics: dict[Any, dict[int, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +50,7 @@ class BatchPlan:
         closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
         ranks: The ranks that share the batch.
         logical_batch: The same object for all passes of one logical batch.
+        key: Of the random numbers that the model draws; None leaves them to torch.
     """
 
     step: int
@@ -47,7 +62,8 @@ class BatchPlan:
     is_granular: bool
     closes_logical_batch: bool
     ranks: Ranks = field(repr=False, compare=False)
-    logical_batch: object = field(repr=False, compare=False, default=None)
+    logical_batch: "LogicalBatch" = field(repr=False, compare=False)
+    key: Key | None = field(repr=False, compare=False, default=None)
 
     @property
     def num_granules(self) -> int:
@@ -57,10 +73,31 @@ class BatchPlan:
     @cached_property
     def sample_ids(self) -> Tensor:
         """Position in the global batch of each row of this pass [rows]; -1 for a row of padding."""
-        first = torch.tensor(self.granule_ids) * self.granule
-        ids = (first[:, None] + torch.arange(self.granule)).view(-1)
+        ids = self._row_ids
         is_real = (ids < self.num_samples) & (ids < self.edges[self.rank + 1] * self.granule)
         return torch.where(is_real, ids, -1)
+
+    @property
+    def _row_ids(self) -> Tensor:
+        """As `sample_ids`, with numbers for rows of padding too."""
+        first = torch.tensor(self.granule_ids) * self.granule
+        return (first[:, None] + torch.arange(self.granule)).view(-1)
+
+    @cached_property
+    def draws(self) -> Draws | None:
+        """The random numbers that models draw in passes over this batch; None leaves it to torch.
+
+        Rows of padding draw as well, or a model would run otherwise where there are some.
+        """
+        if self.key is None or not self.is_granular:
+            return None
+        return Draws(
+            self.key,
+            self.step,
+            self._row_ids,
+            len(self.granule_ids),
+            lambda results: join(results, "a draw", self),
+        )
 
     @property
     def weights(self) -> Tensor:
@@ -109,6 +146,7 @@ def plan_batch(
     step: int,
     is_granular: bool,
     granules_per_pass: int | None = None,
+    key: Key | None = None,
 ) -> list[BatchPlan]:
     """Cut a global batch into granules and deal them: contiguous runs, as even as can be.
 
@@ -121,7 +159,7 @@ def plan_batch(
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
     mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
-    logical_batch = object()
+    logical_batch = LogicalBatch()
     return [
         BatchPlan(
             step=step,
@@ -134,6 +172,7 @@ def plan_batch(
             closes_logical_batch=index == num_passes - 1,
             ranks=ranks,
             logical_batch=logical_batch,
+            key=key,
         )
         for index in range(num_passes)
     ]
@@ -149,7 +188,9 @@ class DealtLoader:
         mesh: DeviceMesh | None,
         granule: int | None,
         micro_batch: int | None,
+        first_step: int,
     ) -> None:
+        check.not_negative(first_step=first_step)
         if granule is not None:
             check.positive(granule=granule)
         if micro_batch is not None:
@@ -160,7 +201,7 @@ class DealtLoader:
                 )
         self.loader, self.mesh, self.granule = loader, mesh, granule
         self._granules_per_pass = micro_batch // (granule or 1) if micro_batch else None
-        self._step = 0
+        self._step = first_step
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -169,9 +210,10 @@ class DealtLoader:
         global _current
         ranks = Ranks.of(self.mesh)
         mine: BatchPlan | None = None
+        key = None if self.granule is None else agreed_key(ranks)
         try:
             for batch in self.loader:
-                for mine, dealt in self._dealt(batch, ranks):
+                for mine, dealt in self._dealt(batch, ranks, key):
                     _current = mine
                     yield dealt
         finally:
@@ -180,7 +222,7 @@ class DealtLoader:
             if _current is mine:
                 _current = None
 
-    def _dealt(self, batch: Any, ranks: Ranks) -> Iterator[tuple[BatchPlan, Any]]:
+    def _dealt(self, batch: Any, ranks: Ranks, key: Key | None) -> Iterator[tuple[BatchPlan, Any]]:
         """Each pass of one global batch: its plan, and this rank's part."""
         flat, spec = tree_flatten(batch, is_leaf=_is_column)
         flat = [torch.as_tensor(item) if isinstance(item, np.ndarray) else item for item in flat]
@@ -193,6 +235,7 @@ class DealtLoader:
             step=self._step,
             is_granular=self.granule is not None,
             granules_per_pass=self._granules_per_pass,
+            key=key,
         )
         self._step += 1
         for plan in plans:
@@ -204,6 +247,7 @@ def deal(
     mesh: DeviceMesh | None = None,
     granule: int | None = None,
     micro_batch: int | None = None,
+    first_step: int = 0,
 ) -> DealtLoader:
     """Cut each global batch into granules and hand every rank its own.
 
@@ -225,11 +269,23 @@ def deal(
             global batch then comes in several passes, of which the last has
             `current_plan().closes_logical_batch`: step the optimizer there. It changes no bit with
             the ordered reducer.
+        first_step: Number of the first batch. With granules, what a model draws (dropout) depends
+            on the seed of torch's generator on the first rank, as it is when a loop begins, on the
+            number of the batch, counted on over loops, and on the sample; a run that is resumed
+            goes on with the same numbers if it says where it is.
 
     Returns:
         The loader of this rank's part.
     """
-    return DealtLoader(loader, mesh=mesh, granule=granule, micro_batch=micro_batch)
+    return DealtLoader(
+        loader, mesh=mesh, granule=granule, micro_batch=micro_batch, first_step=first_step
+    )
+
+
+def agreed_key(ranks: Ranks) -> Key:
+    """The key of what models draw: by the seed of the first rank; a collective."""
+    key = Key.from_seed(torch.initial_seed())
+    return key if ranks.size == 1 else key.agree(ranks.group)
 
 
 def batch_mean(per_sample_losses: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One hash of all parameters, and a record of what the bits depend on."""
+"""One hash of all parameters and buffers, and a record of what the bits depend on."""
 
 import hashlib
 import os
@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from unison.names import canonical_name
-from unison.shard.dtensors import show_shards, whole
+from unison.shard.dtensors import local_part, show_shards, whole
+from unison.shard.ranks import Ranks
 from unison.shard.unit import Unit, units_of
 
 
 def digest(module: nn.Module) -> str:
-    """One hash of all parameters: names, shapes, dtypes and bits.
+    """One hash of all parameters and of buffers in `state_dict()`: names, shapes, dtypes, bits.
 
     It is the same at every world size, and the same for a sharded module and a plain one that hold
     equal parameters, whether unison or torch's own FSDP2 shards it. On a sharded module every rank
-    must call it; one unit is gathered at a time.
+    must call it; one unit is gathered at a time. Of buffers those of the first rank count.
     """
     hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
+    hashes |= _of_first_rank(module, {name: _hash(name, value) for name, value in _buffers(module)})
     return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
 
 
@@ -41,6 +43,36 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for _, value in module.named_parameters():
         if id(value) not in owned:
             yield names[id(value)], whole(value, names[id(value)])
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, buffer) of those that are part of `state_dict()`."""
+    for path, each in module.named_modules():
+        for key, value in each._buffers.items():
+            if value is not None and key not in each._non_persistent_buffers_set:
+                yield canonical_name(f"{path}.{key}" if path else key), value
+
+
+def _of_first_rank(module: nn.Module, hashes: dict[str, str]) -> dict[str, str]:
+    """What the first rank has, as in checkpoints: with the fast reducer, buffers may differ."""
+    ranks = _ranks_of(module)
+    if ranks.size == 1 or not hashes:
+        return hashes
+    names = sorted(hashes)
+    content = b"".join(bytes.fromhex(hashes[name]) for name in names)
+    device = next(local_part(each).device for each in module.parameters())
+    numbers = torch.tensor(list(content), device=device) * (ranks.rank == 0)
+    content = bytes(ranks.sum_(numbers).tolist())
+    size = len(content) // len(names)
+    return {name: content[i * size : (i + 1) * size].hex() for i, name in enumerate(names)}
+
+
+def _ranks_of(module: nn.Module) -> Ranks:
+    """The ranks that hold the parts of a module; one if it is not sharded."""
+    for unit in units_of(module):
+        return unit.axes.all
+    mesh = next((getattr(each, "device_mesh", None) for each in module.parameters()), None)
+    return Ranks(None) if mesh is None else Ranks.of(mesh)
 
 
 def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:

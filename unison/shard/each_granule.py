@@ -21,20 +21,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
-from unison.rng import rows_of_granule
+from unison.rng.draws import of_granule
 from unison.shard.granules import PerGranule, plan_of
+from unison.shard.kept import Kept, Stale
+from unison.shard.watch import look_at_granule
 
 Call = Callable[[int, tuple, dict[str, Any]], Any]
 """(index of the granule on this rank, its arguments, its keyword arguments) -> its output."""
 
 
 def call_each_granule(
-    name: str, call: Call, num_granules: int, args: tuple, kwargs: dict[str, Any]
+    name: str, module: nn.Module, call: Call, num_granules: int, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Call a module once per granule and make one output of theirs.
 
     Args:
         name: The module's name, for messages.
+        module: The module.
         call: Runs the module for one granule.
         num_granules: How many there are on this rank.
         args: The module's arguments, with values per granule in them.
@@ -47,13 +50,30 @@ def call_each_granule(
         UnsupportedOperation: If a Python value differs between granules, or a granule changed an
             object that all granules share.
     """
-    handed = _Handed(name, num_granules, plan_of((args, kwargs)))
+    plan = plan_of((args, kwargs))
+    is_recompute = torch._C._current_graph_task_id() != -1
+    handed = _Handed(name, num_granules, plan)
+    kept = Kept(name, module, plan, is_recompute=is_recompute)
+    containers = kept.containers()
+    given = handed.split((args, tuple(kwargs.values())))
+    # What a recompute leaves in modules is dropped.
+    held = (_Handed(name, num_granules, plan) if is_recompute else handed).split_kept(
+        tuple(containers.values())
+    )
     outputs = []
-    for index, (own_args, own_values) in enumerate(handed.split((args, tuple(kwargs.values())))):
-        with rows_of_granule(index, num_granules):
-            outputs.append(call(index, own_args, dict(zip(kwargs, own_values, strict=True))))
+    for index, (own_args, own_values) in enumerate(given):
+        own_kwargs = dict(zip(kwargs, own_values, strict=True))
+        own_containers = held[index]
+        own = dict(zip(containers, own_containers, strict=True))
+        with (
+            of_granule(index),
+            kept.granule(index, own) as tensors,
+            look_at_granule(own_args, own_kwargs, own, tensors, handed.made[index]),
+        ):
+            outputs.append(call(index, own_args, own_kwargs))
     handed.check_shared()
     handed.join_changes()
+    kept.join(handed.join)
     return handed.join(outputs)
 
 
@@ -67,6 +87,8 @@ class _Handed:
 
     def __init__(self, name: str, num_granules: int, plan: Any) -> None:
         self._name, self._num_granules, self._plan = name, num_granules, plan
+        self._is_kept = False
+        self.made: list[list[Tensor]] = [[] for _ in range(num_granules)]  # tensors of their own
         self._copies: dict[int, list[Any]] = {}  # id of an original -> its copies
         self._originals: dict[int, Any] = {}  # id of the first granule's copy -> original
         self._joined: dict[int, Any] = {}  # id of the first granule's copy -> what became of it
@@ -80,8 +102,22 @@ class _Handed:
         columns = [self._column(item, is_in_cache) for item in flat]
         return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
+    def split_kept(self, value: Any) -> list[Any]:
+        """As `split`, of what modules keep: values per granule of other batches cannot be read."""
+        self._is_kept = True
+        try:
+            return self.split(value)
+        finally:
+            self._is_kept = False
+
     def _column(self, item: Any, is_in_cache: bool) -> list[Any]:
+        if isinstance(item, PerGranule) and self._is_kept and item.plan is not self._plan:
+            stale = Stale.of(item, f"a list or dict of {self._name}")
+            self._originals[id(stale)] = item
+            return [stale] * self._num_granules
         if isinstance(item, PerGranule):
+            for made, own in zip(self.made, item.parts, strict=True):
+                made.append(own)
             self._originals[id(item.parts[0])] = item
             return item.parts
         if isinstance(item, Tensor) and is_in_cache:  # of a fixed length; written to in place
@@ -122,7 +158,9 @@ class _Handed:
         first = values[0]
         if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
             given = self._originals.get(id(first))
-            if isinstance(given, PerGranule) and _are_same(values, given.parts):
+            if isinstance(given, PerGranule) and (
+                isinstance(first, Stale) or _are_same(values, given.parts)
+            ):
                 return given
             return PerGranule.of(values, self._plan)
         if any(type(value) is not type(first) for value in values):

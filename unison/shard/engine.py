@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.rng.draws import paused
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
 from unison.shard.each_granule import call_each_granule, holds_cache
@@ -43,6 +45,7 @@ from unison.shard.granules import (
 )
 from unison.shard.leaves import PLAIN, per_granule, watch_compiled
 from unison.shard.unit import Unit
+from unison.shard.watch import granular_pass
 
 NO_TASK = -1
 
@@ -97,7 +100,8 @@ def compile_inside(unit: Unit) -> None:
     def inner(*args: Any, **kwargs: Any) -> Any:
         unit.is_inside = True
         try:
-            return compiled(*args, **kwargs)
+            with paused(), _disable_current_modes():
+                return compiled(*args, **kwargs)
         finally:
             unit.is_inside = False
 
@@ -141,7 +145,9 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not is_recompute:
             entered_at = context.note_forward(unit)
             before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
-        output = _compute(unit, context, args, kwargs)
+        looks = unit.leaf_source is None  # or private training writes down what it sees
+        with granular_pass(unit.name, unit.module, (args, kwargs), looks_at_writes=looks):
+            output = _compute(unit, context, args, kwargs)
         if torch.is_grad_enabled() and not is_recompute:
             watch_compiled(output, unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
@@ -237,7 +243,7 @@ def _loop_over_granules(
         finally:
             context.loop_granule = before
 
-    output = call_each_granule(unit.name, call, len(granules), args, kwargs)
+    output = call_each_granule(unit.name, unit.module, call, len(granules), args, kwargs)
     if before is None:
         context.free_after_loop(unit)
     return output
@@ -264,6 +270,8 @@ def before_backward(output: Any, act: Callable[[], None]) -> Any:
         return output
     for value in tree_iter(output) if torch.is_grad_enabled() else ():
         for tensor in value.parts if isinstance(value, PerGranule) else [value]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            # Not of what private training follows itself: functions of parameters alone.
+            is_followed = hasattr(tensor, "listener")
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not is_followed:
                 tensor.register_hook(lambda gradient: act())
     return output

@@ -16,6 +16,7 @@ the next torch function.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.rng import rows_of_granule
+from unison.rng.draws import DRAWING, Draws, current_draws, draw, of_granule
 
 TAKES_GRANULES: set[Callable] = set()
 """Functions that are given all granules at once, and are not mapped over them."""
+
+MAPPED_BY: dict[Callable, Callable] = {}
+"""Functions that leave something behind, and what maps them: (call, args, kwargs, plan) -> result,
+where `call` maps as others are mapped."""
 
 
 class Bypassed(UnsupportedOperation):
@@ -67,28 +72,61 @@ class PerGranule(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", repr(func))
+        if func in MAPPED_BY:
+            call = partial(_map, func, name)
+            return MAPPED_BY[func](call, args, kwargs or {}, plan_of((args, kwargs)))
         if name in _REFUSED:
             raise UnsupportedOperation(f"{name} of a per-granule value: {_REFUSED[name]}")
-        flat, spec = tree_flatten((args, kwargs or {}))
-        _check_shells(flat, name)
-        num_granules = next(len(value.parts) for value in flat if isinstance(value, PerGranule))
-        _check_in_place(name, flat)
-        columns = [
-            value.parts if isinstance(value, PerGranule) else [value] * num_granules
-            for value in flat
-        ]
-        results = []
-        for index, row in enumerate(zip(*columns, strict=True)):
-            row_args, row_kwargs = tree_unflatten(list(row), spec)
-            with rows_of_granule(index, num_granules):
-                results.append(func(*row_args, **row_kwargs))
-        return join(results, name, plan_of(flat))
+        return _map(func, name, *args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show how many granules there are, and the first."""
         return f"PerGranule({len(self.parts)} granules, the first: {self.parts[0]!r})"
 
 
+def _map(func: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function once per granule."""
+    flat, spec = tree_flatten((args, kwargs))
+    _check_shells(flat, name)
+    num_granules = next(len(value.parts) for value in flat if isinstance(value, PerGranule))
+    _check_in_place(name, flat)
+    columns = [
+        value.parts if isinstance(value, PerGranule) else [value] * num_granules for value in flat
+    ]
+    plan = plan_of(flat)
+    draws = draws_of(plan, num_granules) if func in DRAWING else None
+    results = []
+    for index, row in enumerate(zip(*columns, strict=True)):
+        row_args, row_kwargs = tree_unflatten(list(row), spec)
+        if draws is None:
+            results.append(func(*row_args, **row_kwargs))
+            continue
+        with of_granule(index, draws):
+            results.append(draw(func, row_args, row_kwargs))
+    return join(results, name, plan)
+
+
+def draws_of(plan: Any, num_granules: int) -> Draws | None:
+    """Whose random numbers operations draw: of the running pass, or else of a batch's plan."""
+    draws = current_draws()
+    if draws is None:
+        return plan.draws if plan is not None else None
+    if draws.join is None:  # what the user said of the whole batch
+        return draws.cut(num_granules, lambda results: join(results, "a draw", plan))
+    return draws
+
+
+def _contains(call: Callable, args: tuple, kwargs: dict[str, Any], plan: Any) -> bool:
+    """Whether a value is in the batch: in that of all ranks, which go on alike; a collective."""
+    values, element = args
+    is_in = any(part.__contains__(element) for part in values.parts)
+    if plan is None:
+        return is_in
+    flag = torch.tensor([float(is_in)], device=values.parts[0].device)
+    return bool(plan.ranks.max_(flag).item())
+
+
+MAPPED_BY[Tensor.__contains__] = _contains
 _REFUSED = {
     "backward": "make it one number first with unison.batch_mean(per_sample_losses)",
     "item": "make it one number first with unison.batch_mean(per_sample_losses)",

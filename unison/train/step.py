@@ -15,7 +15,7 @@ import unison
 from unison.data import IGNORE_INDEX
 from unison.errors import Diverged
 from unison.models import token_loss_sums
-from unison.rng import Key, dropout_context
+from unison.rng import Key, draws_by_sample
 from unison.train.parallel import Parallel
 from unison.train.preconditioning import Identity, Preconditioner
 from unison.train.world import World
@@ -111,7 +111,7 @@ def train_step(
         num_targets = batch["num_targets"]
         # 1. Forward. Dropout's masks hang on the key, the step and the samples, not on who computes
         #    them.
-        with dropout_context(key, step, batch["sample_ids"]), cast():
+        with draws_by_sample(key, step, batch["sample_ids"]), cast():
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
         # 2. The loss, of which each sample's part depends on that sample alone. Curvature, if there
         #    is any, is of the same pass.

@@ -18,6 +18,7 @@ from unison.verify.provenance import (
     versions,
     write_result,
 )
+from unison.verify.purity import Purity, purity
 from unison.verify.runs import RunComparison, RunFolder, compare_runs
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Parity",
     "PrivateExperiment",
     "PrivatelyTrained",
+    "Purity",
     "RunComparison",
     "RunFolder",
     "Trained",
@@ -41,6 +43,7 @@ __all__ = [
     "compare_runs",
     "cpu_model",
     "hardware",
+    "purity",
     "version_of",
     "versions",
     "write_result",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import World
 from tests.shard.common import GPT2, per_sample_loss
 from unison.models import ModelConfig, build
-from unison.rng import Key, dropout_context
+from unison.rng import Key, draws_by_sample
 from unison.shard import (
     batch_mean,
     clip_grad_norm_,
@@ -59,7 +59,7 @@ def train(
     for rows in deal(batches, granule=granule, micro_batch=micro_batch):
         plan = current_plan()
         assert plan is not None
-        dropout = dropout_context(Key.from_seed(3), plan.step, plan.sample_ids)
+        dropout = draws_by_sample(Key.from_seed(3), plan.step, plan.sample_ids)
         with (
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16),
             dropout if has_dropout else nullcontext(),

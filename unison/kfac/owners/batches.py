@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from unison.errors import BadInput
+from unison.rng import Draws
+from unison.rng.draws import current_draws
 from unison.shard.deal import BatchPlan, current_plan
-from unison.shard.granules import PerGranule, num_granules_of, split
+from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks
 
 
@@ -65,6 +67,12 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
         counts = ranks.sum_(counts.to(device)).cpu()
     before = num_before + int(counts[: ranks.rank].sum())
     return Rows(None, (), (before,), (None,)), num_before + int(counts.sum())
+
+
+def draws_of_pass(inputs: Any) -> Draws | None:
+    """The random numbers that a pass over these inputs draws; None if they are torch's own."""
+    num_granules = num_granules_of(inputs)
+    return draws_of(plan_of(inputs), num_granules) if num_granules else current_draws()
 
 
 def _after(plan: BatchPlan, num_before: int) -> int:

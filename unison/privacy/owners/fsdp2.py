@@ -232,7 +232,7 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
                     stack.enter_context(group.of_granule(index))
                 return run(*own_args, **own_kwargs)
 
-        return call_each_granule(name, call, num_granules, args, kwargs)
+        return call_each_granule(name, module, call, num_granules, args, kwargs)
 
     set_attribute(undo, module, "forward", forward)
     handle = state._pre_forward_hook_handle

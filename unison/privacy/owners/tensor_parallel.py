@@ -392,6 +392,6 @@ def _granule_by_granule(owner: TensorParallel) -> Any:
                 return run(*own_args, **own_kwargs)
 
         name = type(owner.module).__name__
-        return call_each_granule(name, call, len(captures), args, kwargs)
+        return call_each_granule(name, owner.module, call, len(captures), args, kwargs)
 
     return forward

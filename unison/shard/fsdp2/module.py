@@ -13,6 +13,7 @@ from unison.shard.engine import NO_TASK, backward_task
 from unison.shard.flat_group import Use
 from unison.shard.fsdp2.parameter import OrderedParameter
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
+from unison.shard.watch import granular_pass
 
 
 class Batch(Protocol):
@@ -50,7 +51,7 @@ class OrderedModule:
         has_children: bool,
         batch: Batch,
     ) -> None:
-        self.name, self.parameters = name, parameters
+        self.name, self.module, self.parameters = name, module, parameters
         self._group, self._has_children, self._batch = group, has_children, batch
         self._forward = module.forward  # the user's own
         self._reduce = group.post_backward if group is not None else None
@@ -73,9 +74,10 @@ class OrderedModule:
             return self._forward(*args, **kwargs)
         self._num_calls += is_training
         tensors = self._tensors(num_granules)
-        if self._has_children:
-            return self._map_operations(tensors, args, kwargs)
-        return self._loop_over_granules(tensors, args, kwargs)
+        with granular_pass(self.name, self.module, (args, kwargs), looks_at_writes=False):
+            if self._has_children:
+                return self._map_operations(tensors, args, kwargs)
+            return self._loop_over_granules(tensors, args, kwargs)
 
     def _tensors(self, num_granules: int) -> list[list[Tensor]]:
         """What each granule computes with, [granule][parameter]."""
@@ -91,7 +93,7 @@ class OrderedModule:
             with self._in_place(tensors[index]):
                 return self._forward(*own_args, **own_kwargs)
 
-        return call_each_granule(self.name, call, len(tensors), args, kwargs)
+        return call_each_granule(self.name, self.module, call, len(tensors), args, kwargs)
 
     def _map_operations(
         self, tensors: list[list[Tensor]], args: tuple, kwargs: dict[str, Any]

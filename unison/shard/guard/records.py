@@ -21,7 +21,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SHARD = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INTERNAL = (_TORCH, _SHARD)
+_RNG = os.path.join(os.path.dirname(os.path.dirname(_SHARD)), "rng") + os.sep
+_INTERNAL = (_TORCH, _SHARD, _RNG)
 _C10D = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _FUNCTIONAL = os.path.join(_TORCH, "distributed", "_functional_collectives.py")
 _DEPTH = 4

@@ -1,0 +1,173 @@
+"""Whether a model's pass depends on nothing but its parameters and the samples.
+
+The same bits on any number of ranks need that. Here it is tried out in one process: the samples are
+computed as one rank would (one pass, one granule after the other) and as many ranks would (a pass
+of its own for each granule, on a copy of the model of its own, the last one first).
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from unison import check
+from unison.errors import BadInput, UnsupportedOperation
+from unison.shard import PerGranule, auto_shard, batch_mean, deal, units_of
+
+Loss = Callable[[Any, Any], Tensor]
+"""(output, batch) -> one loss per sample [samples]."""
+
+
+@dataclass(frozen=True)
+class Purity:
+    """What `purity` found.
+
+    Attributes:
+        reasons: Why the pass is not pure, one sentence each; empty if it is.
+    """
+
+    reasons: tuple[str, ...]
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the pass has the same bits however the samples are cut."""
+        return not self.reasons
+
+    def __str__(self) -> str:
+        if self.is_pure:
+            return "pure: the same bits in one pass and in one pass per granule"
+        return "not pure:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
+
+
+def purity(model: nn.Module, batch: Any, *, granule: int = 1, loss: Loss | None = None) -> Purity:
+    """Try out whether a model's pass has the same bits however a batch is cut over ranks.
+
+    The model itself is not run and not changed: copies are.
+
+    Args:
+        model: Any module; in training mode, if that is how it will run. Sharded or not.
+        batch: A tensor, or a tuple (the model's arguments) or dict (keyword arguments) of tensors,
+            with samples along dimension 0. Two granules at least, or nothing can be told.
+        granule: Samples per granule.
+        loss: What is trained: one loss per sample, of the output and the batch. By default the sum
+            of each sample's floating-point outputs.
+
+    Returns:
+        What differs: outputs, gradients, buffers; or what was refused.
+
+    Raises:
+        BadInput: If the process is one of several ranks, or the batch has a single granule.
+    """
+    check.positive(granule=granule)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise BadInput("purity looks at one process; call it before the ranks are launched")
+    trial = _Trial(model, batch, granule, loss or _sum_of_outputs)
+    try:
+        reasons = _differences(trial.together(), trial.apart(), trial.one_by_one())
+    except UnsupportedOperation as error:
+        reasons = [str(error)]
+    return Purity(tuple(reasons))
+
+
+@dataclass(frozen=True)
+class _Result:
+    outputs: list[list[Tensor]]  # of each granule
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+class _Trial:
+    """Runs copies of a model on one batch."""
+
+    def __init__(self, model: nn.Module, batch: Any, granule: int, loss: Loss) -> None:
+        self._model, self._batch, self._granule, self._loss = model, batch, granule, loss
+        rows = next((len(each) for each in tree_leaves(batch) if isinstance(each, Tensor)), 0)
+        if -(-rows // granule) < 2:
+            raise BadInput(
+                f"expected a batch of two granules or more, found {rows} samples and {granule=}"
+            )
+
+    def together(self) -> _Result:
+        """All granules in one pass."""
+        model = self._copy()
+        (rows,) = deal([self._batch], granule=self._granule)
+        return self._result(model, self._run(model, rows))
+
+    def one_by_one(self) -> _Result:
+        """Each granule in a pass of its own, of one model."""
+        model = self._copy()
+        outputs = [self._run(model, rows)[0] for rows in self._passes()]
+        return self._result(model, outputs)
+
+    def apart(self) -> list[list[Tensor]]:
+        """The outputs of each granule in a pass and on a model of its own, the last one first."""
+        outputs = [self._run(self._copy(), rows)[0] for rows in reversed(self._passes())]
+        return outputs[::-1]
+
+    def _copy(self) -> nn.Module:
+        model = copy.deepcopy(self._model)
+        model.zero_grad()
+        if not units_of(model):
+            auto_shard(model, reducer="ordered", gradient_divisor=1)
+        return model
+
+    def _passes(self) -> list[Any]:
+        return list(deal([self._batch], granule=self._granule, micro_batch=self._granule))
+
+    def _run(self, model: nn.Module, rows: Any) -> list[list[Tensor]]:
+        """One pass; returns the tensors of each granule's output."""
+        output = _call(model, rows)
+        batch_mean(self._loss(output, rows)).backward()
+        found = [each for each in tree_leaves(output) if isinstance(each, PerGranule)]
+        return [list(each) for each in zip(*(each.parts for each in found), strict=True)]
+
+    def _result(self, model: nn.Module, outputs: list[list[Tensor]]) -> _Result:
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+        return _Result(outputs, gradients, dict(model.named_buffers()))
+
+
+def _differences(together: _Result, apart: list[list[Tensor]], one_by_one: _Result) -> list[str]:
+    reasons = []
+    for index, (first, second) in enumerate(zip(together.outputs, apart, strict=True)):
+        if not all(map(_are_equal, first, second)):
+            reasons.append(
+                f"granule {index} has other outputs after the granules before it than alone on a "
+                "model of its own: something goes from one call of the model to the next"
+            )
+    for name, first in together.gradients.items():
+        if not _are_equal(first, one_by_one.gradients[name]):
+            reasons.append(f"the gradient of {name} depends on how granules are cut into passes")
+    for name, first in together.buffers.items():
+        if not _are_equal(first, one_by_one.buffers[name]):
+            reasons.append(f"the buffer {name} depends on how granules are cut into passes")
+    return reasons
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first.detach(), second.detach())
+
+
+def _call(model: nn.Module, rows: Any) -> Any:
+    if isinstance(rows, Mapping):
+        return model(**rows)
+    return model(*rows) if isinstance(rows, tuple | list) else model(rows)
+
+
+def _sum_of_outputs(output: Any, rows: Any) -> Tensor:  # [samples]
+    found = [
+        each.flatten(1).sum(dim=1) if each.dim() > 1 else each
+        for each in tree_leaves(output)
+        if isinstance(each, PerGranule) and each.is_floating_point() and each.dim() > 0
+    ]
+    if not found:
+        raise UnsupportedOperation(
+            "the model's output has no floating-point value per sample; pass loss= to purity"
+        )
+    return torch.stack(found).sum(dim=0)
