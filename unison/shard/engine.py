@@ -138,7 +138,11 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     context.enter(is_recompute, (args, kwargs))
     try:
         unit.finish_gather()
-        if not is_recompute:
+        versions = unit.versions
+        if is_recompute:
+            unit.check_unchanged()
+        else:
+            unit.forward_versions = versions
             entered_at = context.note_forward(unit)
             before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
         output = _compute(unit, context, args, kwargs)
@@ -148,7 +152,7 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
             unit.free_after_forward()
         output = _cast(output, precision.output)
         left_at = context.tick()
-        return before_backward(output, lambda: context.begin_backward_of(unit, left_at))
+        return before_backward(output, lambda: context.begin_backward_of(unit, left_at, versions))
     except BaseException:
         # Not in a recompute: checkpointing ends one early by an exception, once it has what it
         # needs, and the unit's backward follows.

@@ -13,9 +13,9 @@ meet first (`together`). All else raises, naming the parameter and what to do: a
 allowed, so that an operation which a new torch brings is refused until somebody has looked at it.
 
 [Note: versions below autograd] `__torch_dispatch__` runs below autograd. There a write does not
-count in the inner tensor's version, and a view gets a version counter of its own. The flat buffer's
-version tells whether a gather is stale, so writes are counted by hand, and `local` is handed on as
-the very object it is: `nn.Parameter(x)` calls `detach`, too.
+count in the inner tensor's version, and a view gets a version counter of its own. The version
+of `local` tells whether a gather is stale, so writes are counted by hand, and `local` is handed on
+as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 """
 
 import math
