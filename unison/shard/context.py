@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used, use_plan_of
+from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.first_use import check_same_model, settle_kernels, warn_of_same_data
 from unison.shard.unit import Unit, Versions, units_of
 
@@ -50,10 +50,14 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter(self, is_recompute: bool, inputs: Any) -> None:
+    @property
+    def is_outside(self) -> bool:
+        """Whether no unit is running at the moment."""
+        return self._depth == 0
+
+    def enter(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one starts a forward pass."""
         if self._depth == 0 and not is_recompute:
-            use_plan_of(inputs)
             self.begin_forward()
         self._depth += 1
 

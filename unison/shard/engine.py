@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
+from unison.shard.dealt import hand_on, without_plan
 from unison.shard.each_granule import call_each_granule, holds_cache
 from unison.shard.granules import (
     Bypassed,
@@ -122,20 +123,32 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a unit's forward with its full parameters in place."""
+    """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
     is_recompute = backward_task() != NO_TASK
+    is_inner = unit is not context.root if unit.is_plain else not context.is_outside
+    if is_inner or is_recompute or (plan := use_plan_of((args, kwargs))) is None:
+        return _run_forward(unit, context, is_recompute, args, kwargs)
+    if plan.is_granular:
+        return _run_forward(unit, context, is_recompute, args, kwargs)
+    args, kwargs = without_plan((args, kwargs))
+    return hand_on(_run_forward(unit, context, is_recompute, args, kwargs), plan)
+
+
+def _run_forward(
+    unit: Unit, context: Context, is_recompute: bool, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run a unit's forward with its full parameters in place."""
     if not context.has_compared:
         context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
         if unit is context.root and not is_recompute:
-            use_plan_of((args, kwargs))
             context.begin_forward()
         return unit.forward(*args, **kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
-    context.enter(is_recompute, (args, kwargs))
+    context.enter(is_recompute)
     try:
         unit.finish_gather()
         versions = unit.versions

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.shard.deal import BatchPlan, current_plan
-from unison.shard.granules import PerGranule, num_granules_of, split
+from unison.shard.granules import PerGranule, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks
 
 
@@ -45,7 +45,7 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
     Raises:
         BadInput: If the batch is in granules and no plan says which.
     """
-    num_granules, plan = num_granules_of(inputs), current_plan()
+    num_granules, plan = num_granules_of(inputs), plan_of(inputs) or current_plan()
     if num_granules:
         if plan is None or len(plan.granule_ids) != num_granules:
             raise BadInput(
