@@ -75,7 +75,7 @@ def hand_on(value: Any, plan: Any) -> Any:
     if type(value) is Tensor:
         if value.grad_fn is None:
             return value if value.requires_grad else Dealt.of(value, plan)
-        value.grad_fn.metadata[PLAN] = plan
+        _note(value.grad_fn, plan)
         return value
     if type(value) is dict:
         return {key: hand_on(each, plan) for key, each in value.items()}
@@ -84,16 +84,21 @@ def hand_on(value: Any, plan: Any) -> Any:
         return type(value)([hand_on(each, plan) for each in value])
     for each in tree_iter(value):  # in a class of the user's: left as it is
         if type(each) is Tensor and each.grad_fn is not None:
-            each.grad_fn.metadata[PLAN] = plan
+            _note(each.grad_fn, plan)
         elif type(each) is Tensor:
             setattr(each, PLAN, plan)
     return value
 
 
+def _note(node: Any, plan: Any) -> None:
+    node.metadata[PLAN] = plan
+
+
 def plan_of_loss(losses: Tensor) -> Any:
     """The plan of the batch that losses were computed of; None if it is not known."""
     plan = plan_of(losses)
-    nodes, seen = deque([losses.grad_fn]), set()
+    nodes: deque[Any] = deque([losses.grad_fn])
+    seen: set[Any] = set()
     while plan is None and nodes and len(seen) < _MAX_NODES:
         node = nodes.popleft()
         if node is not None and node not in seen:
