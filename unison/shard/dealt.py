@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from unison.shard.granules import PLAN, TAKES_GRANULES, plan_of
+from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, plan_of
 
 _MAX_NODES = 1000  # of a loss, between it and the outputs of the model
 
@@ -97,6 +97,8 @@ def _note(node: Any, plan: Any) -> None:
 def plan_of_loss(losses: Tensor) -> Any:
     """The plan of the batch that losses were computed of; None if it is not known."""
     plan = plan_of(losses)
+    if isinstance(losses, PerGranule):
+        return plan
     nodes: deque[Any] = deque([losses.grad_fn])
     seen: set[Any] = set()
     while plan is None and nodes and len(seen) < _MAX_NODES:
