@@ -368,10 +368,18 @@ def _part(value: Any, plan: BatchPlan) -> Any:
     return rows if plan.is_granular else Dealt.of(rows, plan)
 
 
-def padded_rows(value: Tensor, plan: BatchPlan) -> Tensor:
-    """The rows of this pass [samples, ...], padded with zeros, cut into granules if asked."""
+def padded_rows(value: Tensor, plan: BatchPlan, padding: Tensor | None = None) -> Tensor:
+    """The rows of this pass [samples, ...], padded, cut into granules if asked.
+
+    Args:
+        value: The samples of the pass, without padding.
+        plan: Its plan.
+        padding: A row [...] to pad with; zeros unless given.
+    """
     ids = plan.sample_ids
     rows = value.new_zeros(len(ids), *value.shape[1:])
+    if padding is not None:
+        rows[ids < 0] = padding.to(rows)
     rows[ids >= 0] = value
     return _cut(rows, plan)
 
