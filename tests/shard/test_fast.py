@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import World, assert_close, run_on_ranks
+from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import per_sample_loss, shard, tokens
 from unison.models import ModelConfig, build, preset
 from unison.shard import auto_shard, full_parameters, fully_shard, units_of
 from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import ShardedTensor
 
 WORLD_SIZES = (1, 2, 3)
 
@@ -222,6 +223,19 @@ def gradients(world: World, how: str | None, num_ranks: int) -> dict[str, Tensor
     }
 
 
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@ranks(2)
+def test_a_forward_pass_sees_what_was_written_since_the_last_one(world, reshard):
+    """Full parameters, or a part of them, are still there when no backward pass came."""
+    plain, x = make_net(), rows_of(world.rank, 0)
+    model = shard(make_net(), "auto", reshard_after_forward=reshard)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)
+
+
 def test_unused_and_frozen_parameters_have_no_gradient():
     expected = run_on_ranks(1, gradients, None, 2)[0]
     for found in run_on_ranks(2, gradients, "auto", 2):
@@ -243,18 +257,34 @@ class OnePath(nn.Module):
         return self.experts[which](x)
 
 
-def route(world: World) -> dict[str, bool]:
+def route(world: World, size: int, is_sharded: bool) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
-    model = fully_shard(OnePath())
-    model(torch.full((2, 3), world.rank + 1.0), min(world.rank, 1)).sum().backward()
-    return {name: p.grad is not None for name, p in model.named_parameters()}
+    model = OnePath().double()
+    fed = range(size)
+    if is_sharded:
+        fully_shard(model)
+        fed = [world.rank]
+    for rank in fed:
+        x = torch.full((2, 3), rank + 1.0, dtype=torch.float64)
+        (model(x, min(rank, 1)).square().sum() / len(fed)).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
+        for name, grad in grads.items()
+    }
 
 
-def test_parameter_that_another_rank_used_has_a_gradient():
-    for found in run_on_ranks(3, route):
-        assert found["experts.0.weight"]
-        assert found["experts.1.weight"]
-        assert not found["experts.2.weight"]
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_use_different_parameters(size):
+    """What a rank did not use adds nothing to the sum; what nobody used has no gradient."""
+    expected = run_on_ranks(1, route, size, False)[0]
+    assert expected["experts.2.weight"] is None
+    for found in run_on_ranks(size, route, size, True):
+        for name, value in expected.items():
+            if value is None:
+                assert found[name] is None
+            else:
+                torch.testing.assert_close(found[name], value)
 
 
 def call_recurrent(world: World, is_sharded: bool) -> list[float]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import GPT2, per_sample_loss, tokens
-from unison.errors import UnsupportedOperation
+from unison.errors import NeedsWhole, UnsupportedOperation
 from unison.models import build
 from unison.shard import (
     auto_shard,
@@ -176,6 +177,107 @@ def test_methods_and_parameters_outside_of_forward(size, how):
     for found in run_on_ranks(size, by_method, size, how):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "before": lambda scale, logits: scale.exp() * logits,
+    "after": lambda scale, logits: logits * scale.exp().clamp(max=100),
+    "as a temperature": lambda scale, logits: logits / scale,
+    "as a sum": lambda scale, logits: logits * scale.exp().sum(),
+    "as a norm": lambda scale, logits: logits * scale.norm(),
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+@pytest.mark.parametrize("shape", [(), (1,)])
+@ranks(2)
+def test_a_parameter_in_a_loss_names_the_remedy(world, shape, how):
+    """A sum took its own rank's gradient for that of all."""
+    model: Any = Encoder()
+    model.logit_scale = nn.Parameter(torch.full(shape, 0.7))
+    fully_shard(model)
+    logits = model(torch.full((3, 9), world.rank + 1.0))
+    with pytest.raises(NeedsWhole, match=r"'logit_scale'.* call unshard\(\) of the sharded module"):
+        SCALED[how](model.logit_scale, logits).square().mean().backward()
+
+
+class Contrast(nn.Module):
+    """CLIP's model in forward, its loss outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts, self.images = nn.Linear(9, 7), nn.Linear(9, 7)
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.texts(x), self.images(x.tanh())
+
+
+def contrasted(world: World, size: int, is_sharded: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = Contrast().double()
+    fed = range(size)
+    if is_sharded:
+        fully_shard(model)
+        fed = [world.rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for rank in fed:
+            a, b = model(torch.eye(3, 9).double() * (rank + 1))
+            if is_sharded:
+                model.unshard()
+            logits = model.logit_scale.exp() * (a @ b.T)
+            if is_sharded:
+                model.reshard()
+            (F.cross_entropy(logits, torch.arange(3)) / len(fed)).backward()
+        optimizer.step()
+    return [value for _, value in full_parameters(model)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_with_a_parameter_after_forward(size):
+    expected = run_on_ranks(1, contrasted, size, False)[0]
+    for found in run_on_ranks(size, contrasted, size, True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def clip_model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 2}
+    torch.manual_seed(0)
+    texts = {**small, "vocab_size": 23, "max_position_embeddings": 7, "eos_token_id": 2}
+    config = transformers.CLIPConfig(
+        text_config=texts,
+        vision_config={**small, "image_size": 8, "patch_size": 4},
+        projection_dim=6,
+    )
+    return transformers.CLIPModel(config).double()
+
+
+def clip(world: World, size: int, is_sharded: bool) -> dict[str, Tensor]:
+    model = clip_model()
+    fed = range(size)
+    if is_sharded:
+        auto_shard(model)
+        fed = [world.rank]
+    for rank in fed:
+        generator = torch.Generator().manual_seed(rank)
+        ids = torch.randint(3, 23, (3, 7), generator=generator)
+        images = torch.randn(3, 3, 8, 8, generator=generator).double()
+        loss = model(input_ids=ids, pixel_values=images, return_loss=True).loss
+        (loss / len(fed)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return dict(full_parameters(model))
+
+
+def test_clip_of_transformers():
+    expected = run_on_ranks(1, clip, 2, False)[0]
+    for found in run_on_ranks(2, clip, 2, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
 
 
 # ---- dtypes and padding ------------------------------------------------------------------------

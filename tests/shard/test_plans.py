@@ -1,6 +1,7 @@
 """The plan rides with the batch: readers that look ahead, two loaders, loops left early."""
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.shard.common import GPT2, per_sample_loss, tokens
 from unison.errors import BadInput
 from unison.models import build
 from unison.shard import auto_shard, batch_mean, current_plan, deal, digest
+from unison.shard.granules import plan_of
 
 SIZES = (4, 4, 3, 1)  # of the batches; padding differs
 
@@ -27,6 +29,15 @@ def ahead(batches: Iterable[Any]) -> Iterator[Any]:
     yield from last
 
 
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cloned": Tensor.clone,
+    "cast": lambda rows: rows.int().long(),
+    "stacked": lambda rows: torch.stack(list(rows)),
+    "written": lambda rows: torch.empty(rows.shape, dtype=rows.dtype).copy_(rows),
+    "copied deeply": copy.deepcopy,
+}
+
+
 def run(world: World, reader: str, granule: int | None) -> tuple[list[float], str]:
     reducer = "fast" if granule is None else "ordered"
     model = auto_shard(build(GPT2, seed=1), reducer=reducer, gradient_divisor=1)
@@ -39,8 +50,17 @@ def run(world: World, reader: str, granule: int | None) -> tuple[list[float], st
         batches = ahead(loader)
     elif reader == "two loaders":
         batches = (rows for rows, _ in zip(loader, others, strict=False))
+    elif reader in COPIES:
+        batches = ahead(COPIES[reader](rows) for rows in loader)
+    other = iter(others)
     for rows in batches:
-        loss = batch_mean(per_sample_loss(model, rows))
+        with torch.no_grad():
+            before = per_sample_loss(model, rows)
+        losses_of_rows = per_sample_loss(model, rows)
+        if reader == "between model and mean":
+            next(other)
+        loss = batch_mean(losses_of_rows)
+        assert batch_mean(before).item() == loss.item()
         loss.backward()
         losses.append(loss.item())
         assert current_plan() is not None
@@ -50,12 +70,18 @@ def run(world: World, reader: str, granule: int | None) -> tuple[list[float], st
 
 
 @pytest.mark.parametrize("granule", [2, None])
-@pytest.mark.parametrize("reader", ["ahead", "two loaders"])
+@pytest.mark.parametrize("reader", ["ahead", "two loaders", "between model and mean"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_is_told_from_those_handed_out_since(size, reader, granule):
     """S9: the second-last loss was 0.6113 instead of 0.6578."""
     expected = run_on_ranks(size, run, "plain", granule)
     assert run_on_ranks(size, run, reader, granule) == expected
+
+
+@pytest.mark.parametrize("reader", COPIES)
+def test_copies_know_their_batch(reader):
+    """A batch copied to a device was taken for the one that was handed out after it."""
+    assert run_on_ranks(2, run, reader, None) == run_on_ranks(2, run, "plain", None)
 
 
 def broken_off(world: World, is_broken: bool) -> str:
@@ -114,3 +140,23 @@ def test_a_plain_module_takes_dealt_batches():
     expected = [model(batch).mean().item() for batch in batches]
     found = [batch_mean(model(rows)[:, 0]).item() for rows in ahead(deal(batches, granule=2))]
     torch.testing.assert_close(found, expected)
+
+
+def test_a_dealt_tensor_is_used_as_a_plain_one(tmp_path):
+    """By whole models, compiled ones, files, numpy; its plan goes with it."""
+    for rows in ahead(deal([torch.arange(6.0).view(3, 2), torch.ones(1, 2)])):
+        plan = plan_of(rows)
+        assert plan.num_samples == len(rows)
+        values, places = rows.max(dim=1)
+        assert [plan_of(each) for each in (values, places, rows[:, :1] * 2)] == [plan] * 3
+        assert [plan_of(each) for each in rows.split(1)] == [plan] * len(rows)
+        torch.save(rows, tmp_path / "rows.pt")
+        assert type(torch.load(tmp_path / "rows.pt")) is Tensor
+        assert np.asarray(rows).sum() == rows.sum().item()
+        model = nn.Linear(2, 1)
+        assert type(model(rows)) is Tensor
+        model.compile(backend="eager", fullgraph=True)
+        torch.testing.assert_close(model(rows), model.forward(rows.as_subclass(Tensor)))
+        inputs = rows.clone().requires_grad_()
+        model.forward(inputs).sum().backward()
+        assert inputs.grad.shape == rows.shape

@@ -1,8 +1,12 @@
 """Batches as the module gets them: this rank's rows, padded, with a plan as `unison.deal` makes.
 
-A pass without records (an empty draw, or a rank that got none of it) has one row of zeros, which
+A pass without records (an empty draw, or a rank that got none of it) has one row of padding, which
 counts for nothing: its coefficient is 0. So every rank runs the same units in every pass, models
 need not know batches of no rows, and the loss of an empty batch is a number.
+
+Padding is zeros, or a public record of the user's, and never one of the data: whether a draw was
+padded, and with what, may show in what a model does beside its gradients. What a row of padding
+computes is left out by selection, not by a product with 0: of zeros, `log` has no finite gradient.
 """
 
 import itertools
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unison.errors import BadInput
 from unison.privacy.passes import PhysicalBatch
@@ -81,6 +85,7 @@ class Dealing:
         rows_per_sample: Rows of those tensors that belong to one sample, one after the other.
         usual_size: Samples that hardly any logical batch has more of; 1 if nothing is known.
         key: Of what the model draws, where there are granules; secret unless the noise is not.
+        padding: A batch of one public record to pad with, as `collate_fn` makes it; None for zeros.
     """
 
     def __init__(
@@ -92,11 +97,13 @@ class Dealing:
         rows_per_sample: int = 1,
         usual_size: int = 1,
         key: Key | None = None,
+        padding: Any = None,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
         self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
         self._usual_size, self._key = usual_size, key
+        self._padding = padding
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
         self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
@@ -138,7 +145,27 @@ class Dealing:
         take_mean_was_used()
         if self.granule is None and bool(is_real.all()):
             return batch
-        return tree_map(lambda leaf: self._padded(leaf, physical.num_samples, plan), batch)
+        leaves, spec = tree_flatten(batch, is_leaf=_is_column)
+        rows = self._rows_of_padding(len(leaves), spec)
+        return tree_unflatten(
+            [
+                self._padded(leaf, row, physical.num_samples, plan)
+                for leaf, row in zip(leaves, rows, strict=True)
+            ],
+            spec,
+        )
+
+    def _rows_of_padding(self, num_leaves: int, spec: TreeSpec) -> list[Any]:
+        """What to pad each leaf of a batch with; None for zeros."""
+        if self._padding is None:
+            return [None] * num_leaves
+        rows, own = tree_flatten(self._padding, is_leaf=_is_column)
+        if own != spec:
+            raise BadInput(
+                f"collate_fn made {own} of padding_row and {spec} of records; give make_private a "
+                "padding_row as the data set gives records"
+            )
+        return rows
 
     def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
         """Around a forward pass: what it draws belongs to samples, if they come in granules."""
@@ -176,7 +203,10 @@ class Dealing:
         if self.plan is not None and current_plan() is self.plan:
             publish_plan(None)
 
-    def _padded(self, leaf: Any, num_samples: int, plan: BatchPlan) -> Any:
+    def _padded(self, leaf: Any, padding: Any, num_samples: int, plan: BatchPlan) -> Any:
+        if isinstance(leaf, list) and padding and len(leaf) == num_samples:
+            entries = iter(leaf)
+            return [next(entries) if is_real else padding[0] for is_real in plan.sample_ids >= 0]
         if not isinstance(leaf, Tensor) or leaf.ndim <= self._dim:
             return leaf
         rows = self._rows_per_sample if leaf.shape[self._dim] != num_samples else 1
@@ -189,9 +219,10 @@ class Dealing:
         if plan.is_granular and self._dim:
             raise BadInput("granules need samples in dimension 0 of every tensor: batch_first=True")
         samples = leaf.movedim(self._dim, 0)
+        row = None if padding is None else _fitted(padding.movedim(self._dim, 0), samples)
         if rows == 1:
-            return padded_rows(samples, plan).movedim(0, self._dim)
-        padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan)
+            return padded_rows(samples, plan, row).movedim(0, self._dim)
+        padded = padded_rows(samples.reshape(num_samples, rows, *samples.shape[1:]), plan, row)
         return padded.flatten(0, 1).movedim(0, self._dim)
 
     @property
@@ -220,6 +251,28 @@ class Dealing:
     def begin_backward(self) -> None:
         """Note how the loss was made, which its backward pass has told by now."""
         self._mean_was_used = take_mean_was_used()
+
+
+def _is_column(value: Any) -> bool:
+    """Whether it is a list of one plain value per sample, perhaps of none."""
+    return isinstance(value, list) and all(
+        isinstance(each, str | bytes | int | float | None) for each in value
+    )
+
+
+def _fitted(padding: Tensor, samples: Tensor) -> Tensor:
+    """A row of padding [rows of a sample, ...], cut to the shape that the records of a batch have.
+
+    Raises:
+        BadInput: It is shorter than they are, or another kind of tensor.
+    """
+    sizes = list(zip(padding.shape[1:], samples.shape[1:], strict=False))
+    if padding.ndim != samples.ndim or any(own < size for own, size in sizes):
+        raise BadInput(
+            f"padding_row has shape {list(padding.shape[1:])} where records of this batch have "
+            f"{list(samples.shape[1:])}; make it as long as the longest record"
+        )
+    return padding[(slice(None), *(slice(size) for _, size in sizes))]
 
 
 class FixedRows:

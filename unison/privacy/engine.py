@@ -118,6 +118,7 @@ class PrivacyEngine:
         budget: Budget | None = None,
         granule: int | None = None,
         rows_per_sample: int = 1,
+        padding_row: Any = None,
         seed: int | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
@@ -159,6 +160,10 @@ class PrivacyEngine:
                 value per granule, and the loss is `unison.batch_mean` of the samples' losses.
             rows_per_sample: Rows that `collate_fn` makes of each record, one after the other, such
                 as the chosen and the rejected answer of a preference: they are one unit of privacy.
+            padding_row: A record that stands where a pass has none: an empty draw, a granule or a
+                rank that is not full. Made up or public, never one of the data; as the data set
+                gives records. Zeros unless given, which not every model takes. It
+                counts for nothing.
             seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
@@ -217,6 +222,7 @@ class PrivacyEngine:
                 granule=granule or 1,
                 rows_per_record=rows_per_sample,
             )
+            padding = None if padding_row is None else loader.collate_fn([padding_row])
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
@@ -232,6 +238,7 @@ class PrivacyEngine:
                     rows_per_sample,
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                     key.child("draws"),
+                    padding,
                 ),
                 key=key,
                 mechanism=mechanism,

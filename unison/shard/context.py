@@ -17,10 +17,10 @@ from torch.autograd import Variable
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used, use_plan_of
+from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.first_use import check_same_model, settle_kernels, warn_of_same_data
 from unison.shard.granules import plan_of
-from unison.shard.unit import Unit, units_of
+from unison.shard.unit import Unit, Versions, units_of
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
 
@@ -51,10 +51,14 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter(self, is_recompute: bool, inputs: Any) -> None:
+    @property
+    def is_outside(self) -> bool:
+        """Whether no unit is running at the moment."""
+        return self._depth == 0
+
+    def enter(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one starts a forward pass."""
         if self._depth == 0 and not is_recompute:
-            use_plan_of(inputs)
             self.begin_forward()
         self._depth += 1
 
@@ -165,17 +169,19 @@ class Context:
         # They were entered in this order, so that these are the last.
         return list(itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open)))
 
-    def begin_backward_of(self, unit: Unit, left_at: int) -> None:
+    def begin_backward_of(self, unit: Unit, left_at: int, versions: Versions) -> None:
         """Have a unit's parameters full, start to gather the next one, sum what is complete.
 
         Args:
             unit: The unit that the backward pass enters.
             left_at: When the forward pass left it.
+            versions: Of its parameters in that forward pass.
         """
         if left_at in self._begun:  # another of its outputs
             return
         self._begun.add(left_at)
         self.reached(unit)
+        unit.forward_versions = versions
         unit.begin_backward()
         complete = self._entered_after(left_at)
         for each in complete:

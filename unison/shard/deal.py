@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from unison import check
 from unison.errors import BadInput
 from unison.rng import Draws, Key
+from unison.shard.dealt import Dealt, plan_of_loss
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.tree import TreeSum
@@ -131,11 +132,12 @@ def current_plan() -> BatchPlan | None:
     return _current
 
 
-def use_plan_of(inputs: Any) -> None:
-    """Make the plan of a model's inputs the current one, if they know it."""
+def use_plan_of(inputs: Any) -> BatchPlan | None:
+    """Make the plan of a model's inputs the current one, and return it, if they know it."""
     plan = plan_of(inputs)
     if plan is not None:
         publish_plan(plan)
+    return plan
 
 
 def plan_batch(
@@ -264,7 +266,7 @@ def deal(
         mesh: The ranks to deal to, in the mesh's order; all by default.
         granule: Samples per granule. Given, tensors come as one value per granule, which the
             ordered reducer needs; the size is part of the experiment and changes the bits. None
-            hands out plain tensors.
+            hands out tensors that can be used as plain ones; see dealt.py.
         micro_batch: At most this many rows per pass, where a rank's part does not fit at once. A
             global batch then comes in several passes, of which the last has
             `current_plan().closes_logical_batch`: step the optimizer there. It changes no bit with
@@ -296,8 +298,7 @@ def batch_mean(per_sample_losses: Tensor) -> Tensor:
     value is the same number on every rank, and at every world size if the losses are.
 
     Args:
-        per_sample_losses: One loss per row of the batch that the dealt loader handed out last
-            [rows], rows of weight zero included.
+        per_sample_losses: One loss per row of a dealt batch [rows], rows of weight zero included.
 
     Returns:
         A scalar. Every rank must call this: it is a collective.
@@ -316,7 +317,7 @@ def local_batch_mean(per_sample_losses: Tensor) -> Tensor:
 
 
 def _batch_mean(per_sample_losses: Tensor, function: type[torch.autograd.Function]) -> Tensor:
-    plan = plan_of(per_sample_losses) or current_plan()
+    plan = plan_of_loss(per_sample_losses) or current_plan()
     if plan is None:
         raise BadInput("batch_mean needs a batch from unison.deal(loader), found none dealt yet")
     is_granular = isinstance(per_sample_losses, PerGranule)
@@ -419,15 +420,22 @@ def _part(value: Any, plan: BatchPlan) -> Any:
         return [value[index] for index in ids.clamp(min=0).tolist()]
     if not isinstance(value, Tensor):
         return value
-    if len(value) == 0:
-        return padded_rows(value, plan)
-    return _cut(value[ids.clamp(min=0)], plan)
+    rows = padded_rows(value, plan) if len(value) == 0 else _cut(value[ids.clamp(min=0)], plan)
+    return rows if plan.is_granular else Dealt.of(rows, plan)
 
 
-def padded_rows(value: Tensor, plan: BatchPlan) -> Tensor:
-    """The rows of this pass [samples, ...], padded with zeros, cut into granules if asked."""
+def padded_rows(value: Tensor, plan: BatchPlan, padding: Tensor | None = None) -> Tensor:
+    """The rows of this pass [samples, ...], padded, cut into granules if asked.
+
+    Args:
+        value: The samples of the pass, without padding.
+        plan: Its plan.
+        padding: A row [...] to pad with; zeros unless given.
+    """
     ids = plan.sample_ids
     rows = value.new_zeros(len(ids), *value.shape[1:])
+    if padding is not None:
+        rows[ids < 0] = padding.to(rows)
     rows[ids >= 0] = value
     return _cut(rows, plan)
 

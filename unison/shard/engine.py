@@ -36,6 +36,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.draws import paused
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
+from unison.shard.dealt import hand_on, without_plan
 from unison.shard.each_granule import call_each_granule, holds_cache
 from unison.shard.granules import (
     Bypassed,
@@ -126,23 +127,39 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a unit's forward with its full parameters in place."""
+    """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
     is_recompute = backward_task() != NO_TASK
+    is_inner = unit is not context.root if unit.is_plain else not context.is_outside
+    if is_inner or is_recompute or (plan := use_plan_of((args, kwargs))) is None:
+        return _run_forward(unit, context, is_recompute, args, kwargs)
+    if plan.is_granular:
+        return _run_forward(unit, context, is_recompute, args, kwargs)
+    args, kwargs = without_plan((args, kwargs))
+    return hand_on(_run_forward(unit, context, is_recompute, args, kwargs), plan)
+
+
+def _run_forward(
+    unit: Unit, context: Context, is_recompute: bool, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run a unit's forward with its full parameters in place."""
     if not context.has_compared:
         context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
         if unit is context.root and not is_recompute:
-            use_plan_of((args, kwargs))
             context.begin_forward()
         return unit.forward(*args, **kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
-    context.enter(is_recompute, (args, kwargs))
+    context.enter(is_recompute)
     try:
         unit.finish_gather()
-        if not is_recompute:
+        versions = unit.versions
+        if is_recompute:
+            unit.check_unchanged()
+        else:
+            unit.forward_versions = versions
             entered_at = context.note_forward(unit)
             before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
         looks = unit.leaf_source is None  # or private training writes down what it sees
@@ -154,7 +171,7 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
             unit.free_after_forward()
         output = _cast(output, precision.output)
         left_at = context.tick()
-        return before_backward(output, lambda: context.begin_backward_of(unit, left_at))
+        return before_backward(output, lambda: context.begin_backward_of(unit, left_at, versions))
     except BaseException:
         # Not in a recompute: checkpointing ends one early by an exception, once it has what it
         # needs, and the unit's backward follows.

@@ -15,16 +15,25 @@ Where one rank holds everything, in the dtype and on the device it computes with
 `shard`: nothing is copied and nothing freed.
 
 The computation sees *leaves*, which are views of `full`; see leaves.py.
+
+[Note: one version per parameter] Autograd counts the writes to a tensor together with its views,
+and refuses a backward pass over values that have changed since they were saved. Parameters that
+share a buffer must not share that count: a step of a discriminator's weights would forbid the
+backward pass of a generator in the same unit. So every piece, and every leaf, has a count of its
+own (through `.data`). A gather that fills `full` with other values than the last one counts as a
+write to the leaves that differ, so that autograd refuses at any number of ranks what it refuses
+in one process.
 """
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from unison.shard.dtensors import local_part
 from unison.shard.layout import FlatLayout, Piece, Slot
@@ -109,7 +118,7 @@ class FlatGroup:
             for parameter in parameters
             if axes.all.size > 1 and not parameter.value.is_meta
         ]
-        self._start_version = self.shard._version
+        self._start_versions = self.versions
         self._make_guards()
 
     def _make_memory(self, device: torch.device) -> None:
@@ -127,22 +136,34 @@ class FlatGroup:
             and self.compute_dtype == self.dtype
             and (self._offload is None or device.type == "meta")
         )
+        self._parts = [
+            self.shard.data.narrow(0, own.shard_offset, own.numel) for own in self.piece_places()
+        ]
         if self.is_alias:
             self.full = self.shard.detach()
+            views = [
+                part.view(slot.shape) for part, slot in zip(self._parts, self.slots, strict=True)
+            ]
             self.phase = Phase.FULL
         else:
             self.full = torch.empty(
                 self.layout.padded_length(self.ranks.size), dtype=self.compute_dtype, device=device
             )
+            views = [
+                self.full.data.narrow(0, slot.offset, slot.numel).view(slot.shape)
+                for slot in self.slots
+            ]
             self._full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
             self.phase = Phase.SHARDED
         self._work: Work = DONE
-        self._gathered_version = self._kept_version = self._resident_version = -1
+        self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
+        self._kept_versions: tuple[int, ...] = ()
+        self._resident_versions: tuple[int, ...] = ()
         self._sent: Tensor | None = None  # what a running gather reads
         self._kept: Tensor | None = None  # what neighbours hold between forward and backward
         self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self.leaves = Leaves(self.full, self.slots, self.requires_grad, self._before_read)
+        self.leaves = Leaves(views, self.requires_grad, self._before_read, self._refuse_changed)
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -153,8 +174,7 @@ class FlatGroup:
     def _make_piece(self, index: int) -> nn.Parameter:
         size = self.ranks.size
         of_ranks = [self.layout.pieces(rank, size)[index] for rank in range(size)]
-        own, slot = of_ranks[self.ranks.rank], self.slots[index]
-        local = self.shard.narrow(0, own.shard_offset, own.numel)
+        slot, local = self.slots[index], self._parts[index]
         if size == 1:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
             setattr(whole, PIECE, True)
@@ -199,7 +219,7 @@ class FlatGroup:
                 own.copy_(piece)
             vars(own).update(vars(piece))
             torch.utils.swap_tensors(piece, own)
-        made._start_version = -1  # what it starts with is another's state
+        made._start_versions = ()  # what it starts with is another's state
         made._make_guards()
         return made
 
@@ -225,7 +245,7 @@ class FlatGroup:
         Ranks that built their models from different seeds would each keep a part of another model.
         None where nothing can be said: values were loaded or drawn after sharding.
         """
-        if not self._start or self.shard._version != self._start_version:
+        if not self._start or self.versions != self._start_versions:
             return [None] * len(self.slots)
         return torch.stack(self._start).tolist()
 
@@ -233,6 +253,11 @@ class FlatGroup:
     def slots(self) -> tuple[Slot, ...]:
         """The places of the parameters."""
         return self.layout.slots
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each piece has been written; see [Note: one version per parameter]."""
+        return tuple([part._version for part in self._parts])
 
     @property
     def full_bytes(self) -> int:
@@ -247,15 +272,26 @@ class FlatGroup:
 
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
+        versions = self.versions
         if self.phase is not Phase.SHARDED:
-            if self.is_alias or self._gathered_version == self.shard._version:
+            if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
         self.full.untyped_storage().resize_(self._full_bytes)
-        self._gathered_version = self.shard._version
+        if self.gathered_versions and self.gathered_versions != versions:
+            increment_version(
+                [
+                    view
+                    for view, old, new in zip(
+                        self.leaves.bases, self.gathered_versions, versions, strict=True
+                    )
+                    if old != new
+                ]
+            )
+        self.gathered_versions = versions
         # Through `.data`, which has a version counter of its own: to autograd this write is no
         # change, since it restores what was saved.
-        if self._kept is not None and self._kept_version == self.shard._version:
+        if self._kept is not None and self._kept_versions == versions:
             assert self._neighbours is not None
             self._work = self._neighbours.gather(self.full.data, self._kept)
         else:
@@ -267,9 +303,9 @@ class FlatGroup:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
         shard = self.shard.detach()
         if self._offload is not None and not self._offload.parameters:
-            if self._resident is None or self._resident_version != self.shard._version:
+            if self._resident is None or self._resident_versions != self.versions:
                 self._resident = self._on_device(shard)
-                self._resident_version = self.shard._version
+                self._resident_versions = self.versions
             return self._resident
         if self.ranks.size == 1:
             return shard  # a gather of one rank is a copy, which casts and moves by itself
@@ -283,8 +319,13 @@ class FlatGroup:
 
     on_read: Callable[[], None]  # set by the unit: a backward pass is about to read `full`
 
+    on_changed: Callable[[int], NoReturn]  # set by the unit: refuses to read a changed parameter
+
     def _before_read(self) -> None:
         self.on_read()
+
+    def _refuse_changed(self, slot: int) -> NoReturn:
+        self.on_changed(slot)
 
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
@@ -311,14 +352,14 @@ class FlatGroup:
         if self._neighbours is not None and self.phase is Phase.FULL and self.ranks.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = parts[self._neighbours.rank].clone()
-            self._kept_version = self._gathered_version
+            self._kept_versions = self.gathered_versions
         self.free()
 
     def end_backward(self) -> None:
         """Give all memory back that only this step needed."""
         self._kept = None
         # An optimizer may write past the version counter; a copy is not trusted beyond a step.
-        self._resident_version = -1
+        self._resident_versions = ()
         self.free()
 
     def gathered(self) -> Tensor:

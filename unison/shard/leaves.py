@@ -10,11 +10,16 @@ tensor that a block keeps (a router's aux loss), on a gradient, on something in 
 notices the operations that it enters, and the autograd node that each of them leaves behind waits
 for the parameters before it runs. Saved-tensor hooks would do too, but where they are set torch no
 longer notices that a saved tensor was changed in place.
+
+Torch notices that (see [Note: one version per parameter] in flat_group.py) when the node reads what
+it saved, and names neither the parameter nor a remedy. The same wait therefore looks first.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +27,31 @@ from torch.utils._pytree import tree_iter
 
 from unison.errors import UnsupportedOperation
 from unison.shard.granules import PerGranule
-from unison.shard.layout import Slot
 from unison.shard.sharded_tensor import ShardedTensor
 
 PLAIN = -1  # the leaves of a pass that is not cut into granules
 RECOMPUTE = -2  # what code that activation checkpointing runs again sees; see LeafSource in unit.py
 
 
-class _Watched(Tensor):
-    """A view of the buffer that notices which operations it enters; see [Note: gather on use].
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What a watched tensor is a view of: one parameter in the buffer.
 
     Attributes:
-        before_read: Called when the backward pass of such an operation begins.
+        base: The parameter as a plain view, which counts the writes to it.
+        before_read: Called when the backward pass of an operation on it begins.
+        refuse: Called where that would read values which have changed since.
     """
 
+    base: Tensor
     before_read: Callable[[], None]
+    refuse: Callable[[], NoReturn]
+
+
+class _Watched(Tensor):
+    """A view of the buffer that notices which operations it enters; see [Note: gather on use]."""
+
+    source: _Source
 
     @classmethod
     def __torch_function__(
@@ -49,13 +64,10 @@ class _Watched(Tensor):
                 return result
             if not isinstance(result, Tensor | tuple | list) or not torch.is_grad_enabled():
                 return result
-            sources = {id(each.before_read): each for each in _watched_in((args, kwargs))}
-            for source in sources.values():
-                if isinstance(result, Tensor):
-                    result = _watch(result, source)
-                else:
-                    result = type(result)(_watch(each, source) for each in result)
-            return result
+            watched = list(_watched_in((args, kwargs)))
+            if isinstance(result, Tensor):
+                return _watch(result, watched)
+            return type(result)(_watch(each, watched) for each in result)
 
 
 def _watched_in(values: Any) -> Iterator[_Watched]:
@@ -66,17 +78,81 @@ def _watched_in(values: Any) -> Iterator[_Watched]:
             yield from _watched_in(value)
 
 
-def _watch(result: Any, source: _Watched) -> Any:
+def _watch(result: Any, watched: list[_Watched]) -> Any:
     """Let what an operation returned wait for the parameters in its backward pass."""
     if not isinstance(result, Tensor) or result.grad_fn is None:
         return result
-    wait = source.before_read
-    result.grad_fn.register_prehook(lambda _: wait())
-    is_view = result.untyped_storage()._cdata == source.untyped_storage()._cdata
-    if is_view and not isinstance(result, _Watched):
-        result = result.as_subclass(_Watched)
-        result.before_read = wait
+    read = [(each.source, each.source.base._version) for each in watched]
+
+    def before_read(_: Any) -> None:
+        for source, _version in read:
+            source.before_read()
+        for source, version in read:
+            if source.base._version != version and _reads_changed(source.base):
+                source.refuse()
+
+    result.grad_fn.register_prehook(before_read)
+    for each in watched:
+        is_view = result.untyped_storage()._cdata == each.untyped_storage()._cdata
+        if is_view and not isinstance(result, _Watched):
+            result = result.as_subclass(_Watched)
+            result.source = each.source
     return result
+
+
+def _reads_changed(parameter: Tensor) -> bool:
+    """Whether the backward pass that has come to a node reads a parameter that was changed.
+
+    Not every node reads what it was given: the gradient of a sum, or of a first layer's weight,
+    needs no value of the parameter.
+    """
+    return _leads_to(torch._C._current_autograd_node(), parameter, _STEPS_TO_LEAF)[1]
+
+
+def _leads_to(node: Any, parameter: Tensor, num_steps: int) -> tuple[bool, bool]:
+    """Whether a node leads to a parameter's leaf, and whether one on the way has stale values."""
+    if node is None or num_steps == 0:
+        return False, False
+    if node.name() in _LEAVES:
+        is_it = node.variable.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        return is_it and node.variable.storage_offset() == parameter.storage_offset(), False
+    below = [_leads_to(each, parameter, num_steps - 1) for each, _ in node.next_functions]
+    if not any(leads for leads, _ in below):
+        return False, False
+    return True, any(is_stale for _, is_stale in below) or _has_stale_values(node)
+
+
+def _has_stale_values(node: Any) -> bool:
+    """Whether torch would refuse to read what a node saved, as it was changed in place."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+                raise
+    return False
+
+
+class Changed(Tensor):
+    """Stands for a parameter that a recompute may not see: it was changed since its first pass."""
+
+    refuse: Callable[[], NoReturn]
+
+    @staticmethod
+    def of(base: Tensor, refuse: Callable[[], NoReturn]) -> "Changed":
+        """Stand for a parameter; every torch function calls `refuse`."""
+        made = torch.Tensor._make_subclass(Changed, base)
+        made.refuse = refuse
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse."""
+        next(each for each in tree_iter((args, kwargs)) if isinstance(each, Changed)).refuse()
 
 
 def watch_compiled(output: Any, wait: Callable[[], None]) -> None:
@@ -109,6 +185,7 @@ def watch_compiled(output: Any, wait: Callable[[], None]) -> None:
 
 
 _STEPS_TO_COMPILED = 3
+_STEPS_TO_LEAF = 5  # a function of torch leaves a few nodes behind: linear's are view, mm, t
 _LEAVES = ("torch::autograd::AccumulateGrad",)
 
 
@@ -120,21 +197,25 @@ class Leaves:
     """The leaves of one flat buffer, by granule.
 
     Args:
-        full: The buffer [padded length]; it may have no memory at the moment.
-        slots: The places of the parameters in it.
+        bases: The parameters as plain views of the buffer, which may have no memory at the moment.
         requires_grad: Whether gradients are wanted; without, leaves are plain views.
         before_read: Called before a backward pass reads them.
+        refuse_changed: Called with the number of a parameter that a backward pass would read, but
+            which has changed since the forward pass.
     """
 
     def __init__(
         self,
-        full: Tensor,
-        slots: Sequence[Slot],
+        bases: Sequence[Tensor],
         requires_grad: bool,
         before_read: Callable[[], None],
+        refuse_changed: Callable[[int], NoReturn],
     ) -> None:
-        self._full, self._slots, self._requires_grad = full, slots, requires_grad
-        self._before_read = before_read
+        self.bases, self._requires_grad = bases, requires_grad
+        self._sources = [
+            _Source(base, before_read, partial(refuse_changed, index))
+            for index, base in enumerate(bases)
+        ]
         self._of_granule: dict[int, list[Tensor]] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -154,32 +235,25 @@ class Leaves:
         """
         if granule not in self._of_granule:
             self._of_granule[granule] = [
-                self._make_leaf(index, slot, granule, on_gradient)
-                for index, slot in enumerate(self._slots)
+                self._make_leaf(index, granule, on_gradient) for index in range(len(self.bases))
             ]
         return self._of_granule[granule]
 
     def views(self) -> list[Tensor]:
         """The parameters as plain views of the buffer, without gradients."""
-        return [self._view(slot) for slot in self._slots]
-
-    def _view(self, slot: Slot) -> Tensor:
-        return self._full.detach().as_strided(
-            slot.shape, _contiguous_strides(slot.shape), slot.offset
-        )
+        return [base.detach() for base in self.bases]
 
     def _make_leaf(
         self,
         index: int,
-        slot: Slot,
         granule: int,
         on_gradient: Callable[[int, int, Tensor], None] | None,
     ) -> Tensor:
-        view = self._view(slot)
+        view = self.bases[index].detach()
         if not self._requires_grad:
             return view
         leaf = torch.Tensor._make_subclass(_Leaf, view, True)
-        leaf.before_read = self._before_read
+        leaf.source = self._sources[index]
         if on_gradient is not None:
             leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
         return leaf
@@ -246,11 +320,3 @@ def tripwire(leaf: Tensor, unit_name: str) -> Tensor:
         view.requires_grad_()
         view.register_post_accumulate_grad_hook(refuse)
     return view
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

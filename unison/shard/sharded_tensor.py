@@ -13,9 +13,9 @@ meet first (`together`). All else raises, naming the parameter and what to do: a
 allowed, so that an operation which a new torch brings is refused until somebody has looked at it.
 
 [Note: versions below autograd] `__torch_dispatch__` runs below autograd. There a write does not
-count in the inner tensor's version, and a view gets a version counter of its own. The flat buffer's
-version tells whether a gather is stale, so writes are counted by hand, and `local` is handed on as
-the very object it is: `nn.Parameter(x)` calls `detach`, too.
+count in the inner tensor's version, and a view gets a version counter of its own. The version
+of `local` tells whether a gather is stale, so writes are counted by hand, and `local` is handed on
+as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 """
 
 import math
@@ -39,6 +39,10 @@ Handler = Callable[[Any, tuple, dict[str, Any]], Any]
 SAVING = (
     "save with torch.distributed.checkpoint.save or unison.save_checkpoint, or save what "
     "unison.full_state_dict(model) gives, called on every rank"
+)
+USING = (
+    "to use it in a loss, call unshard() of the sharded module that holds it before, and reshard() "
+    "after, or use it in the module's forward"
 )
 READING = "call .full_tensor() on every rank, or read .local knowing that it is a part"
 
@@ -199,10 +203,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        raise NeedsWhole(
-            f"gradients do not go through full_tensor() of {ctx.name!r}; return what the loss "
-            "needs of it from the module's forward"
-        )
+        raise NeedsWhole(f"gradients do not go through full_tensor() of {ctx.name!r}; {USING}")
 
 
 class _Local(torch.autograd.Function):
@@ -302,15 +303,36 @@ def _part(value: Any, placement: Placement | None) -> Any:
             f"element by element, {value.placement}, does not fit "
             f"{'a tensor of one rank' if placement is None else placement}; {READING}"
         )
-    if placement is None or not isinstance(value, Tensor) or not value.dim():
+    if placement is None or not isinstance(value, Tensor):
         return value
     if value.shape == placement.shape and not any(value.stride()):
-        return value.as_strided((), ())  # a number, expanded: the gradient of a sum begins so
+        value = value.as_strided((), ())  # a number, expanded: the gradient of a sum begins so
+    if not value.dim():
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() != "torch::autograd::AccumulateGrad":  # no user's hook
+            _check_same_gradient(value, placement)
+        return value
     raise NeedsWhole(
         f"element by element, a plain tensor of shape {list(value.shape)} does not fit "
-        f"{placement}: each rank may have another one; copy it into a sharded one (.copy_) first, "
-        "or call .full_tensor() on every rank"
+        f"{placement}: each rank may have another one; {USING}; otherwise copy it into a sharded "
+        "one (.copy_) first, or call .full_tensor() on every rank"
     )
+
+
+def _check_same_gradient(number: Tensor, placement: Placement) -> None:
+    """Refuse a number of a backward pass that is not the same on every rank; a collective.
+
+    It is the gradient of a sum or a norm, of which each rank's elements take their part. That is
+    right for a term of the parameters alone. A factor of a rank's own data has another gradient on
+    each rank, and their sum would be wanted.
+    """
+    what = f"the gradient of a sum or norm of {placement.name!r}"
+    of_ranks = _of_all_ranks(number.reshape(1), placement, what)
+    if not torch.equal(of_ranks.nan_to_num(), of_ranks[:1].nan_to_num().expand_as(of_ranks)):
+        raise NeedsWhole(
+            f"{what} differs between ranks, since the loss multiplies it with values of their own "
+            f"batches; {USING}"
+        )
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -411,6 +433,8 @@ def shard_of(whole: Tensor, placement: Placement) -> ShardedTensor:
     """This rank's elements of a tensor that every rank has whole."""
     if type(whole) is ShardedTensor:
         return whole
+    if not any(whole.stride()):
+        _check_same_gradient(whole.detach().as_strided((), ()), placement)
     return ShardedTensor(
         whole.detach().reshape(-1)[placement.start : placement.stop].clone(), placement
     )

@@ -3,18 +3,19 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.attributes import Attributes, Hidden
 from unison.shard.dtensors import local_part
 from unison.shard.flat_group import FlatGroup, ParameterInfo, Phase, take_over
 from unison.shard.labels import labelled
-from unison.shard.leaves import PLAIN, RECOMPUTE, per_granule, tripwire
+from unison.shard.leaves import PLAIN, RECOMPUTE, Changed, per_granule, tripwire
 from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import Axes
 from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Parts, Reducer
@@ -22,6 +23,9 @@ from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Par
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
 
+
+Versions = list[tuple[int, ...]]
+"""How often each parameter had been written, one tuple per flat group."""
 
 LeafSource = Callable[["Unit", int], list[list[Tensor]]]
 """(unit, granule) -> what the granule computes with, one list of tensors per flat group.
@@ -104,8 +108,12 @@ class Unit:
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None  # in a backward pass, behind the full parameters
         self._hidden_by_user: Hidden | None = None  # and after `unshard`
-        for group in self.groups:
+        # What the parameters were in the last forward pass, or in the one that a backward pass
+        # has come to; see `FlatGroup.versions`.
+        self.forward_versions: Versions | None = None
+        for index, group in enumerate(self.groups):
             group.on_read = self.reach
+            group.on_changed = partial(self._refuse_changed, index)
         self._look_for_shortcuts()
 
     def _look_for_shortcuts(self) -> None:
@@ -209,6 +217,7 @@ class Unit:
         """Let the module's attributes be its full parameters until they are freed."""
         if not self.is_plain and self._hidden_by_user is None:
             self.finish_gather()
+            self.forward_versions = self.versions
             self._hidden_by_user = self.attributes.shadow(self.leaves(PLAIN))
 
     def free_after_forward(self) -> None:
@@ -221,7 +230,52 @@ class Unit:
         """Have the full parameters, also for code that activation checkpointing runs again."""
         self.finish_gather()
         if self._hidden is None:
-            self._hidden = self.attributes.shadow(self._recompute_tensors())
+            self._hidden = self.attributes.shadow(self._without_changed(self._recompute_tensors()))
+
+    @property
+    def versions(self) -> Versions:
+        """Which values the full parameters have, one tuple per flat group."""
+        return [group.gathered_versions for group in self.groups]
+
+    def check_unchanged(self) -> None:
+        """Refuse to compute again with other values than the forward pass had.
+
+        Raises:
+            UnsupportedOperation: Naming the parameter and the remedy.
+        """
+        for index, slot in self._changed():
+            self._refuse_changed(index, slot)
+
+    def _changed(self) -> list[tuple[int, int]]:
+        """The (group, slot) of parameters that were written since the forward pass."""
+        before, now = self.forward_versions, self.versions
+        if before is None or before == now:
+            return []
+        return [
+            (index, slot)
+            for index, (old, new) in enumerate(zip(before, now, strict=True))
+            for slot in range(len(new))
+            if old[slot] != new[slot]
+        ]
+
+    def _without_changed(self, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Put what raises in the place of parameters that a recompute must not see."""
+        changed = self._changed()
+        if changed:
+            tensors = [list(of_group) for of_group in tensors]
+        for index, slot in changed:
+            refuse = partial(self._refuse_changed, index, slot)
+            tensors[index][slot] = Changed.of(self.groups[index].leaves.bases[slot], refuse)
+        return tensors
+
+    def _refuse_changed(self, index: int, slot: int) -> NoReturn:
+        name = self.groups[index].slots[slot].name
+        path = name if self.name == "root" else f"{self.name}.{name}"
+        raise UnsupportedOperation(
+            f"parameter {path!r} was changed after the forward pass whose backward pass needs "
+            "its values; call backward() before optimizer.step() or load_state_dict(), or run the "
+            "forward pass again"
+        )
 
     def _recompute_tensors(self) -> list[list[Tensor]]:
         """What a recompute inside this unit sees.

@@ -47,7 +47,7 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
     Raises:
         BadInput: If the batch is in granules and no plan says which.
     """
-    num_granules, plan = num_granules_of(inputs), current_plan()
+    num_granules, plan = num_granules_of(inputs), plan_of(inputs) or current_plan()
     if num_granules:
         if plan is None or len(plan.granule_ids) != num_granules:
             raise BadInput(
