@@ -3,10 +3,12 @@
     python -m bench.shard_gpu speed     # bench/results/shard-gpu-speed.json
     python -m bench.shard_gpu memory    # bench/results/shard-gpu-memory.json
     python -m bench.shard_gpu bits      # bench/results/shard-gpu-bits.json
+    python -m bench.shard_gpu dropout   # bench/results/shard-gpu-dropout.json
 
 `speed` runs one rank: what the engine itself costs when there is nothing to send. In each round
 every contender takes one whole step (forward, backward, optimizer), in an order that rotates.
-`memory` and `bits` start several gloo ranks that share the GPU.
+`memory` and `bits` start several gloo ranks that share the GPU. `dropout` is transformers' GPT-2
+with its default dropout, whose masks are torch's or belong to samples.
 """
 
 import argparse
@@ -30,12 +32,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import unison
 from bench.runner import ratio_of, write_result
 from unison.models import ModelConfig, build, preset
+from unison.rng import Key, draws_by_sample
 from unison.shard import find_blocks
 from unison.train import run_on_local_ranks
 from unison.train.world import join_world
 
 SPEED_LIMIT = 1.03
 SAVING_LIMIT = 3.9
+DROPOUT_LIMIT = 1.15
 MIB = 2**20
 
 
@@ -196,6 +200,83 @@ def memory_figures(name: str, tokens: int, num_ranks: int) -> dict[str, Any]:
     }
 
 
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+def measure_dropout(batch_size: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Whole steps of GPT-2 under bf16 autocast: torch's draws, draws by sample, ordered units."""
+    import transformers
+
+    config = transformers.GPT2Config(n_positions=tokens)
+
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config).cuda().train()
+
+    models = {"torch": fresh(), "by sample": fresh()}
+    models["ordered"] = unison.auto_shard(fresh(), reducer="ordered", gradient_divisor=1)
+    optimizers = {
+        key: torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        for key, model in models.items()
+    }
+    rows = torch.randint(0, config.vocab_size, (batch_size, tokens + 1)).cuda()
+    (granular,) = unison.deal([rows], granule=batch_size, first_step=5)
+
+    def losses_of(key: str, ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = models[key](ids[:, :-1], use_cache=False).logits
+        return unison.per_sample_loss(logits, ids[:, 1:])
+
+    def step(key: str) -> None:
+        if key == "ordered":
+            loss = unison.batch_mean(losses_of(key, granular))
+        elif key == "torch":
+            loss = losses_of(key, rows).mean()
+        else:
+            with draws_by_sample(Key.from_seed(0), 0, range(batch_size)):
+                loss = losses_of(key, rows).mean()
+        loss.backward()
+        optimizers[key].step()
+        optimizers[key].zero_grad()
+
+    names = list(models)
+    seconds: dict[str, list[float]] = {key: [] for key in names}
+    peaks = dict.fromkeys(names, 0.0)
+    gc.collect()
+    gc.disable()
+    for number in range(-5, rounds):
+        turn = number % len(names)
+        for key in names[turn:] + names[:turn]:
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            started = time.perf_counter()
+            step(key)
+            torch.cuda.synchronize()
+            if number >= 0:
+                seconds[key].append(time.perf_counter() - started)
+                peaks[key] = max(peaks[key], (torch.cuda.max_memory_allocated() - held) / MIB)
+    gc.enable()
+    ratios = {
+        f"{key} / torch": asdict(ratio_of(seconds[key], seconds["torch"])) for key in names[1:]
+    }
+    ratios["by sample / torch"] |= {
+        "limit": DROPOUT_LIMIT,
+        "is_within": ratios["by sample / torch"]["ratio"] <= DROPOUT_LIMIT,
+    }
+    weights = config.n_layer * batch_size * config.n_head * tokens**2 * 2 / MIB
+    return {
+        "model": "transformers GPT-2, dropout 0.1, bf16 autocast",
+        "batch_size": batch_size,
+        "tokens": tokens,
+        "ratios": ratios,
+        "median_seconds": {key: statistics.median(seconds[key]) for key in names},
+        "mib_of_a_step": peaks,
+        "mib_of_attention_weights_if_kept": weights,
+    }
+
+
 # ---- bits ----------------------------------------------------------------------------------------
 
 
@@ -281,7 +362,7 @@ def bits_figures() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=["speed", "memory", "bits"])
+    parser.add_argument("question", choices=["speed", "memory", "bits", "dropout"])
     parser.add_argument("--preset")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--tokens", type=int)
@@ -300,6 +381,10 @@ def main() -> None:
         case "memory":
             figures = memory_figures(
                 arguments.preset or "gpt2", arguments.tokens or 64, arguments.ranks
+            )
+        case "dropout":
+            figures = measure_dropout(
+                arguments.batch_size, arguments.tokens or 1024, arguments.rounds
             )
         case _:
             figures = bits_figures()
