@@ -211,7 +211,8 @@ def measure_dropout(batch_size: int, tokens: int, rounds: int) -> dict[str, Any]
 
     def fresh() -> Any:
         torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config).cuda().train()
+        model: Any = transformers.GPT2LMHeadModel(config)
+        return model.cuda().train()
 
     models = {"torch": fresh(), "by sample": fresh()}
     models["ordered"] = unison.auto_shard(fresh(), reducer="ordered", gradient_divisor=1)

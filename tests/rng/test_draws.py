@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.interpreted import interpreted
 from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.random import fused_drop
 from unison.rng import Key, Stream, draws_by_sample
-from unison.rng.draws import MaskSource, _Drop
+from unison.rng.draws import Draws, MaskSource, _Drop, _limit_and_scale
 
 KEY = Key.from_seed(4)
 ROWS, TOKENS, WIDTH = 6, 5, 8
@@ -234,3 +236,84 @@ def test_after_the_context_draws_are_torchs():
     first = F.dropout(torch.ones(4, 4))
     torch.manual_seed(3)
     assert torch.equal(first, F.dropout(torch.ones(4, 4)))
+
+
+# ---- fused kernels -----------------------------------------------------------------------------
+
+
+def check_one_kernel(device: str, dtype: torch.dtype, p: float) -> None:
+    x = torch.randn(3, 500, device=device).to(dtype)
+    draws = Draws(KEY, 2, [4, 5, 6])
+    source = MaskSource(draws.words("70"), torch.tensor([4, 5, 6]), 500)
+    found = fused_drop(x, draws.words_on(x.device, 70), 2000, *_limit_and_scale(p))
+    assert torch.equal(found, _Drop.apply(x, source, p))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+@interpreted
+def test_one_kernel_has_the_bits_of_two(p):
+    check_one_kernel("cpu", torch.float32, p)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_kernel_has_the_bits_of_two_on_a_gpu(dtype):
+    check_one_kernel("cuda", dtype, 0.1)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_on_a_gpu(dtype, is_masked):
+    """Fused kernels, forward and backward: as one sample at a time, at any ids."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, 64, 32, device="cuda", dtype=dtype)
+    mask = torch.randn(6, 1, 64, 64, device="cuda", dtype=dtype) if is_masked else None
+    ids = [3, 4, 5, 11, 12, 40]
+
+    def run(rows: list[int]) -> tuple[Tensor, Tensor]:
+        own = x[rows].clone().requires_grad_()
+        with draws_by_sample(KEY, 0, [ids[row] for row in rows]):
+            y = F.scaled_dot_product_attention(
+                own, own, own, None if mask is None else mask[rows], dropout_p=0.3
+            )
+        y.square().sum().backward()
+        assert own.grad is not None
+        return y.detach(), own.grad
+
+    whole = run(list(range(6)))
+    for rows in ([0], [1, 2], [5], [2, 3]):
+        for found, expected in zip(run(rows), whole, strict=True):
+            torch.testing.assert_close(found, expected[rows], rtol=2e-2, atol=2e-2)
+    plain = F.scaled_dot_product_attention(x, x, x, mask)
+    assert (whole[0] - plain).abs().max() > 0.1
+
+
+@needs_cuda
+def test_attention_keeps_no_weights_on_a_gpu():
+    x = torch.randn(4, 8, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with draws_by_sample(KEY, 0, range(4)):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True).sum().backward()
+    weights = 4 * 8 * 4096**2 * 2
+    assert torch.cuda.max_memory_allocated() - before < weights / 4
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not M.get(name)])
+def test_draws_on_a_gpu(name):
+    if name in ("lstm", "attention weights", "encoder layer") or "generator" in name:
+        pytest.skip("made on the CPU")
+    x = rows().cuda()
+
+    def drawn(ids: range) -> Tensor:
+        with torch.device("cuda"), draws_by_sample(KEY, 1, ids):
+            return FUNCTIONS[name](x[list(ids)])
+
+    whole = drawn(range(ROWS))
+    parts = [drawn(range(i, i + 2)) for i in range(0, ROWS, 2)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows
+from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, fused_drop, fuses
 from unison.modes import pushed_lowest
 from unison.rng.keys import Key
-from unison.rng.streams import MAX_ELEMENTS, Stream
+from unison.rng.streams import MAX_ELEMENTS, Stream, words_of_streams
 
 Join = Callable[[list[Any]], Any]
 """Makes one value of one per granule."""
@@ -51,6 +51,17 @@ class Rows:
     ids: Tensor  # int64 [rows], CPU
     count: int = 0
     shared_count: int = 0  # of draws that are the same for all samples
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Rows whose samples follow one another: (how many, id of the first)."""
+        found: list[tuple[int, int]] = []
+        for sample in self.ids.tolist():
+            if found and sample == sum(found[-1]):
+                found[-1] = found[-1][0] + 1, found[-1][1]
+            else:
+                found.append((1, sample))
+        return found
 
 
 class Draws:
@@ -80,6 +91,7 @@ class Draws:
         self.granules = [Rows(each) for each in ids.view(num_granules, -1)]
         self._cuts: dict[int, Draws] = {}
         self._words: dict[str, tuple[int, ...]] = {}
+        self._tables: dict[tuple[torch.device, int], Tensor] = {}
 
     def cut(self, num_granules: int, join: Join | None) -> "Draws":
         """The draws of the same rows in granules; the same object each time."""
@@ -102,10 +114,24 @@ class Draws:
             self._words[name] = Stream(self.key, name, self.step, "draw").words
         return self._words[name]
 
+    def words_on(self, device: torch.device, number: int) -> Tensor:  # int64 [8]
+        """The stream of a draw where a kernel can read it; many are brought at once."""
+        place = device, number // _AT_ONCE
+        if place not in self._tables:
+            names = [str(place[1] * _AT_ONCE + each) for each in range(_AT_ONCE)]
+            words = words_of_streams(
+                self.key, names, step=self.step, purpose="draw", cipher=Cipher.PHILOX
+            )
+            self._tables[place] = F.pad(words, (2, 2)).to(device)
+        return self._tables[place][number % _AT_ONCE]
+
     def seed(self, name: str, sample: int | None) -> int:
         """A seed for torch's generator, for a draw and a sample."""
         secret = self.key.derive("draw", name, self.step, -1 if sample is None else sample, size=8)
         return int.from_bytes(secret, "little") >> 1
+
+
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -370,6 +396,12 @@ def _drop(place: _Place, call: _Dropout) -> Tensor:
     x, rows = call.input, place.draws.granules[place.granule or 0]
     dim = _samples_at(x.shape, len(rows.ids))
     name = _count(place, is_shared=dim is None)
+    if dim == 0 and x.is_cuda and len(rows.runs) == 1:
+        first = rows.runs[0][1] * (x.numel() // len(rows.ids))
+        if fuses(x, first):
+            words = place.draws.words_on(x.device, int(name))
+            result = _FusedDrop.apply(x, words, first, call.p)
+            return x.copy_(result) if call.inplace else result  # type: ignore[union-attr]
     ids = _NOBODY if dim is None else rows.ids
     source = MaskSource(place.draws.words(name), ids, x.numel() // max(len(ids), 1))
     moved = x.movedim(dim, 0) if dim else x  # the mask is laid out sample by sample
@@ -394,8 +426,7 @@ class MaskSource:
         if len(self.ids) and (int(self.ids.max()) + 1) * self.positions >= MAX_ELEMENTS:
             raise BadInput(f"sample id {int(self.ids.max())} is too large for dropout")
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        # Dropped when the 63-bit draw is below p: an element dropped at p is dropped at a higher p.
-        limit = int(p * 2.0**63) - 1 if p < 1 else (1 << 63) - 1
+        limit, _ = _limit_and_scale(p)
         recipe = Recipe(Cipher.PHILOX, self.words, Distribution.BERNOULLI, (), (limit,))
         fill_rows(mask, recipe, self.ids * self.positions, self.positions)
         return mask.logical_not_()
@@ -407,12 +438,32 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: MaskSource, p: float) -> Tensor:
         ctx.source, ctx.p = source, p
-        scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-        return torch.where(source.keep(x, p), x * scale, 0.0)
+        return torch.where(source.keep(x, p), x * _limit_and_scale(p)[1], 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, None, None]:
         return _Drop.apply(grads[0], ctx.source, ctx.p), None, None
+
+
+class _FusedDrop(torch.autograd.Function):
+    """As `_Drop`, with the same bits, in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, words: Tensor, first: int, p: float) -> Tensor:
+        ctx.words, ctx.first, ctx.p = words, first, p
+        return fused_drop(x, words, first, *_limit_and_scale(p))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, None, None, None]:
+        return _FusedDrop.apply(grads[0], ctx.words, ctx.first, ctx.p), None, None, None
+
+
+def _limit_and_scale(p: float) -> tuple[int, float]:
+    """The greatest 63-bit draw that is dropped, and what the others are multiplied by.
+
+    An element that is dropped at p is dropped at any greater one.
+    """
+    return (int(p * 2.0**63) - 1, 1.0 / (1.0 - p)) if p < 1 else ((1 << 63) - 1, 0.0)
 
 
 def _attend(
@@ -434,7 +485,7 @@ def _attend(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if query.is_cuda and not (attn_mask is not None and attn_mask.requires_grad):
         options |= {"attn_mask": attn_mask, "dropout_p": dropout_p}
-        return _per_sample(place, F.scaled_dot_product_attention, (query, key, value), options)
+        return _attend_fused(place, (query, key, value), options)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
@@ -448,6 +499,83 @@ def _attend(
         scores = scores + attn_mask
     weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked
     return _drop(place, _Dropout(weights, dropout_p)) @ value
+
+
+def _attend_fused(place: _Place, given: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+    """Attention in torch's fused kernels, for all samples at once where they can be told apart."""
+    rows = place.draws.granules[place.granule or 0]
+    query = given[0]
+    stride = _stride_of_samples(given, options) if len(query) == len(rows.ids) else None
+    if stride is None:
+        return _per_sample(place, F.scaled_dot_product_attention, given, options)
+    name = _count(place, is_shared=False)
+    seed, mask = place.draws.seed(name, None), options["attn_mask"]
+    sizes = [size for size, _ in rows.runs]
+    masks: Sequence[Tensor | None] = [mask] * len(sizes)
+    if isinstance(mask, Tensor) and mask.dim() == query.dim() and len(mask) == len(query) > 1:
+        masks = mask.split(sizes)
+    pieces = []
+    for each, own, (_, first) in zip(
+        zip(*(each.split(sizes) for each in given), strict=True), masks, rows.runs, strict=True
+    ):
+        with _seeded(seed, query.device, first * stride):
+            pieces.append(F.scaled_dot_product_attention(*each, **{**options, "attn_mask": own}))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+_strides: dict[Any, int | None] = {}
+
+
+def _stride_of_samples(given: tuple[Tensor, ...], options: dict[str, Any]) -> int | None:
+    """How far on in torch's stream the numbers of the next sample are, in a fused kernel.
+
+    Kernels draw by place, and the sample is part of it. Which part differs from kernel to kernel,
+    and which kernel runs depends on much, so it is tried out, once for each kind of call: the
+    second of two samples must get what it gets alone, further on by the stride. None if nothing
+    fits.
+    """
+    query, key, _ = given
+    mask = options["attn_mask"]
+    kind = (
+        *((each.shape[1:], each.dtype, each.requires_grad, each.device) for each in given),
+        None if mask is None else (mask.shape[-3:], mask.dtype),
+        *(options[name] for name in ("is_causal", "scale", "enable_gqa", "dropout_p")),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+    if kind not in _strides:
+        _strides[kind] = None
+        if query.dim() == 4 and query.shape[1:].numel():
+            heads = query.shape[1]
+            candidates = (heads * 32, heads * query.shape[2] * key.shape[2])
+            _strides[kind] = _fitting_stride(given, options, candidates)
+    return _strides[kind]
+
+
+def _fitting_stride(
+    given: tuple[Tensor, ...], options: dict[str, Any], candidates: Sequence[int]
+) -> int | None:
+    device, mask = given[0].device, options["attn_mask"]
+    generator = torch.Generator(device).manual_seed(0)
+    two = []
+    for each in given:
+        x = torch.randn((2, *each.shape[1:]), generator=generator, device=device)
+        two.append(x.to(each.dtype).requires_grad_(each.requires_grad))
+    if mask is not None and mask.dim() == 4:
+        options = {**options, "attn_mask": mask[:1]}
+    with _seeded(1, device):
+        both = F.scaled_dot_product_attention(*two, **options)
+    for stride in candidates:
+        if stride % 4:
+            continue  # torch's offsets are multiples of 4
+        with _seeded(1, device, stride):
+            alone = F.scaled_dot_product_attention(*(x[1:] for x in two), **options)
+        if torch.equal(both[1:], alone):
+            return stride
+    return None
 
 
 # --- all other draws: torch's own, sample by sample ----------------------------------------------
@@ -571,19 +699,25 @@ def is_seeding() -> bool:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let torch's generator of a device be seeded for a block, and then be as it was."""
+def _seeded(seed: int, device: torch.device, offset: int = 0) -> Iterator[None]:
+    """Let torch's generator of a device be seeded for a block, and then be as it was.
+
+    Args:
+        seed: The seed.
+        device: Whose generator.
+        offset: Where in its stream to begin, on CUDA.
+    """
     global _num_seeding
     _num_seeding += 1
     try:
-        with _generator_seeded(seed, device):
+        with _generator_seeded(seed, device, offset):
             yield
     finally:
         _num_seeding -= 1
 
 
 @contextmanager
-def _generator_seeded(seed: int, device: torch.device) -> Iterator[None]:
+def _generator_seeded(seed: int, device: torch.device, start: int) -> Iterator[None]:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedOperation(
@@ -594,6 +728,7 @@ def _generator_seeded(seed: int, device: torch.device) -> Iterator[None]:
         generator = torch.cuda.default_generators[index]
         before, offset = generator.initial_seed(), generator.get_offset()
         generator.manual_seed(seed)
+        generator.set_offset(start)
         try:
             yield
         finally:

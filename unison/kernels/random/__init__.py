@@ -19,7 +19,15 @@ from unison.errors import BadInput
 from unison.kernels.random import reference
 from unison.kernels.random.recipe import Cipher, Distribution, Recipe
 
-__all__ = ["Cipher", "Distribution", "Recipe", "fill_rows", "using_backend"]
+__all__ = [
+    "Cipher",
+    "Distribution",
+    "Recipe",
+    "fill_rows",
+    "fused_drop",
+    "fuses",
+    "using_backend",
+]
 
 Fill = Callable[[torch.Tensor, Recipe, torch.Tensor, int], None]
 
@@ -114,3 +122,21 @@ def fill_rows(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int)
     if out.numel() == 0 or out.device.type == "meta":
         return
     _random_fill(out.detach(), recipe.pack(), starts.contiguous(), run)
+
+
+def fuses(x: torch.Tensor, first: int) -> bool:
+    """Whether `fused_drop` takes a tensor whose first element has this index."""
+    is_chosen = _forced in (None, "triton") and _is_installed("triton")
+    return is_chosen and first % 2 == 0 and x.dtype in _DROPPED and x.numel() > 0
+
+
+_DROPPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fused_drop(
+    x: torch.Tensor, words: torch.Tensor, first: int, limit: int, scale: float
+) -> torch.Tensor:
+    """Dropout in one kernel; see `dropping.drop`."""
+    return import_module("unison.kernels.random.dropping").drop(
+        x.contiguous(), words, first, limit, scale
+    )
