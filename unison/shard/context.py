@@ -37,6 +37,7 @@ class Context:
         self.order: list[Unit] = []  # units in the order of the running forward pass
         self.last_order: list[Unit] = []  # and of the one before, for prefetching
         self._depth = 0
+        self.is_aside = False  # while the root runs as an ordinary module, see [Note: one rank]
         self._clock = 0  # counts calls entered and left
         self._open: dict[Unit, int] = {}  # units yet to be summed, and when they were entered
         self._summed: list[Unit] = []  # in the running backward pass

@@ -129,6 +129,8 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
+    if context.is_aside and unit.is_plain:
+        return unit.forward(*args, **kwargs)
     is_recompute = backward_task() != NO_TASK
     is_inner = unit is not context.root if unit.is_plain else not context.is_outside
     if is_inner or is_recompute or (plan := use_plan_of((args, kwargs))) is None:
@@ -146,9 +148,14 @@ def _run_forward(
     if not context.has_compared:
         context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
-        if unit is context.root and not is_recompute:
-            context.begin_forward()
-        return unit.forward(*args, **kwargs)
+        if unit is not context.root or is_recompute:
+            return unit.forward(*args, **kwargs)
+        context.begin_forward()
+        context.is_aside = True  # units below need not look for granules again
+        try:
+            return unit.forward(*args, **kwargs)
+        finally:
+            context.is_aside = False
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)

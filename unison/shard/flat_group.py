@@ -225,16 +225,23 @@ class FlatGroup:
 
     def is_untouched(self) -> bool:
         """Whether every piece is where it was put; cheap, since every pass asks."""
-        return all(
-            parameters.get(name) is piece
-            and local_part(piece).data_ptr() == address
-            and piece.requires_grad is self.requires_grad
-            for parameters, name, piece, address in self._guards
-        )
+        requires_grad = self.requires_grad
+        for parameters, name, piece, is_plain, address in self._guards:
+            held = piece if is_plain else local_part(piece)
+            is_moved = held.data_ptr() != address or piece.requires_grad is not requires_grad
+            if is_moved or parameters.get(name) is not piece:
+                return False
+        return True
 
     def _make_guards(self) -> None:
         self._guards = [
-            (use.module._parameters, use.attribute, piece, local_part(piece).data_ptr())
+            (
+                use.module._parameters,
+                use.attribute,
+                piece,
+                local_part(piece) is piece,
+                local_part(piece).data_ptr(),
+            )
             for piece, uses in zip(self.pieces, self.uses, strict=True)
             for use in uses
         ]
