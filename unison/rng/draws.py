@@ -122,7 +122,7 @@ class Draws:
             words = words_of_streams(
                 self.key, names, step=self.step, purpose="draw", cipher=Cipher.PHILOX
             )
-            self._tables[place] = F.pad(words, (2, 2)).to(device)
+            self._tables[place] = F.pad(words, (2, 2)).to(device, non_blocking=True)
         return self._tables[place][number % _AT_ONCE]
 
     def seed(self, name: str, sample: int | None) -> int:
@@ -259,18 +259,20 @@ _MODE = _Mode()
 def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that may draw, with the numbers of the running pass."""
     place = _place
-    if place is None or any(hasattr(each, "parts") for each in (*args, *kwargs.values())):
-        return func(*args, **kwargs)  # a value per granule maps itself
-    if not _draws_now(func, args, kwargs):
+    if place is None or not _draws_now(func, args, kwargs):
         return func(*args, **kwargs)
     for each in (*args, *kwargs.values()):
+        if type(each) is Tensor or not isinstance(each, Tensor):
+            continue
+        if hasattr(each, "parts"):  # a value per granule maps itself
+            return func(*args, **kwargs)
         if hasattr(each, "listener"):  # private training follows it, and calls what it is made of
             with _MODE:
                 return type(each).__torch_function__(func, (type(each),), args, kwargs)
     if place.granule is None:
         return _draw_at_root(place.draws, func, args, kwargs)
     if func in _DROPOUTS:
-        return _drop(place, _dropout_of(args, kwargs))
+        return _drop(place, *_dropout_of(*args, **kwargs))
     if func is F.scaled_dot_product_attention:
         return _attend(place, *args, **kwargs)
     if isinstance(func, FunctionType) and func.__closure__ is None:
@@ -285,8 +287,8 @@ def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _draws_now(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function draws with these arguments."""
     if func in _DROPOUTS:
-        call = _dropout_of(args, kwargs)
-        return call.training and call.p > 0.0
+        _, p, is_training, _ = _dropout_of(*args, **kwargs)
+        return is_training and p > 0.0
     if func is F.scaled_dot_product_attention:
         return (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0.0)) > 0.0
     if func in _RECURRENT:
@@ -376,38 +378,38 @@ def _count(place: _Place, *, is_shared: bool) -> str:
 # --- dropout -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Dropout:
-    input: Tensor
-    p: float = 0.5
-    training: bool = True
-    inplace: bool = False
+def _dropout_of(
+    input: Tensor,  # noqa: A002 - as torch names it
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool | None = None,
+) -> tuple[Tensor, float, bool, bool]:
+    """The arguments of `F.dropout` or `torch.dropout`: input, p, whether training, in place."""
+    return input, p, training if train is None else train, inplace
 
 
-def _dropout_of(args: tuple, kwargs: dict[str, Any]) -> _Dropout:
-    return _Dropout(*args, **{_OTHER_NAMES.get(name, name): each for name, each in kwargs.items()})
-
-
-_OTHER_NAMES = {"train": "training"}
-
-
-def _drop(place: _Place, call: _Dropout) -> Tensor:
-    check.probability(p=call.p)
-    x, rows = call.input, place.draws.granules[place.granule or 0]
+def _drop(
+    place: _Place, x: Tensor, p: float, is_training: bool = True, is_in_place: bool = False
+) -> Tensor:
+    if not 0.0 <= p <= 1.0:
+        check.probability(p=p)
+    rows = place.draws.granules[place.granule or 0]
     dim = _samples_at(x.shape, len(rows.ids))
     name = _count(place, is_shared=dim is None)
     if dim == 0 and x.is_cuda and len(rows.runs) == 1:
         first = rows.runs[0][1] * (x.numel() // len(rows.ids))
         if fuses(x, first):
             words = place.draws.words_on(x.device, int(name))
-            result = _FusedDrop.apply(x, words, first, call.p)
-            return x.copy_(result) if call.inplace else result  # type: ignore[union-attr]
+            result = _FusedDrop.apply(x, words, first, p)
+            return x.copy_(result) if is_in_place else result  # type: ignore[union-attr]
     ids = _NOBODY if dim is None else rows.ids
     source = MaskSource(place.draws.words(name), ids, x.numel() // max(len(ids), 1))
     moved = x.movedim(dim, 0) if dim else x  # the mask is laid out sample by sample
-    result = _Drop.apply(moved, source, call.p)
+    result = _Drop.apply(moved, source, p)
     result = result.movedim(0, dim) if dim else result
-    return x.copy_(result) if call.inplace else result  # type: ignore[union-attr]
+    return x.copy_(result) if is_in_place else result  # type: ignore[union-attr]
 
 
 _NOBODY = torch.zeros(1, dtype=torch.int64)  # the samples of a draw that has nothing to do with any
@@ -455,7 +457,10 @@ class _FusedDrop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, None, None, None]:
-        return _FusedDrop.apply(grads[0], ctx.words, ctx.first, ctx.p), None, None, None
+        if torch.is_grad_enabled():  # this is to be differentiated once more
+            return _FusedDrop.apply(grads[0], ctx.words, ctx.first, ctx.p), None, None, None
+        limit, scale = _limit_and_scale(ctx.p)
+        return fused_drop(grads[0], ctx.words, ctx.first, limit, scale), None, None, None
 
 
 def _limit_and_scale(p: float) -> tuple[int, float]:
@@ -498,7 +503,7 @@ def _attend(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked
-    return _drop(place, _Dropout(weights, dropout_p)) @ value
+    return _drop(place, weights, dropout_p) @ value
 
 
 def _attend_fused(place: _Place, given: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
@@ -537,14 +542,14 @@ def _stride_of_samples(given: tuple[Tensor, ...], options: dict[str, Any]) -> in
     query, key, _ = given
     mask = options["attn_mask"]
     kind = (
-        *((each.shape[1:], each.dtype, each.requires_grad, each.device) for each in given),
+        *((each.shape[1:], each.dtype, each.requires_grad) for each in given),
         None if mask is None else (mask.shape[-3:], mask.dtype),
+        query.device,
         *(options[name] for name in ("is_causal", "scale", "enable_gqa", "dropout_p")),
-        torch.is_grad_enabled(),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
     )
     if kind not in _strides:
         _strides[kind] = None

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -137,6 +138,9 @@ def fused_drop(
     x: torch.Tensor, words: torch.Tensor, first: int, limit: int, scale: float
 ) -> torch.Tensor:
     """Dropout in one kernel; see `dropping.drop`."""
-    return import_module("unison.kernels.random.dropping").drop(
-        x.contiguous(), words, first, limit, scale
-    )
+    return _dropping().drop(x.contiguous(), words, first, limit, scale)
+
+
+@cache
+def _dropping() -> Any:
+    return import_module("unison.kernels.random.dropping")

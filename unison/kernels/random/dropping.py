@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unison.kernels.launcher import Launcher
+from unison.kernels.launcher import Launcher, Prepared
 from unison.kernels.random.triton import _philox
 
 TILE = 512  # cipher blocks, of two elements each
@@ -32,6 +32,8 @@ def _drop(x, out, words, n, first, limit, scale, TILE: tl.constexpr):
 
 
 _launch = Launcher(_drop)
+_prepared: dict[tuple, Prepared] = {}  # as often as there are kinds of layers, and granules
+_MOST_PREPARED = 256
 
 
 def drop(x: Tensor, words: Tensor, first: int, limit: int, scale: float) -> Tensor:
@@ -46,7 +48,14 @@ def drop(x: Tensor, words: Tensor, first: int, limit: int, scale: float) -> Tens
     """
     assert first % 2 == 0
     out = torch.empty_like(x)
-    grid = (-(-x.numel() // (2 * TILE)), 1)
-    # Fused multiply-adds cannot change bits here: there is nothing to add.
-    _launch(grid, (x, out, words), (x.numel(), first, limit, scale), TILE=TILE, num_warps=4)
+    numbers = x.numel(), first, limit, scale
+    launch = _prepared.get(numbers)
+    if launch is None:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        grid = (-(-x.numel() // (2 * TILE)), 1)
+        # Fused multiply-adds cannot change bits here: there is nothing to add.
+        launch = _launch.prepared(grid, numbers, TILE=TILE, num_warps=4)
+        _prepared[numbers] = launch
+    launch(x, out, words)
     return out
