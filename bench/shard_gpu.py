@@ -384,9 +384,10 @@ def main() -> None:
                 arguments.preset or "gpt2", arguments.tokens or 64, arguments.ranks
             )
         case "dropout":
-            figures = measure_dropout(
-                arguments.batch_size, arguments.tokens or 1024, arguments.rounds
-            )
+            figures = {
+                f"{size} samples": measure_dropout(size, arguments.tokens or 1024, arguments.rounds)
+                for size in (8, 16)
+            }
         case _:
             figures = bits_figures()
     print(write_result(f"shard-gpu-{arguments.question}", figures).read_text())

@@ -81,7 +81,7 @@ def test_a_draw_belongs_to_its_sample(name):
     before = torch.get_rng_state()
 
     def drawn(ids: range) -> Tensor:
-        with draws_by_sample(KEY, 1, ids):
+        with draws_by_sample(KEY, 2, ids):
             first = draw(x[list(ids)])
             return torch.stack([first, draw(x[list(ids)])], dim=1)
 
@@ -244,7 +244,7 @@ def test_after_the_context_draws_are_torchs():
 def check_one_kernel(device: str, dtype: torch.dtype, p: float) -> None:
     x = torch.randn(3, 500, device=device).to(dtype)
     draws = Draws(KEY, 2, [4, 5, 6])
-    source = MaskSource(draws.words("70"), torch.tensor([4, 5, 6]), 500)
+    source = MaskSource(draws.words(70), torch.tensor([4, 5, 6]), 500)
     found = fused_drop(x, draws.words_on(x.device, 70), 2000, *_limit_and_scale(p))
     assert torch.equal(found, _Drop.apply(x, source, p))
 

@@ -38,7 +38,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, fused_drop, fuses
 from unison.modes import pushed_lowest
 from unison.rng.keys import Key
-from unison.rng.streams import MAX_ELEMENTS, Stream, words_of_streams
+from unison.rng.streams import MAX_ELEMENTS, Stream
 
 Join = Callable[[list[Any]], Any]
 """Makes one value of one per granule."""
@@ -90,7 +90,7 @@ class Draws:
         self.key, self.step, self.ids, self.join = key, step, ids, join
         self.granules = [Rows(each) for each in ids.view(num_granules, -1)]
         self._cuts: dict[int, Draws] = {}
-        self._words: dict[str, tuple[int, ...]] = {}
+        self._words = [Stream(key, name, step, "draw").words for name in ("rows", "shared")]
         self._tables: dict[tuple[torch.device, int], Tensor] = {}
 
     def cut(self, num_granules: int, join: Join | None) -> "Draws":
@@ -108,26 +108,26 @@ class Draws:
         for rows, (count, shared_count) in zip(self.granules, state, strict=True):
             rows.count, rows.shared_count = count, shared_count
 
-    def words(self, name: str) -> tuple[int, ...]:
-        """The stream of a draw."""
-        if name not in self._words:
-            self._words[name] = Stream(self.key, name, self.step, "draw").words
-        return self._words[name]
+    def words(self, number: int, *, is_shared: bool = False) -> tuple[int, ...]:
+        """The stream of a draw: that of the step, at a counter of its own."""
+        *others, last = self._words[is_shared]
+        return *others, (last + number) & 0xFFFFFFFF
 
     def words_on(self, device: torch.device, number: int) -> Tensor:  # int64 [8]
         """The stream of a draw where a kernel can read it; many are brought at once."""
         place = device, number // _AT_ONCE
         if place not in self._tables:
-            names = [str(place[1] * _AT_ONCE + each) for each in range(_AT_ONCE)]
-            words = words_of_streams(
-                self.key, names, step=self.step, purpose="draw", cipher=Cipher.PHILOX
-            )
-            self._tables[place] = F.pad(words, (2, 2)).to(device, non_blocking=True)
+            words = torch.tensor([0, 0, *self.words(place[1] * _AT_ONCE), 0, 0]).repeat(_AT_ONCE, 1)
+            words[:, 5] += torch.arange(_AT_ONCE)
+            words[:, 5] &= 0xFFFFFFFF
+            self._tables[place] = words.to(device, non_blocking=True)
         return self._tables[place][number % _AT_ONCE]
 
-    def seed(self, name: str, sample: int | None) -> int:
-        """A seed for torch's generator, for a draw and a sample."""
-        secret = self.key.derive("draw", name, self.step, -1 if sample is None else sample, size=8)
+    def seed(self, number: int, sample: int | None, *, is_shared: bool = False) -> int:
+        """A seed for torch's generator, for a draw and a sample; None for all samples."""
+        kind = "shared" if is_shared else "rows"
+        sample = -1 if sample is None else sample
+        secret = self.key.derive("draw", kind, number, self.step, sample, size=8)
         return int.from_bytes(secret, "little") >> 1
 
 
@@ -249,7 +249,7 @@ class _Mode(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in DRAWING or _place is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         return draw(func, args, kwargs or {})
 
 
@@ -363,16 +363,16 @@ def _samples_at(shape: Sequence[int], num_rows: int) -> int | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _count(place: _Place, *, is_shared: bool) -> str:
-    """Count a draw of a granule; the name of its stream."""
+def _count(place: _Place, *, is_shared: bool) -> int:
+    """Count a draw of a granule; returns its number."""
     _note_checkpoint(place)
     assert place.granule is not None
     rows = place.draws.granules[place.granule]
     if is_shared:
         rows.shared_count += 1
-        return f"shared {rows.shared_count - 1}"
+        return rows.shared_count - 1
     rows.count += 1
-    return str(rows.count - 1)
+    return rows.count - 1
 
 
 # --- dropout -------------------------------------------------------------------------------------
@@ -397,15 +397,16 @@ def _drop(
         check.probability(p=p)
     rows = place.draws.granules[place.granule or 0]
     dim = _samples_at(x.shape, len(rows.ids))
-    name = _count(place, is_shared=dim is None)
+    number = _count(place, is_shared=dim is None)
     if dim == 0 and x.is_cuda and len(rows.runs) == 1:
         first = rows.runs[0][1] * (x.numel() // len(rows.ids))
         if fuses(x, first):
-            words = place.draws.words_on(x.device, int(name))
+            words = place.draws.words_on(x.device, number)
             result = _FusedDrop.apply(x, words, first, p)
             return x.copy_(result) if is_in_place else result  # type: ignore[union-attr]
     ids = _NOBODY if dim is None else rows.ids
-    source = MaskSource(place.draws.words(name), ids, x.numel() // max(len(ids), 1))
+    words = place.draws.words(number, is_shared=dim is None)
+    source = MaskSource(words, ids, x.numel() // max(len(ids), 1))
     moved = x.movedim(dim, 0) if dim else x  # the mask is laid out sample by sample
     result = _Drop.apply(moved, source, p)
     result = result.movedim(0, dim) if dim else result
@@ -506,26 +507,29 @@ def _attend(
     return _drop(place, weights, dropout_p) @ value
 
 
-def _attend_fused(place: _Place, given: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+def _attend_fused(
+    place: _Place, given: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
+) -> Tensor:
     """Attention in torch's fused kernels, for all samples at once where they can be told apart."""
     rows = place.draws.granules[place.granule or 0]
-    query = given[0]
+    query, key, value = given
     stride = _stride_of_samples(given, options) if len(query) == len(rows.ids) else None
     if stride is None:
         return _per_sample(place, F.scaled_dot_product_attention, given, options)
-    name = _count(place, is_shared=False)
-    seed, mask = place.draws.seed(name, None), options["attn_mask"]
-    sizes = [size for size, _ in rows.runs]
+    seed = place.draws.seed(_count(place, is_shared=False), None)
+    if len(rows.runs) == 1:
+        with _seeded(seed, query.device, rows.runs[0][1] * stride):
+            return F.scaled_dot_product_attention(query, key, value, **options)
+    sizes, mask = [size for size, _ in rows.runs], options["attn_mask"]
     masks: Sequence[Tensor | None] = [mask] * len(sizes)
     if isinstance(mask, Tensor) and mask.dim() == query.dim() and len(mask) == len(query) > 1:
         masks = mask.split(sizes)
+    parts = zip(*(each.split(sizes) for each in given), strict=True)
     pieces = []
-    for each, own, (_, first) in zip(
-        zip(*(each.split(sizes) for each in given), strict=True), masks, rows.runs, strict=True
-    ):
+    for each, own, (_, first) in zip(parts, masks, rows.runs, strict=True):
         with _seeded(seed, query.device, first * stride):
             pieces.append(F.scaled_dot_product_attention(*each, **{**options, "attn_mask": own}))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return torch.cat(pieces)
 
 
 _strides: dict[Any, int | None] = {}
@@ -542,10 +546,13 @@ def _stride_of_samples(given: tuple[Tensor, ...], options: dict[str, Any]) -> in
     query, key, _ = given
     mask = options["attn_mask"]
     kind = (
-        *((each.shape[1:], each.dtype, each.requires_grad) for each in given),
-        None if mask is None else (mask.shape[-3:], mask.dtype),
+        query.shape[1:],
+        key.shape[1:],
+        query.dtype,
         query.device,
-        *(options[name] for name in ("is_causal", "scale", "enable_gqa", "dropout_p")),
+        query.requires_grad,
+        None if mask is None else (mask.shape[-3:], mask.dtype),
+        *(each for name, each in options.items() if name != "attn_mask"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -626,15 +633,15 @@ def _per_sample(
     shape, device = _shape_drawn(args, kwargs), _device_drawn(args, kwargs)
     if dim is None or len(shape) <= dim or shape[dim] != len(rows.ids):
         dim = _samples_at(shape, len(rows.ids))
-    name = _count(place, is_shared=dim is None)
+    number = _count(place, is_shared=dim is None)
     if dim is None:
-        with _seeded(draws.seed(name, None), device):
+        with _seeded(draws.seed(number, None, is_shared=True), device):
             return func(*args, **kwargs)
     size = shape[dim] // len(rows.ids)
     pieces = []
     for index, sample in enumerate(rows.ids.tolist()):
         cut = _Cut(dim, shape[dim], index * size, size)
-        with _seeded(draws.seed(name, sample), device):
+        with _seeded(draws.seed(number, sample), device):
             pieces.append(func(*cut.of(args), **cut.of(kwargs)))
     return args[0] if _is_in_place(func) else _joined(pieces, dim)
 
@@ -703,8 +710,7 @@ def is_seeding() -> bool:
     return _num_seeding > 0
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device, offset: int = 0) -> Iterator[None]:
+class _seeded:  # noqa: N801 - a context, written out because every draw enters one
     """Let torch's generator of a device be seeded for a block, and then be as it was.
 
     Args:
@@ -712,40 +718,40 @@ def _seeded(seed: int, device: torch.device, offset: int = 0) -> Iterator[None]:
         device: Whose generator.
         offset: Where in its stream to begin, on CUDA.
     """
-    global _num_seeding
-    _num_seeding += 1
-    try:
-        with _generator_seeded(seed, device, offset):
-            yield
-    finally:
+
+    def __init__(self, seed: int, device: torch.device, offset: int = 0) -> None:
+        self._seed, self._offset, self._is_cuda = seed, offset, device.type == "cuda"
+        self._generator = torch.default_generator
+        if self._is_cuda:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generator = torch.cuda.default_generators[index]
+
+    def __enter__(self) -> None:
+        global _num_seeding
+        generator = self._generator
+        if not self._is_cuda:
+            self._before: Any = generator.get_state()
+            generator.manual_seed(self._seed)
+        else:
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedOperation(
+                    "a CUDA graph would repeat the random numbers it was recorded with, and these "
+                    "belong to samples: record without dropout"
+                )
+            self._before = generator.initial_seed(), generator.get_offset()
+            generator.manual_seed(self._seed)
+            generator.set_offset(self._offset)
+        _num_seeding += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _num_seeding
         _num_seeding -= 1
-
-
-@contextmanager
-def _generator_seeded(seed: int, device: torch.device, start: int) -> Iterator[None]:
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedOperation(
-                "a CUDA graph would repeat the random numbers it was recorded with, and these "
-                "belong to samples: record without dropout"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        before, offset = generator.initial_seed(), generator.get_offset()
-        generator.manual_seed(seed)
-        generator.set_offset(start)
-        try:
-            yield
-        finally:
-            generator.manual_seed(before)
-            generator.set_offset(offset)
-        return
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
+        if not self._is_cuda:
+            self._generator.set_state(self._before)
+        else:
+            seed, offset = self._before
+            self._generator.manual_seed(seed)
+            self._generator.set_offset(offset)
 
 
 def _generators() -> list[Any]:
