@@ -26,7 +26,12 @@ def run(script: Path, out: Path, num_ranks: int, steps: int) -> list[tuple[int, 
     code += ["--nproc-per-node", str(num_ranks), str(script), "--out", str(out)]
     done = subprocess.run(
         [*code, "--steps", str(steps), "--backend", "eager"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",  # two ranks want two GPUs, or none
+        },
         capture_output=True,
         text=True,
         timeout=240,

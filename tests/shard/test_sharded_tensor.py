@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import World, assert_close, assert_same_bits, ranks, run_on_ranks
 from unison.errors import BadInput, NeedsWhole
@@ -430,7 +431,7 @@ def test_checkpoints_are_fsdp2s_too(world, tmp_path):
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ours")
     theirs = make_mlp(seed=1)
     del theirs.scale  # FSDP2 takes no parameter without dimensions
-    fsdp2(theirs)
+    fsdp2(theirs, mesh=init_device_mesh("cpu", (world.size,)))
     dcp.load(theirs.state_dict(), checkpoint_id=tmp_path / "ours")
     for name, value in theirs.named_parameters():
         assert_same_bits(value.full_tensor(), model.get_parameter(name).full_tensor())
