@@ -130,6 +130,12 @@ def test_models_as_they_come(name):
     assert losses == pytest.approx(run_on_ranks(2, train, name, 1)[0][0], rel=1e-4), "granules"
 
 
+def test_a_model_as_it_comes():
+    """The shorter sibling."""
+    expected = train(World(0, 1, 0), "gpt2")
+    assert run_on_ranks(2, train, "gpt2") == [expected] * 2
+
+
 def test_a_plain_model_on_granules_draws_the_same():
     """Nothing is sharded: the batch knows."""
     losses, _ = train(None, "gpt2")
