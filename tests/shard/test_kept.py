@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness import World, ranks, run_on_ranks
 from unison.errors import UnsupportedOperation
-from unison.shard import PerGranule, auto_shard, batch_mean, deal, digest, full_state_dict
+from unison.shard import (
+    PerGranule,
+    auto_shard,
+    batch_mean,
+    deal,
+    digest,
+    full_state_dict,
+    fully_shard,
+)
 
 WIDTH, SAMPLES, GRANULE = 4, 10, 2
 
@@ -124,3 +133,39 @@ def test_what_goes_from_batch_to_batch_is_refused(world):
     assert isinstance(net[0].hidden, PerGranule)
     with pytest.raises(UnsupportedOperation, match=r"reads .*0\.hidden, which it kept from an"):
         net(next(loader))
+
+
+class Fragile(Block):
+    def __init__(self, fails: bool):
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen.append(y)
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return y.sin()
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "fails"])
+@ranks(1, 2)
+def test_what_is_not_finished_leaves_nothing(world, how):
+    """A recompute ends early by an exception; so may a user's forward pass."""
+    block: Any = Fragile(how == "fails")
+    fully_shard(block, reducer="ordered", gradient_divisor=1)
+    norm, seen = block.norm.running_mean, block.seen
+    (rows,) = deal([torch.randn(6, WIDTH, generator=torch.Generator())], granule=2)
+    if how == "fails":
+        with pytest.raises(RuntimeError, match="on purpose"):
+            block(rows)
+        assert (block.calls, block.seen, seen) == (0, seen, [])
+        assert int(block.norm.num_batches_tracked) == 0
+    else:
+        y = checkpoint(block, rows, use_reentrant=False)
+        left = block.norm.running_mean.clone(), block.aux, len(block.seen)
+        batch_mean(y.square().sum(dim=1)).backward()
+        assert torch.equal(block.norm.running_mean, left[0])
+        assert block.aux is left[1]
+        assert (block.calls, len(block.seen)) == (1, left[2])
+    assert block.norm.running_mean is norm

@@ -98,10 +98,24 @@ class Kept:
         own = {place: value.clone() for place, value in self._own_buffers.items()}
         for (each, key), value in own.items():
             each._buffers[key] = value
-        yield [*self._tensors.values(), *own.values()]
+        try:
+            yield [*self._tensors.values(), *own.values()]
+        except BaseException:  # checkpointing ends a recompute so, once it has what it needs
+            self._put_back()
+            raise
         changes, written = self._changes_since(given), self._take_buffers()
         self._changes.append(changes)
         self._written.append(written)
+
+    def _put_back(self) -> None:
+        """Let everything be as it was found."""
+        for each, before in zip(self._modules, self._before, strict=True):
+            for key in [key for key in vars(each) if key not in before]:
+                del vars(each)[key]
+            vars(each).update(before)
+        for (each, key), value in self._tensors.items():
+            if key in each._buffers:
+                each._buffers[key] = value
 
     def _own_parts(self, index: int) -> dict[Key, Any]:
         """What was kept as one value per granule: its own, or a tensor that nobody may read."""
@@ -398,7 +412,8 @@ def _map_norm(func: Callable, use_statistics: str) -> Callable:
         for key, own in zip(("running_mean", "running_var"), copies, strict=True):
             given[key] = PerGranule.of(own, plan)
         result = call(*bound.args, **bound.kwargs)
-        average(plan, buffers, copies)
+        if torch._C._current_graph_task_id() == -1:  # what a recompute makes is dropped
+            average(plan, buffers, copies)
         return result
 
     return mapped
