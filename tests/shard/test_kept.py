@@ -169,3 +169,12 @@ def test_what_is_not_finished_leaves_nothing(world, how):
         assert block.aux is left[1]
         assert (block.calls, len(block.seen)) == (1, left[2])
     assert block.norm.running_mean is norm
+
+
+@ranks(1, 2)
+def test_layers_that_talk_to_other_ranks_are_refused(world):
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SyncBatchNorm(WIDTH))
+    auto_shard(net, reducer="ordered", gradient_divisor=1)
+    (rows,) = deal([torch.randn(6, WIDTH, generator=torch.Generator())], granule=2)
+    with pytest.raises(UnsupportedOperation, match="1 is a SyncBatchNorm"):
+        net(rows)

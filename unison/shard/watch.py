@@ -59,6 +59,7 @@ def granular_pass(
         if plan is None or not _is_looked_at(plan.step):
             yield
             return
+        _refuse_sync_batch_norm(name, module)
         others = _other_generators()
         before, _looking = _looking, Look(name) if looks_at_writes else None
         try:
@@ -70,6 +71,16 @@ def granular_pass(
             raise UnsupportedOperation(
                 f"{name} draws from Python's random or from numpy, whose numbers would be others "
                 "at another number of ranks; draw with torch.rand and the like"
+            )
+
+
+def _refuse_sync_batch_norm(name: str, module: nn.Module) -> None:
+    """Refuse a layer that talks to other ranks once per granule: they have different numbers."""
+    for path, each in module.named_modules():
+        if isinstance(each, nn.SyncBatchNorm) and each.training:
+            raise UnsupportedOperation(
+                f"{name}: {path} is a SyncBatchNorm, whose ranks would wait for one another once "
+                "per granule; use BatchNorm, whose running statistics are means over all granules"
             )
 
 
