@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.axes import Call
 from unison.capture.fingerprint import fingerprint
 from unison.errors import UnsupportedOperation
-from unison.rng import Draws
-from unison.rng.draws import current_draws, drawing_again
+from unison.rng import BatchDraws
+from unison.rng.draw_mode import current_draws, drawing_again
 
 REMEDY = "use a clipping mode that keeps records, such as 'flash_fuse_bk'"
 
@@ -61,7 +61,7 @@ class Surroundings:
     generators: dict[torch.device, Tensor]
     autocasts: dict[str, tuple[bool, torch.dtype]]
     is_cache_enabled: bool
-    draws: Draws | None
+    draws: BatchDraws | None
     drawn: list[tuple[int, int]] | None
 
     @classmethod

@@ -19,7 +19,7 @@ from unison.kfac.packing import FOLDED, Packing
 from unison.kfac.passes import Gradient, Part, Pass
 from unison.kfac.phases import phase
 from unison.ops import Product, Record
-from unison.rng.draws import drawing_again, of_granule, outside_draws
+from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 

@@ -27,7 +27,7 @@ from unison.kfac.owners.batches import (
     rows_of,
     tensors_of,
 )
-from unison.rng import Draws
+from unison.rng import BatchDraws
 
 Gradient = Tensor | Callable[[Tensor], Tensor]
 """The gradient of an output, or what makes it from the output."""
@@ -75,7 +75,7 @@ class Pass:
     num_rows: int
     rows: Rows
     surroundings: Surroundings
-    draws: tuple[Draws, list[tuple[int, int]]] | None
+    draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[Part]
 
 
@@ -97,7 +97,7 @@ class Watch:
         self.is_paused = False
         self._num_rows = 0  # of all ranks in earlier batches of this step
         self._surroundings: Surroundings | None = None
-        self._draws: tuple[Draws, list[tuple[int, int]]] | None = None
+        self._draws: tuple[BatchDraws, list[tuple[int, int]]] | None = None
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True),

@@ -27,7 +27,7 @@ from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
-from unison.rng.draws import outside_draws
+from unison.rng.draw_mode import outside_draws
 
 
 class Learning:

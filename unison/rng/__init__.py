@@ -10,7 +10,8 @@ from unison.rng.distributions import (
     uniform,
     words,
 )
-from unison.rng.draws import Draws, draws_by_sample
+from unison.rng.draw_mode import draws_by_sample
+from unison.rng.draws import BatchDraws
 from unison.rng.fill import fill_
 from unison.rng.keys import Key
 from unison.rng.permutation import Permutation
@@ -25,9 +26,9 @@ from unison.rng.secure import (
 from unison.rng.streams import Box, Stream, words_of_streams
 
 __all__ = [
+    "BatchDraws",
     "Box",
     "Cipher",
-    "Draws",
     "Key",
     "NoiseClock",
     "Permutation",

@@ -144,7 +144,7 @@ class Context:
                 f"expected the plan of a batch of {num_granules} granules, found {found}"
             )
         if plan is not self._plan:
-            if self._plan is not None and plan.logical_batch is not self._plan.logical_batch:
+            if self._plan is not None and plan.accumulation is not self._plan.accumulation:
                 for unit in self.units:  # what a logical batch that was left early had summed
                     unit.forget_gradients()
             self._plan = plan

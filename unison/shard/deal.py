@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison import check
 from unison.errors import BadInput
-from unison.rng import Draws, Key
+from unison.rng import BatchDraws, Key
 from unison.shard.dealt import Dealt, plan_of_loss
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
@@ -23,11 +23,11 @@ from unison.shard.tree import TreeSum
 
 
 @dataclass(eq=False)
-class LogicalBatch:
+class AccumulationState:
     """What the passes of one logical batch share.
 
     Attributes:
-        statistics: Of buffers, what granules of passes so far make of them; see kept.py.
+        statistics: Of buffers, what granules of passes so far make of them; see module_state.py.
         starts: Models as they were before the first pass.
     """
 
@@ -50,7 +50,7 @@ class BatchPlan:
         is_granular: Whether the batch's tensors come as one value per granule.
         closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
         ranks: The ranks that share the batch.
-        logical_batch: The same object for all passes of one logical batch.
+        accumulation: The same object for all passes of one logical batch.
         key: Of the random numbers that the model draws; None leaves them to torch.
     """
 
@@ -63,7 +63,7 @@ class BatchPlan:
     is_granular: bool
     closes_logical_batch: bool
     ranks: Ranks = field(repr=False, compare=False)
-    logical_batch: "LogicalBatch" = field(repr=False, compare=False)
+    accumulation: "AccumulationState" = field(repr=False, compare=False)
     key: Key | None = field(repr=False, compare=False, default=None)
 
     @property
@@ -85,14 +85,14 @@ class BatchPlan:
         return (first[:, None] + torch.arange(self.granule)).view(-1)
 
     @cached_property
-    def draws(self) -> Draws | None:
+    def draws(self) -> BatchDraws | None:
         """The random numbers that models draw in passes over this batch; None leaves it to torch.
 
         Rows of padding draw as well, or a model would run otherwise where there are some.
         """
         if self.key is None or not self.is_granular:
             return None
-        return Draws(
+        return BatchDraws(
             self.key,
             self.step,
             self._row_ids,
@@ -161,7 +161,7 @@ def plan_batch(
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
     mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
-    logical_batch = LogicalBatch()
+    accumulation = AccumulationState()
     return [
         BatchPlan(
             step=step,
@@ -173,7 +173,7 @@ def plan_batch(
             is_granular=is_granular,
             closes_logical_batch=index == num_passes - 1,
             ranks=ranks,
-            logical_batch=logical_batch,
+            accumulation=accumulation,
             key=key,
         )
         for index in range(num_passes)

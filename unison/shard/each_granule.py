@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
-from unison.rng.draws import of_granule
+from unison.rng.draw_mode import of_granule
 from unison.shard.granules import PerGranule, plan_of
-from unison.shard.kept import Kept, Stale
+from unison.shard.module_state import ModuleState, StaleTensor
 from unison.shard.watch import look_at_granule
 
 Call = Callable[[int, tuple, dict[str, Any]], Any]
@@ -53,8 +53,8 @@ def call_each_granule(
     plan = plan_of((args, kwargs))
     is_recompute = torch._C._current_graph_task_id() != -1
     handed = _Handed(name, num_granules, plan)
-    kept = Kept(name, module, plan, is_recompute=is_recompute)
-    containers = kept.containers()
+    state = ModuleState(name, module, plan, is_recompute=is_recompute)
+    containers = state.containers()
     given = handed.split((args, tuple(kwargs.values())))
     # What a recompute leaves in modules is dropped.
     held = (_Handed(name, num_granules, plan) if is_recompute else handed).split_kept(
@@ -67,13 +67,13 @@ def call_each_granule(
         own = dict(zip(containers, own_containers, strict=True))
         with (
             of_granule(index),
-            kept.granule(index, own) as tensors,
+            state.granule(index, own) as tensors,
             look_at_granule(own_args, own_kwargs, own, tensors, handed.made[index]),
         ):
             outputs.append(call(index, own_args, own_kwargs))
     handed.check_shared()
     handed.join_changes()
-    kept.join(handed.join)
+    state.join(handed.join)
     return handed.join(outputs)
 
 
@@ -112,7 +112,7 @@ class _Handed:
 
     def _column(self, item: Any, is_in_cache: bool) -> list[Any]:
         if isinstance(item, PerGranule) and self._is_kept and item.plan is not self._plan:
-            stale = Stale.of(item, f"a list or dict of {self._name}")
+            stale = StaleTensor.of(item, f"a list or dict of {self._name}")
             self._originals[id(stale)] = item
             return [stale] * self._num_granules
         if isinstance(item, PerGranule):
@@ -159,7 +159,7 @@ class _Handed:
         if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
             given = self._originals.get(id(first))
             if isinstance(given, PerGranule) and (
-                isinstance(first, Stale) or _are_same(values, given.parts)
+                isinstance(first, StaleTensor) or _are_same(values, given.parts)
             ):
                 return given
             return PerGranule.of(values, self._plan)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.rng.draws import paused
+from unison.rng.draw_mode import paused
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
 from unison.shard.dealt import hand_on, without_plan

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.rng.draws import DRAWING, Draws, current_draws, draw, of_granule
+from unison.rng import BatchDraws
+from unison.rng.draw_mode import DRAWING, current_draws, draw, of_granule
 
 TAKES_GRANULES: set[Callable] = set()
 """Functions that are given all granules at once, and are not mapped over them."""
@@ -106,7 +107,7 @@ def _map(func: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
     return join(results, name, plan)
 
 
-def draws_of(plan: Any, num_granules: int) -> Draws | None:
+def draws_of(plan: Any, num_granules: int) -> BatchDraws | None:
     """Whose random numbers operations draw: of the running pass, or else of a batch's plan."""
     draws = current_draws()
     if draws is None:

@@ -1,9 +1,10 @@
 """Watching a pass over granules: whose random numbers it draws, and that it is what it must be.
 
 The same bits on any number of ranks need a forward pass that depends on nothing but parameters and
-the granule. What a model does beside that is made right (draws in rng/draws.py, what it is given in
-each_granule.py, what it leaves in kept.py) or refused. Two looks make sure of it: in every pass
-torch's own generators must not move, and in some passes every operation is looked at.
+the granule. What a model does beside that is made right (draws in rng/draw_mode.py, what it is
+given in each_granule.py, what it leaves in module_state.py) or refused. Two looks make sure of it:
+in every pass torch's own generators must not move, and in some passes every operation is looked
+at.
 """
 
 import random
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from unison.errors import UnsupportedOperation
-from unison.rng.draws import current_draws, following, is_draw, is_seeding, nothing_else_drawn
+from unison.rng.draw_mode import current_draws, following, nothing_else_drawn
+from unison.rng.generators import is_draw, is_seeding
 from unison.shard.granules import draws_of, num_granules_of, plan_of
 from unison.shard.guard.records import caller, lines_of
-from unison.shard.kept import begin_pass
+from unison.shard.module_state import begin_pass
 
 FIRST_PASSES = 2  # of a loader, in which every operation is looked at
 LATER_PASSES = 64  # one of so many, after that

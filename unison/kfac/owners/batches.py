@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from unison.errors import BadInput
-from unison.rng import Draws
-from unison.rng.draws import current_draws
+from unison.rng import BatchDraws
+from unison.rng.draw_mode import current_draws
 from unison.shard.deal import BatchPlan, current_plan
 from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks
@@ -69,7 +69,7 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
     return Rows(None, (), (before,), (None,)), num_before + int(counts.sum())
 
 
-def draws_of_pass(inputs: Any) -> Draws | None:
+def draws_of_pass(inputs: Any) -> BatchDraws | None:
     """The random numbers that a pass over these inputs draws; None if they are torch's own."""
     num_granules = num_granules_of(inputs)
     return draws_of(plan_of(inputs), num_granules) if num_granules else current_draws()

@@ -36,7 +36,7 @@ _MISSING = object()
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 
 
-class Kept:
+class ModuleState:
     """The attributes and buffers of the modules of a unit, while it runs once per granule.
 
     Args:
@@ -122,7 +122,7 @@ class Kept:
         return {
             (each, key): value.parts[index]
             if value.plan is self._plan
-            else Stale.of(value, f"{self._path(each)}{key}")
+            else StaleTensor.of(value, f"{self._path(each)}{key}")
             for (each, key), value in self._per_granule.items()
         }
 
@@ -264,15 +264,15 @@ def _are_one_table(values: Sequence[Any]) -> bool:
     )
 
 
-class Stale(Tensor):
+class StaleTensor(Tensor):
     """A tensor that was kept for a granule of an earlier batch; it cannot be read."""
 
     title: str  # where it was kept
 
     @staticmethod
-    def of(value: PerGranule, name: str) -> "Stale":
+    def of(value: PerGranule, name: str) -> "StaleTensor":
         """In the place of a value that was kept for each granule."""
-        stale = torch.Tensor._make_subclass(Stale, value.parts[0].detach())
+        stale = torch.Tensor._make_subclass(StaleTensor, value.parts[0].detach())
         stale.title = name
         return stale
 
@@ -281,7 +281,7 @@ class Stale(Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse."""
-        name = next((each.title for each in args if isinstance(each, Stale)), "a tensor")
+        name = next((each.title for each in args if isinstance(each, StaleTensor)), "a tensor")
         raise UnsupportedOperation(
             f"the forward pass reads {name}, which it kept from an earlier batch: which granule "
             "followed which depends on the number of ranks; pass what goes from batch to batch in "
@@ -344,7 +344,7 @@ _PLAIN_VALUES = int | float | complex | str | bytes | tuple | None
 
 def begin_pass(module: nn.Module, plan: Any) -> None:
     """Let every pass of a logical batch find the model as the first one did."""
-    starts = plan.logical_batch.starts
+    starts = plan.accumulation.starts
     start = starts.get(module)
     if start is None:
         if not plan.closes_logical_batch:
@@ -370,7 +370,7 @@ def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tens
     flat = [
         torch.cat([each.reshape(-1).double() for each in of]) for of in zip(*values, strict=True)
     ]
-    held = plan.logical_batch.statistics.setdefault(tuple(map(id, buffers)), {})
+    held = plan.accumulation.statistics.setdefault(tuple(map(id, buffers)), {})
     for granule, value in zip(plan.granule_ids, flat, strict=True):
         if granule in held:
             raise UnsupportedOperation(
@@ -380,7 +380,7 @@ def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tens
         held[granule] = value
     if not plan.closes_logical_batch:
         return
-    del plan.logical_batch.statistics[tuple(map(id, buffers))]
+    del plan.accumulation.statistics[tuple(map(id, buffers))]
     if plan.num_granules == 0:
         return
     slots = flat[0].new_zeros(plan.num_granules + 1, len(flat[0]))  # the last one takes a ghost's
