@@ -171,7 +171,9 @@ def _run_forward(
             before_backward((args, kwargs), lambda: context.end_backward_of(entered_at))
         looks = unit.leaf_source is None  # or private training writes down what it sees
         with granular_pass(unit.name, unit.module, (args, kwargs), looks_at_writes=looks):
+            written = unit.note_written()
             output = _compute(unit, context, args, kwargs)
+            unit.check_not_written(written)
         if torch.is_grad_enabled() and not is_recompute:
             watch_compiled(output, unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):

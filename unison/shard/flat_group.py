@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from unison.errors import UnsupportedOperation
 from unison.shard.dtensors import local_part
 from unison.shard.layout import FlatLayout, Piece, Slot
 from unison.shard.leaves import Leaves, give_gradient
@@ -275,6 +276,15 @@ class FlatGroup:
         """What this rank holds of each parameter."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 
+    def written(self, *, by_values: bool) -> tuple[list[int], list[int]]:
+        """What tells a write to the full parameters: counters, and sums of bits if asked.
+
+        Writes through `.data` or numpy do not count, so now and then the values are looked at.
+        """
+        bases = self.leaves.bases
+        sums = [int(_sum_of_bits(base)) for base in bases] if by_values else []
+        return [base._version for base in bases], sums
+
     # --- gather and free -------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -351,6 +361,12 @@ class FlatGroup:
             return
         if self.phase is Phase.GATHERING:
             self._end_work()
+        if not self.full.untyped_storage().resizable():
+            raise UnsupportedOperation(
+                f"numpy (or DLPack) shares the memory of gathered parameters, of "
+                f"{self.slots[0].name!r} or another beside it, which is freed now; make a copy "
+                "first: parameter.detach().clone().numpy()"
+            )
         self.full.untyped_storage().resize_(0)
         self.phase = Phase.SHARDED
 

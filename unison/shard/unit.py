@@ -27,6 +27,9 @@ TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
 Versions = list[tuple[int, ...]]
 """How often each parameter had been written, one tuple per flat group."""
 
+Written = list[tuple[list[int], list[int]]]
+"""What tells a write to full parameters, per flat group; see `FlatGroup.written`."""
+
 LeafSource = Callable[["Unit", int], list[list[Tensor]]]
 """(unit, granule) -> what the granule computes with, one list of tensors per flat group.
 
@@ -94,6 +97,7 @@ class Unit:
         self.loops_over_model = False  # set when mapping single operations turned out impossible
         self.has_children = False
         self.requires_sync = True  # see verbs.py
+        self._num_passes = 0
 
     def _take_groups(self, groups: list[FlatGroup]) -> None:
         self.groups = groups
@@ -108,6 +112,7 @@ class Unit:
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None  # in a backward pass, behind the full parameters
         self._hidden_by_user: Hidden | None = None  # and after `unshard`
+        self._shown: Written | None = None  # what the user was shown by `unshard`
         # What the parameters were in the last forward pass, or in the one that a backward pass
         # has come to; see `FlatGroup.versions`.
         self.forward_versions: Versions | None = None
@@ -219,6 +224,58 @@ class Unit:
             self.finish_gather()
             self.forward_versions = self.versions
             self._hidden_by_user = self.attributes.shadow(self.leaves(PLAIN))
+            self._shown = [group.written(by_values=False) for group in self.groups]
+
+    def reshard(self) -> None:
+        """Free what `show_full` gathered."""
+        shown = self._shown
+        try:
+            self.check_not_written(shown)
+        finally:
+            self.free()
+
+    # [Note: writes in forward] A write to a full parameter (an Embedding's max_norm, an
+    # initialisation by the first batch) goes to the gathered copy, and is gone when that is freed;
+    # ranks would write different values besides. Where this rank holds the whole parameter it is
+    # right, unless granules would see one another's.
+
+    def note_written(self) -> Written | None:
+        """What tells, after a pass, that it wrote to parameters; None if it may."""
+        if self.is_whole and self.options.reducer != "ordered":
+            return None
+        if self._shown is not None:
+            return self._shown
+        self._num_passes += 1
+        by_values = self._num_passes & (self._num_passes - 1) == 0  # passes 1, 2, 4, 8, ...
+        return [group.written(by_values=by_values) for group in self.groups]
+
+    def check_not_written(self, before: Written | None) -> None:
+        """Refuse a write to full parameters, which would be lost.
+
+        Args:
+            before: From `note_written`.
+
+        Raises:
+            UnsupportedOperation: Naming the parameter and the remedy.
+        """
+        for group, noted in zip(self.groups, before or (), strict=False):
+            now = group.written(by_values=bool(noted[1]))
+            if now == noted:
+                continue
+            changed = next(
+                index
+                for index in range(len(group.slots))
+                if any(
+                    old[index : index + 1] != new[index : index + 1]
+                    for old, new in zip(noted, now, strict=True)
+                )
+            )
+            raise UnsupportedOperation(
+                f"parameter {self._path(group, changed)!r} was written in forward (or after "
+                "unshard), where it is a gathered copy, so that the write would be lost; write to "
+                "it outside, under torch.no_grad() (nn.Embedding(max_norm=): after "
+                "optimizer.step(); initialisation by data: before fully_shard)"
+            )
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass needs the parameters again."""
@@ -269,13 +326,16 @@ class Unit:
         return tensors
 
     def _refuse_changed(self, index: int, slot: int) -> NoReturn:
-        name = self.groups[index].slots[slot].name
-        path = name if self.name == "root" else f"{self.name}.{name}"
+        path = self._path(self.groups[index], slot)
         raise UnsupportedOperation(
             f"parameter {path!r} was changed after the forward pass whose backward pass needs "
             "its values; call backward() before optimizer.step() or load_state_dict(), or run the "
             "forward pass again"
         )
+
+    def _path(self, group: FlatGroup, slot: int) -> str:
+        name = group.slots[slot].name
+        return name if self.name == "root" else f"{self.name}.{name}"
 
     def _recompute_tensors(self) -> list[list[Tensor]]:
         """What a recompute inside this unit sees.
@@ -297,7 +357,7 @@ class Unit:
         for hidden in (self._hidden, self._hidden_by_user):  # the last one first
             if hidden is not None:
                 self.attributes.restore(hidden)
-        self._hidden = self._hidden_by_user = None
+        self._hidden = self._hidden_by_user = self._shown = None
 
     def free(self) -> None:
         """Give the memory of the full parameters back."""

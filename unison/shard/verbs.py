@@ -52,8 +52,12 @@ def unshard(module: nn.Module, async_op: bool = False) -> Work:
 
 
 def reshard(module: nn.Module) -> None:
-    """Give the memory back that `unshard` took."""
-    _unit(module).free()
+    """Give the memory back that `unshard` took.
+
+    Raises:
+        UnsupportedOperation: If the full parameters were written, which would be lost.
+    """
+    _unit(module).reshard()
 
 
 def set_requires_gradient_sync(
