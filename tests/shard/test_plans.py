@@ -150,6 +150,7 @@ def test_a_dealt_tensor_is_used_as_a_plain_one(tmp_path):
         values, places = rows.max(dim=1)
         assert [plan_of(each) for each in (values, places, rows[:, :1] * 2)] == [plan] * 3
         assert [plan_of(each) for each in rows.split(1)] == [plan] * len(rows)
+        assert rows[:1]._base is None or not rows[:1]._base._is_view()
         torch.save(rows, tmp_path / "rows.pt")
         assert type(torch.load(tmp_path / "rows.pt")) is Tensor
         assert np.asarray(rows).sum() == rows.sum().item()

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, plan_of
 
+_BASE_OF = Tensor._base.__get__  # type: ignore[attr-defined]
 _MAX_NODES = 1000  # of a loss, between it and the outputs of the model
 
 
@@ -46,7 +47,8 @@ class Dealt(Tensor):
             result = func(*without_plan(args), **without_plan(kwargs))
         if is_compiling or not isinstance(result, Tensor | tuple | list | dict):
             return result
-        if type(result) is torch.Size:
+        # As a dealt one a view's base would be a view itself; Dynamo asks on until there is none.
+        if type(result) is torch.Size or func == _BASE_OF:
             return result
         # Mostly it is `x.f(...)` or `f(x, ...)`; to look through everything takes longer.
         first = args[0] if args else None

@@ -26,6 +26,7 @@ in one process.
 """
 
 import copy
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -226,26 +227,25 @@ class FlatGroup:
 
     def is_untouched(self) -> bool:
         """Whether every piece is where it was put; cheap, since every pass asks."""
-        requires_grad = self.requires_grad
-        for parameters, name, piece, is_plain, address in self._guards:
-            held = piece if is_plain else local_part(piece)
-            is_moved = held.data_ptr() != address or piece.requires_grad is not requires_grad
-            if is_moved or parameters.get(name) is not piece:
-                return False
-        return True
+        tables, names, held, addresses = self._guards
+        is_plain = self.ranks.size == 1  # pieces are ordinary parameters: without a call of Python
+        parts = held if is_plain else map(local_part, held)
+        return (
+            all(map(operator.is_, map(dict.get, tables, names), held))
+            and all(map(operator.eq, map(Tensor.data_ptr, parts), addresses))
+            and [each.requires_grad for each in held].count(self.requires_grad) == len(held)
+        )
 
     def _make_guards(self) -> None:
-        self._guards = [
-            (
-                use.module._parameters,
-                use.attribute,
-                piece,
-                local_part(piece) is piece,
-                local_part(piece).data_ptr(),
-            )
-            for piece, uses in zip(self.pieces, self.uses, strict=True)
-            for use in uses
+        uses = [
+            (use, piece) for piece, uses in zip(self.pieces, self.uses, strict=True) for use in uses
         ]
+        self._guards = (
+            [use.module._parameters for use, _ in uses],
+            [use.attribute for use, _ in uses],
+            [piece for _, piece in uses],
+            [local_part(piece).data_ptr() for _, piece in uses],
+        )
 
     def unchanged_start(self) -> list[int | None]:
         """A sum over the bits of each whole parameter, as it was sharded and still is.
