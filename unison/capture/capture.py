@@ -644,11 +644,7 @@ class Capture:
             if self._met is not None:
                 return output
         else:
-            axis = self.axes.axis(call) if axes is None else axes[0]
-            assert axis is not None
-            self.axes.check_rows(call, output.shape[axis])
-            known = self._layouts.get(axis)
-            layout = known or self._layouts.setdefault(axis, Layout(self.batch, axis))
+            layout = self.learned_layout(output)
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
         for value, _ in tracked:
             self.used.update(value.of_parameters)
@@ -672,6 +668,16 @@ class Capture:
             self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
+
+    def learned_layout(self, output: Tensor) -> Layout:
+        """Where samples lie in what came out of the call that a rule runs for, as learned."""
+        assert self._current is not None
+        call, axes = self._current
+        axis = self.axes.axis(call) if axes is None else axes[0]
+        assert axis is not None
+        self.axes.check_rows(call, output.shape[axis])
+        known = self._layouts.get(axis)
+        return known or self._layouts.setdefault(axis, Layout(self.batch, axis))
 
     def _anchor(self, device: torch.device) -> Tensor:
         anchor = self.anchors.get(device)

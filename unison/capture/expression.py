@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.capture.parts import is_in_parts, looked_up_part, refuse_use
-from unison.capture.tracked import Back, Listener, Tracked, all_plain, like, plain
+from unison.capture.tracked import (
+    Back,
+    Listener,
+    Tracked,
+    all_plain,
+    is_traced,
+    like,
+    plain,
+)
 from unison.errors import UnsupportedOperation
 from unison.ops import (
     Dense,
@@ -110,7 +118,8 @@ def derive(
         if func in VIEWS:
             output = func(first.value, *all_plain(args[1:]), **kwargs)
             items = output if isinstance(output, list | tuple) else [output]
-            views = [_view(first, item, listener) for item in items]
+            is_chosen = func is Tensor.__getitem__ and _has_indices(args[1])
+            views = [None if is_chosen else _view(first, item, listener) for item in items]
             if all(view is not None for view in views):
                 return like(output, views) if isinstance(output, list | tuple) else views[0]
     if func is F.embedding:
@@ -134,8 +143,8 @@ def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
     base, shape = first.value, tuple(first.value.shape)
     if not base.is_contiguous() or not output.is_contiguous() or output.numel() == 0:
         return None
-    if output.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
-        return None
+    if not is_traced(base) and not _share_memory(base, output):
+        return None  # traced ones have none: of a contiguous tensor these functions give views
     start = output.storage_offset() - base.storage_offset()
     if output.numel() == base.numel():
         return _made(first, output, partial(reshaped, shape=shape), listener)
@@ -143,6 +152,16 @@ def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
         row = start // base.stride(0)
         return _made(first, output, partial(in_rows, start=row, shape=shape), listener)
     return None
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _has_indices(key: Any) -> bool:
+    """Whether a key chooses elements one by one, so that what it gives is a copy."""
+    items = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(each, Tensor | list | bool) for each in items)
 
 
 def _lookup(

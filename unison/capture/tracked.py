@@ -19,6 +19,9 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
 from unison.errors import BadInput, UnsupportedOperation
@@ -78,7 +81,11 @@ class Tracked(Tensor):
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
         """Mark a tensor; it shares the memory."""
         value = value.detach()
-        shell = shell_of(value) if is_in_parts(value) else value
+        if is_traced(value):
+            with _disable_current_modes():  # those that trace would make it one of theirs
+                shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        else:
+            shell = shell_of(value) if is_in_parts(value) else value
         tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
         tracked.of_parameters = tuple(dict.fromkeys(source.name for source in sources))
@@ -149,6 +156,11 @@ class Tracked(Tensor):
         kwargs = kwargs or {}
         first = find_tracked(args, kwargs)
         return first.listener.call(func, first, args, kwargs)
+
+
+def is_traced(value: Tensor) -> bool:
+    """Whether a tensor stands for others while a graph is made: no subclass is made of it."""
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def memory_of(value: Tensor) -> tuple:

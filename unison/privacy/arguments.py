@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy.owners.base import Owner
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
 
@@ -81,6 +82,28 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
                 f"public_buffers: the module has no buffer {pattern!r}; it has {_listed(buffers)}"
             )
     return tuple(patterns)
+
+
+def check_compile(
+    options: bool | Mapping[str, Any], owner: Owner, granule: int | None
+) -> Mapping[str, Any] | None:
+    """The arguments of `torch.compile`; None if passes are not compiled, with a warning why."""
+    if options is False:
+        return None
+    arguments = {} if options is True else options
+    unknown = sorted(set(arguments) - {"backend", "mode", "options"})
+    if unknown:
+        raise BadInput(
+            f"compile= takes backend, mode and options of torch.compile, found {unknown}; graphs "
+            "are whole and made for each size of a batch in any case"
+        )
+    if granule is not None or not owner.is_alone:
+        warnings.warn(
+            "private passes run uncompiled: compile= is for one process without granules yet",
+            stacklevel=3,
+        )
+        return None
+    return arguments
 
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
 from unison.capture.sites import Alike
-from unison.clip import Clipping, Plan
+from unison.clip import Clipping, Learned, Plan
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
+from unison.privacy.compiled import CompiledForward, CompiledPass
 from unison.privacy.dealing import Dealing, plain_leaf, unpacked
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
@@ -90,6 +91,9 @@ class Attachment:
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
         self._buffers = BufferWatch(self._learning.may_write)
+        self._compiled = (
+            None if settings.compile is None else CompiledForward(module, settings.compile)
+        )
         self._is_repeating = False  # runs the module again, for what was not kept
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
@@ -97,6 +101,8 @@ class Attachment:
             for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(scaled_losses_noticed())
+            if self._compiled is not None:
+                stack.callback(self._compiled.detach)
             self._handles = stack.pop_all()
 
     def _hooks(self) -> list[Any]:
@@ -211,7 +217,7 @@ class Attachment:
     ) -> None:
         """Follow samples through a forward pass, where values decide which rows are whose."""
         (first, *others) = running.parts.values()
-        if not first.capture.axes.is_traced:
+        if isinstance(first.capture, CompiledPass) or not first.capture.axes.is_traced:
             return
         if others:
             raise UnsupportedOperation(
@@ -237,6 +243,11 @@ class Attachment:
                 "make_private a max_physical_batch_size"
             )
         self._inputs_of(args, kwargs, self._dealing.parts[0].num_rows)
+        (first, *_) = running.parts.values()
+        if isinstance(first.capture, CompiledPass):
+            assert self._compiled is not None
+            again = self._compiled.running(first.rows.num_rows, first.capture.axes)
+            self._following.enter_context(again)
         if running.call is not None:
             raise UnsupportedOperation(
                 f"clipping {self.settings.mode!r} runs the forward pass again, and several forward "
@@ -253,6 +264,8 @@ class Attachment:
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
         _, num_forwards, num_backwards = self._counted
+        if self._compiled is not None and self._compiled.takes(inputs, learned, plan, num_rows):
+            return self._begin_compiled(self._compiled, batch, learned, plan)
         parts = {}
         for rows in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)
@@ -277,6 +290,16 @@ class Attachment:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
         return running
+
+    def _begin_compiled(
+        self, compiled: CompiledForward, batch: PhysicalBatch, learned: Learned, plan: Plan
+    ) -> RunningPass:
+        (rows,) = self._dealing.parts
+        capture = self._following.enter_context(compiled.running(rows.num_rows, learned.axes))
+        clipping = Clipping(plan, rows.num_rows, learned.storage)
+        return RunningPass(
+            batch, {rows.granule: RunningPart(rows, clipping, capture)}, ExitStack(), 1
+        )
 
     def _refuse_to_repeat(self) -> None:
         if not self._owner.can_repeat:
@@ -397,6 +420,7 @@ class Attachment:
             for part in parts:
                 assert part.coefficients is not None
                 part.clipping.begin_second_pass(part.coefficients)
+                assert isinstance(part.capture, Capture)  # compiled passes keep what they need
                 stack.enter_context(part.capture.again(surroundings))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
@@ -425,6 +449,8 @@ class Attachment:
         try:
             self._buffers.check()  # hooks may write in the backward pass
             for part in running.parts.values():
+                if isinstance(part.capture, CompiledPass):
+                    part.capture.take_records(part.clipping)
                 if part.coefficients is None:
                     self._decide(running, part)
             self._repeat_forward(running)

@@ -18,6 +18,7 @@ from unison.privacy.accounting import check_accountant, check_delta
 from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.arguments import (
     batch_size_of,
+    check_compile,
     check_optimizer,
     check_public_buffers,
     make_key,
@@ -119,6 +120,7 @@ class PrivacyEngine:
         granule: int | None = None,
         rows_per_sample: int = 1,
         padding_row: Any = None,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as torch names it
         seed: int | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
@@ -164,6 +166,9 @@ class PrivacyEngine:
                 rank that is not full. Made up or public, never one of the data; as the data set
                 gives records. Zeros unless given, which not every model takes. It
                 counts for nothing.
+            compile: Whether the module's private passes go through `torch.compile`; a dictionary
+                has its backend, mode and options. What cannot be compiled runs as it is, and a
+                warning says why.
             seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
@@ -223,6 +228,7 @@ class PrivacyEngine:
                 rows_per_record=rows_per_sample,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
+            compiled = check_compile(compile, owner, granule)
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
@@ -239,6 +245,7 @@ class PrivacyEngine:
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                     key.child("draws"),
                     padding,
+                    has_fixed_size=compiled is not None,
                 ),
                 key=key,
                 mechanism=mechanism,
@@ -253,6 +260,7 @@ class PrivacyEngine:
                     rows_per_sample=rows_per_sample,
                     recheck=recheck,
                     public_buffers=check_public_buffers(module, public_buffers),
+                    compile=compiled,
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,

@@ -1,11 +1,11 @@
 """What a module was called with: which tensors hold the samples, and the same call with others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -84,7 +84,7 @@ class Inputs:
             return tuple(samples)
         return tuple(each.unflatten(0, (-1, self.rows)) for each in samples)
 
-    def run(self, module: nn.Module, samples: Sequence[Tensor]) -> Any:
+    def run(self, module: Callable[..., Any], samples: Sequence[Tensor]) -> Any:
         """Call a module as before, with other samples."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, samples, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from unison.capture import Capture, Surroundings
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
+from unison.privacy.compiled import CompiledPass
 from unison.privacy.dealing import Part
 from unison.privacy.mechanism import Release
 from unison.privacy.passes import PhysicalBatch
@@ -30,6 +31,7 @@ class ClippingSettings:
         recheck: Whether module and loss are checked again at passes 2, 4, 8, …; else the first of
             each kind is.
         public_buffers: Names of buffers, or patterns of them, that may hold what passes write.
+        compile: Arguments of `torch.compile`, if passes are compiled.
     """
 
     mode: str
@@ -39,6 +41,7 @@ class ClippingSettings:
     rows_per_sample: int = 1
     recheck: bool = True
     public_buffers: tuple[str, ...] = ()
+    compile: Mapping[str, Any] | None = None
 
 
 class Phase(Enum):
@@ -55,7 +58,7 @@ class RunningPart:
 
     rows: Part
     clipping: Clipping
-    capture: Capture
+    capture: Capture | CompiledPass
     coefficients: Mapping[str, Tensor] | None = None
 
 

@@ -1,0 +1,136 @@
+"""Private training with compiled passes: the same parameters as without, or a sentence."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tests.privacy.common import attach, make_model, train
+from unison.errors import BadInput, UnsupportedOperation
+
+EAGER = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def parameters_after(module: nn.Module | None = None, **settings) -> dict[str, Tensor]:
+    engine, module, optimizer, loader = attach(module, **settings)
+    train(module, optimizer, loader, 10)
+    engine.detach()
+    return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_poisson_batches_of_every_size(most):
+    """Ten steps, noise included: padding has no share in them."""
+    expected = parameters_after(max_physical_batch_size=most)
+    check_same(parameters_after(max_physical_batch_size=most, compile=EAGER), expected)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside of torch
+def test_inductor():
+    expected = parameters_after(max_physical_batch_size=4)
+    check_same(parameters_after(max_physical_batch_size=4, compile=True), expected)
+
+
+def test_few_graphs_are_made():
+    engine, module, optimizer, loader = attach(max_physical_batch_size=4, compile=EAGER)
+    train(module, optimizer, loader, 10)
+    assert module.forward._capture.num_graphs == 1
+    assert module.forward.refusal is None
+    engine.detach()
+    assert "forward" not in vars(module)
+
+
+class Branch(nn.Module):
+    """Python reads a value, so that Dynamo makes several graphs of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.is_open = torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        return self.down(h if self.is_open > 0 else -h)
+
+
+def test_what_cannot_be_compiled_runs_as_it_is():
+    torch.manual_seed(0)
+    model = Branch()
+    expected = parameters_after(copy.deepcopy(model))
+    with pytest.warns(UserWarning, match=r"Branch run uncompiled: .*[Dd]ata-dependent"):
+        found = parameters_after(model, compile=EAGER)
+    check_same(found, expected)
+
+
+def test_copies_and_pickles_are_plain():
+    engine, module, _, loader = attach(compile=EAGER)
+    x = next(iter(loader))[0]
+    for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(made(x), module.eval()(x))
+        assert not hasattr(made.forward, "refusal")
+    engine.detach()
+
+
+def test_two_forward_passes_of_one_batch():
+    def run(compile: object) -> dict[str, Tensor]:  # noqa: A002
+        engine, module, optimizer, loader = attach(make_model(), compile=compile)
+        for step, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            cross_entropy(module(x) + module(-x), y).backward()
+            optimizer.step()
+            if step == 2:
+                break
+        engine.detach()
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+    check_same(run(EAGER), run(False))
+
+
+def test_a_batch_that_mixes_is_refused_as_ever():
+    class Mixing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    torch.manual_seed(0)
+    engine, module, _, loader = attach(Mixing(nn.Linear(6, 3)), compile=EAGER)
+    with pytest.raises(UnsupportedOperation, match=r"mix|depends on"):
+        module(next(iter(loader))[0])
+    engine.detach()
+
+
+def test_arguments():
+    with pytest.raises(BadInput, match="backend, mode and options"):
+        attach(compile={"fullgraph": False})
+    with pytest.warns(UserWarning, match="one process without granules"):
+        attach(compile=True, granule=2)
+
+
+@pytest.mark.full
+def test_dropout():
+    """Steps run, with masks of the compiler's own; per-sample norms were compared before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Tanh(), nn.Linear(32, 3))
+    engine, module, optimizer, loader = attach(model, compile=EAGER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, optimizer, loader, 10)
+    assert module.forward.refusal is None
+    engine.detach()

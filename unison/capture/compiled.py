@@ -1,0 +1,435 @@
+"""Capture under torch.compile: rules run while a graph is traced, and nothing is left to intercept.
+
+[Note: slots] Dynamo's graph has the parameters as inputs. While AOTAutograd traces it, trainable
+ones are marked as in an eager pass (see [Note: by operation]), so that every operation they enter
+comes to its rule. What differs is where records go. Beside its inputs the graph gets *slots*:
+tensors of zero strides that no kernel reads, whose gradient is what a record holds. Of a parameter
+it is each sample's gradient [batch, *shape]; several uses add up there. Of a table it is that of
+the rows which were looked up, and their ids are one more output of the graph. The parameters
+themselves go in detached, so that gradients leave by slots alone, and the user's backend sees plain
+ATen.
+
+[Note: nothing is skipped] A graph is all of a forward pass (`fullgraph=True`). An operation
+without a rule, or one that was not seen when it was learned where samples lie, fails the
+compilation, and so does a pass that Dynamo would leave to Python, now or after many recompilations.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.fx import Graph, GraphModule
+
+from unison.capture.axes import Axes, AxisTable, Call
+from unison.capture.capture import Capture
+from unison.capture.questions import FACTS
+from unison.capture.tracked import Source, Tracked, all_plain
+from unison.capture.use import Use
+from unison.errors import UnsupportedOperation
+from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
+
+Inner = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+"""A Dynamo backend."""
+
+
+class Slot(NamedTuple):
+    """What takes the gradients of one parameter in a graph, or of one lookup in its table.
+
+    Attributes:
+        name: The parameter.
+        shape: [batch, *shape of the parameter], or of what was looked up.
+        dtype: Of its gradient.
+        is_lookup: Whether it is of a lookup.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_lookup: bool
+
+
+class _ToSlots(torch.autograd.Function):
+    """Hands the gradient of an operation's output on, and each sample's of parameters to slots."""
+
+    @staticmethod
+    def forward(ctx: Any, use: "_TracedUse", output: Tensor, *tensors: Tensor) -> Tensor:
+        num_slots = len(use.slots)
+        ctx.use, ctx.num_saved = use, len(tensors) - num_slots
+        ctx.save_for_backward(*tensors[num_slots:])
+        # No copy, and no view either: what comes out may be written in place later.
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        (g,) = gradients
+        values = ctx.use.gradients(g, ctx.saved_tensors)
+        return None, g, *values, *(None,) * ctx.num_saved
+
+
+@dataclass(eq=False)
+class _TracedUse:
+    """The uses of parameters by one operation, and the slots of their records."""
+
+    use: Use
+    places: Sequence[int]  # number of each record's slot
+    slots: Sequence[int]  # the same numbers, each once
+
+    def gradients(self, g: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
+        """The gradients of the slots."""
+        found: dict[int, Tensor] = {}
+        for place, record in zip(self.places, _records(self.use, g, saved), strict=True):
+            value = record.g if isinstance(record, Lookup) else _multiplied_out(record)
+            found[place] = found[place] + value if place in found else value
+        return [found[slot] for slot in self.slots]
+
+
+def _records(use: Use, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
+    made = [record for _, _, record in use.records(g, saved)]
+    return [each.as_product() if isinstance(each, Streamed) else each for each in made]
+
+
+def _multiplied_out(record: Product | Dense) -> Tensor:
+    """The per-sample gradients [batch, *shape], in the dtype that they are computed in.
+
+    Norms and sums are made of the same rounded values, so that the bound holds for them.
+    """
+    if isinstance(record, Dense):
+        return record.value
+    dtype = torch.promote_types(record.a.dtype, record.g.dtype)
+    a, g = record.a.to(dtype), record.g.to(dtype)
+    left, right = (a, g) if record.is_transposed else (g, a)
+    return torch.bmm(left.mT, right).reshape(len(a), *record.shape)
+
+
+class _TracedAxes(AxisTable):
+    """What was learned of eager calls, for those of a graph.
+
+    Dynamo looks into functions that are written in Python, and calls what they call: `nn.RMSNorm`
+    is `F.rms_norm` to one and `torch.rms_norm` to the other.
+    """
+
+    @staticmethod
+    def of(axes: AxisTable) -> "_TracedAxes":
+        """The same table."""
+        return _TracedAxes(**vars(axes))
+
+    def find(self, call: Call) -> Axes | None:
+        """As learned; or as of a call of another function with the same parameters and shapes."""
+        found = super().find(call)
+        if found is not None:
+            return found
+        dims = call.kind[1:]
+        alike = {
+            self.by_call[seen]
+            for seen in self.by_call
+            if seen.kind[1:] == dims and self._resembles(call, seen)
+        }
+        return alike.pop() if len(alike) == 1 else None
+
+
+class _Traced(Capture):
+    """A capture of one run of a graph: the uses are noted, or lead to slots.
+
+    Args:
+        batch: Number of samples.
+        axes: Where they lie, as learned.
+        slots: The number of each record's slot, by use; None to note the uses instead.
+        values: The slots themselves, by number.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        axes: AxisTable,
+        slots: Sequence[Sequence[int]] | None = None,
+        values: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(nn.Module(), batch, axes=_TracedAxes.of(axes), on_record=_refuse_record)
+        self._slots, self._values = slots, values
+        self.noted: list[list[tuple[str, Record]]] = []
+        self.ids: list[tuple[int, Tensor]] = []  # of lookups, with their slots
+
+    def call(
+        self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
+        if func in FACTS:  # the mark itself has no device of its own here
+            return func(*all_plain(args), **all_plain(kwargs))
+        return super().call(func, first, args, kwargs)
+
+    def __call__(
+        self,
+        output: Tensor,
+        *,
+        saved: Sequence[Tensor],
+        uses: Sequence[tuple[Any, Builder]],
+        is_fresh: bool = True,
+    ) -> Tensor:
+        """Let the gradients of the parameters that made `output` lead to slots."""
+        use = Use(
+            self,
+            self.learned_layout(output),
+            [(value, builder) for value, builder in uses if type(value) is Tracked],
+        )
+        inputs = tuple(each.detach() for each in saved)
+        names = [source.name for tracked, _ in use.uses for source in tracked.sources]
+        # Of the gradient nothing but the shape is known yet; what is made of it here is not kept.
+        records = list(zip(names, _records(use, output.detach(), inputs), strict=True))
+        number = len(self.noted)
+        self.noted.append(records)
+        if self._slots is None:
+            return output
+        places = self._slots[number]
+        self.ids += [
+            (place, record.ids)
+            for place, (_, record) in zip(places, records, strict=True)
+            if isinstance(record, Lookup)
+        ]
+        slots = list(dict.fromkeys(places))
+        traced = _TracedUse(use, places, slots)
+        return _ToSlots.apply(traced, output, *(self._values[each] for each in slots), *saved)  # type: ignore[return-value]
+
+
+def _refuse_record(name: str, record: Record | Streamed) -> None:
+    raise AssertionError(f"a record of {name} was made while a graph was traced")
+
+
+class CompiledCapture:
+    """A Dynamo backend, and what its graphs leave in the pass under way.
+
+    Args:
+        module: The model; its trainable parameters are captured.
+        inner: The backend that compiles the graphs.
+
+    Attributes:
+        num_graphs: How many graphs it has compiled.
+    """
+
+    def __init__(self, module: nn.Module, inner: Inner) -> None:
+        self._names = {
+            id(each): name for name, each in module.named_parameters() if each.requires_grad
+        }
+        self._inner = inner
+        self._running: tuple[int, AxisTable] | None = None
+        self._left: list[tuple[_CompiledGraph, list[Tensor], list[tuple[str, Tensor | None]]]] = []
+        self.num_graphs = 0
+
+    @contextmanager
+    def forward(self, batch: int, axes: AxisTable) -> Iterator[None]:
+        """Around a forward pass of a batch.
+
+        Args:
+            batch: Number of samples.
+            axes: Where they lie, as learned.
+        """
+        self._running = batch, axes
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph of Dynamo's."""
+        names = {
+            place: self._names[id(each)]
+            for place, each in enumerate(inputs)
+            if id(each) in self._names
+        }
+        if not names or not torch.is_grad_enabled():
+            return self._inner(graph, inputs)
+        if self._running is None:
+            raise UnsupportedOperation("a private module is compiled outside of its own passes")
+        if not all(isinstance(each, Tensor) for each in inputs):
+            raise UnsupportedOperation(
+                "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
+                "size of a batch"
+            )
+        self.num_graphs += 1
+        made = _CompiledGraph(graph, inputs, names, *self._running, self._inner)
+
+        def call(*args: Tensor) -> Any:
+            outputs, slots, ids = made(args)
+            if torch.is_grad_enabled():
+                # A graph may be of one block, and serve others with parameters of their own.
+                of = [
+                    (self._names[id(args[made.places[slot.name]])], each)
+                    for slot, each in zip(made.slots, ids, strict=True)
+                ]
+                self._left.append((made, slots, of))
+            return outputs
+
+        return call
+
+    def take(self) -> Iterator[tuple[str, Record]]:
+        """Take what a backward pass has left: the parameters' names, each with a record."""
+        left, self._left = self._left, []
+        for graph, slots, of in left:
+            for slot, value, (name, ids) in zip(graph.slots, slots, of, strict=True):
+                gradient, value.grad = value.grad, None
+                if gradient is None:
+                    continue
+                if ids is None:
+                    yield name, Dense(gradient)
+                else:
+                    yield name, Lookup(ids, gradient, graph.shapes[slot.name])
+            graph.free.append(slots)
+
+    def drop(self) -> None:
+        """Forget a pass that is given up."""
+        for _ in self.take():
+            pass
+
+
+class _CompiledGraph:
+    """A graph with slots, compiled.
+
+    Args:
+        graph: As Dynamo made it.
+        inputs: Examples of its inputs.
+        names: Which of them are trainable parameters.
+        batch: Number of samples.
+        axes: Where they lie.
+        inner: What compiles it.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        inputs: Sequence[Tensor],
+        names: Mapping[int, str],
+        batch: int,
+        axes: AxisTable,
+        inner: Inner,
+    ) -> None:
+        self.places = {name: place for place, name in names.items()}
+        self.shapes = {name: tuple(inputs[place].shape) for place, name in names.items()}
+        self.free: list[list[Tensor]] = []  # sets of slots that no pass holds
+        self._num_inputs = len(inputs)
+        self._num_outputs = len(graph.graph.find_nodes(op="output")[0].args[0])
+        context = TracingContext.get()
+        fake = context.fake_mode
+        assert fake is not None
+
+        def run(capture: _Traced, args: Sequence[Tensor]) -> tuple:
+            given = list(args)
+            for place, name in names.items():
+                source = Source(name, self.shapes[name])
+                given[place] = Tracked.of(given[place], (source,), capture)
+            return graph(*given)
+
+        noting = _Traced(batch, axes)
+        examples = [fake.from_tensor(each.detach(), static_shapes=True) for each in inputs]
+        with fake, torch.enable_grad():
+            run(noting, examples)
+        self.slots, numbers = _slots_of(noting.noted)
+        self._lookups = [number for number, slot in enumerate(self.slots) if slot.is_lookup]
+
+        def traced(*args: Tensor) -> tuple:
+            given, values = args[: self._num_inputs], args[self._num_inputs :]
+            capture = _Traced(batch, axes, numbers, values)
+            outputs = run(capture, given)
+            ids = dict(capture.ids)
+            return *outputs, *(ids[number] for number in self._lookups)
+
+        num_outputs = self._num_outputs + len(self._lookups)
+        private = _calling(traced, graph, len(self.slots), num_outputs)
+        given, slots = self._bound(inputs)
+        # As real tensors slots would be guarded by their strides, and parameters by their graph.
+        for place in (*names, *range(len(inputs), len(given))):
+            given[place] = fake.from_tensor(given[place], static_shapes=True)
+        self._compiled = inner(private, given)
+        self.free.append(slots)
+
+    def _bound(self, args: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The inputs of the graph, and the slots among them."""
+        slots = self.free.pop() if self.free else self._make_slots(args)
+        given = [*args, *slots]
+        for place in self.places.values():
+            given[place] = args[place].detach()
+        return given, slots
+
+    def _make_slots(self, args: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            args[self.places[slot.name]]
+            .new_zeros((), dtype=slot.dtype)
+            .expand(slot.shape)
+            .requires_grad_()
+            for slot in self.slots
+        ]
+
+    def __call__(self, args: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor | None]]:
+        """Run it.
+
+        Returns:
+            Its outputs, the slots of this pass, and for each of them the ids of a lookup.
+        """
+        given, slots = self._bound(args)
+        outputs = self._compiled(*given)
+        ids: list[Tensor | None] = [None] * len(slots)
+        for number, each in zip(self._lookups, outputs[self._num_outputs :], strict=True):
+            ids[number] = each
+        return outputs[: self._num_outputs], slots, ids
+
+
+def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[Slot], list[list[int]]]:
+    """Decide the slots: one per parameter, and one per lookup of a table.
+
+    Args:
+        noted: The records of each use, with their parameters.
+
+    Returns:
+        The slots, and for each record of each use the number of its slot.
+    """
+    slots: list[Slot] = []
+    whole: dict[str, int] = {}
+    numbers: list[list[int]] = []
+    for records in noted:
+        numbers.append([])
+        for name, record in records:
+            if isinstance(record, Lookup):
+                slots.append(Slot(name, tuple(record.g.shape), record.g.dtype, is_lookup=True))
+                numbers[-1].append(len(slots) - 1)
+                continue
+            value = _multiplied_out(record)
+            if name not in whole:
+                whole[name] = len(slots)
+                slots.append(Slot(name, tuple(value.shape), value.dtype, is_lookup=False))
+            slot = slots[whole[name]]
+            dtype = torch.promote_types(slot.dtype, value.dtype)
+            slots[whole[name]] = slot._replace(dtype=dtype)
+            numbers[-1].append(whole[name])
+    return slots, numbers
+
+
+def _calling(
+    function: Callable[..., tuple], like: GraphModule, num_slots: int, num_outputs: int
+) -> GraphModule:
+    """A graph that calls a function, with the inputs of another one and slots.
+
+    Backends trace what it does; to do so they call it.
+    """
+    graph = Graph()
+    places = []
+    for node in like.graph.find_nodes(op="placeholder"):
+        place = graph.placeholder(node.name)
+        place.meta = dict(node.meta)
+        place._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+        places.append(place)
+    for number in range(num_slots):
+        place = graph.placeholder(f"slot_{number}")
+        place._dynamo_source = None  # type: ignore[attr-defined]
+        place.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        places.append(place)
+    result = graph.call_function(function, tuple(places))
+    graph.output(
+        tuple(graph.call_function(operator.getitem, (result, i)) for i in range(num_outputs))
+    )
+    made = GraphModule(like, graph)
+    made.meta = like.meta
+    made._param_name_to_source = getattr(like, "_param_name_to_source", {})  # type: ignore[assignment]
+    return made
