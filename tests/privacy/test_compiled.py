@@ -134,3 +134,55 @@ def test_dropout():
         train(module, optimizer, loader, 10)
     assert module.forward.refusal is None
     engine.detach()
+
+
+def compiled_whole(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="aot_eager")
+    return module
+
+
+def compiled_block(module: nn.Module) -> nn.Module:
+    next(module.children()).compile(backend="aot_eager")
+    return module
+
+
+def compiled_forward(module: nn.Module) -> nn.Module:
+    module.forward = torch.compile(module.forward, backend="aot_eager")
+    return module
+
+
+def compiled_parts(module: nn.Module) -> list[object]:
+    own = getattr(module, "_orig_mod", module)
+    found = [(each._compiled_call_impl, vars(each).get("forward")) for each in own.modules()]
+    return [vars(module).get("forward"), *found]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        compiled_whole,
+        compiled_in_place,
+        pytest.param(compiled_block, marks=pytest.mark.full),
+        pytest.param(compiled_forward, marks=pytest.mark.full),
+    ],
+)
+def test_what_was_compiled_before(how):
+    """It trains as it would uncompiled, with the user's backend, and is given back."""
+    expected = parameters_after(max_physical_batch_size=4)
+    given = how(make_model())
+    before = compiled_parts(given)
+    engine, module, optimizer, loader = attach(given, max_physical_batch_size=4)
+    assert module is given
+    train(module, optimizer, loader, 10)
+    own = getattr(module, "_orig_mod", module)
+    assert own.forward.refusal is None
+    assert own.forward._capture._inner.compiler_name == "aot_eager"
+    engine.detach()
+    found = {name: each.detach() for name, each in own.named_parameters()}
+    check_same(found, expected)
+    assert compiled_parts(module) == before
+    module(torch.ones(2, 6))

@@ -49,7 +49,8 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if is_compiled:
             raise UnsupportedOperation(
                 f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
-                "does to parameters is not seen; use the model as it was before torch.compile"
+                "does to parameters is not seen; use the model as it was before torch.compile: "
+                "make_private(compile=True) compiles private passes"
             )
 
 

@@ -10,7 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from unison.capture.compiled import Inner
 from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy.compiled import backend_of
 from unison.privacy.owners.base import Owner
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
@@ -85,12 +87,19 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
 
 
 def check_compile(
-    options: bool | Mapping[str, Any], owner: Owner, granule: int | None
-) -> Mapping[str, Any] | None:
-    """The arguments of `torch.compile`; None if passes are not compiled, with a warning why."""
-    if options is False:
+    options: bool | Mapping[str, Any], users: Inner | None, owner: Owner, granule: int | None
+) -> Inner | None:
+    """The backend for private passes; None if they are not compiled, with a warning why.
+
+    Args:
+        options: What `make_private` was given.
+        users: The backend of what the user has compiled before.
+        owner: Who holds the parameters.
+        granule: Samples per granule.
+    """
+    if options is False and users is None:
         return None
-    arguments = {} if options is True else options
+    arguments = {} if isinstance(options, bool) else options
     unknown = sorted(set(arguments) - {"backend", "mode", "options"})
     if unknown:
         raise BadInput(
@@ -99,11 +108,11 @@ def check_compile(
         )
     if granule is not None or not owner.is_alone:
         warnings.warn(
-            "private passes run uncompiled: compile= is for one process without granules yet",
+            "private passes run uncompiled: they are compiled on one process without granules, yet",
             stacklevel=3,
         )
         return None
-    return arguments
+    return users if users is not None and not arguments else backend_of(arguments)
 
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:

@@ -7,12 +7,11 @@ does not work runs as it is, and a warning says why.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture import AxisTable, Capture, state_kept
@@ -48,17 +47,16 @@ class CompiledForward:
 
     Args:
         module: The user's module.
-        options: Arguments of `torch.compile`: backend, mode, options.
+        inner: The backend that compiles it.
 
     Attributes:
         refusal: Why the module runs uncompiled; None if it does not.
     """
 
-    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, inner: Inner) -> None:
         self._module, self._eager = module, module.forward
         self._had_own = "forward" in vars(module)
-        self._options = dict(options)
-        self._capture, self._compiled = self._compile(backend_of(self._options))
+        self._capture, self._compiled = self._compile(inner)
         self._learned: dict[tuple[int, int], Learned] = {}  # kinds of batches that were tried
         self._is_compiled = False  # the pass that runs
         self.refusal: str | None = None
@@ -206,13 +204,52 @@ _TOLERANCE = 0.05  # samples that were mistaken for others are off by more, bflo
 
 def _reason(error: BaseException) -> str:
     """What a compiler's error says, in a line."""
-    if isinstance(error, BackendCompilerFailed):
-        error = error.inner_exception
+    error = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
     if isinstance(error, UnsupportedOperation):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     source = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", source]).strip()
+
+
+# --- what the user has compiled -------------------------------------------------------------------
+
+
+def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, Inner | None]:
+    """The module inside of what `torch.compile(module)` returned, and the user's backend.
+
+    The wrapper goes on to work: it calls the module as it is, until `undo` is closed.
+    """
+    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
+        return module, None
+    undo.callback(setattr, module, "forward", module.forward)
+    module.forward = module._orig_mod.__call__
+    return module._orig_mod, torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)
+
+
+def uncompile(module: nn.Module, undo: ExitStack) -> Inner | None:
+    """Undo `module.compile()`, of the module and its parts: private passes are compiled whole.
+
+    Args:
+        module: The user's module.
+        undo: Gives it back as it was, when it is closed.
+
+    Returns:
+        The user's backend; None if nothing was compiled.
+    """
+    found: list[Inner] = []
+    for child in module.modules():
+        compiled = child._compiled_call_impl
+        if compiled is not None:
+            found.append(backend_in(compiled))
+            child._compiled_call_impl = None
+            undo.callback(setattr, child, "_compiled_call_impl", compiled)
+        forward: Any = vars(child).get("forward")
+        if hasattr(forward, "_torchdynamo_orig_callable"):
+            found.append(backend_in(forward))
+            child.forward = forward._torchdynamo_orig_callable
+            undo.callback(setattr, child, "forward", forward)
+    return found[0] if found else None
 
 
 def backend_of(options: Mapping[str, Any]) -> Inner:

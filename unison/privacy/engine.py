@@ -30,6 +30,7 @@ from unison.privacy.arguments import (
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import noise_multiplier_for
 from unison.privacy.clip_rules import CLIP_RULES
+from unison.privacy.compiled import uncompile, unwrapped
 from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
@@ -92,6 +93,7 @@ class PrivacyEngine:
         self.accountant, self.secure_noise = accountant, secure_noise
         self._ledger_path = ledger
         self._training: PrivateTraining | None = None
+        self._users_compile = ExitStack()
 
     # --- attaching -------------------------------------------------------------------------------
 
@@ -167,8 +169,8 @@ class PrivacyEngine:
                 gives records. Zeros unless given, which not every model takes. It
                 counts for nothing.
             compile: Whether the module's private passes go through `torch.compile`; a dictionary
-                has its backend, mode and options. What cannot be compiled runs as it is, and a
-                warning says why.
+                has its backend, mode and options. They do so too if the module comes compiled. What
+                cannot be compiled runs as it is, and a warning says why.
             seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
@@ -190,13 +192,18 @@ class PrivacyEngine:
         if granule is not None:
             check.positive(granule=granule)
         check.positive(rows_per_sample=rows_per_sample)
-        show_shards(module)
-        parameters = trainable(module)
-        refuse_second_engine(parameters)
-        check_optimizer(optimizer, parameters)
-        owner = owner_of(module, is_ordered=granule is not None)
+        users = ExitStack()  # gives what the user has compiled back
         with ExitStack() as undo:
-            undo.callback(owner.detach)  # if anything is refused from here on
+            undo.callback(users.close)  # if anything is refused from here on
+            own, backend = unwrapped(module, users)
+            show_shards(own)
+            parameters = trainable(own)
+            refuse_second_engine(parameters)
+            check_optimizer(optimizer, parameters)
+            owner = owner_of(own, is_ordered=granule is not None)
+            undo.callback(owner.detach)
+            if owner.is_alone:
+                backend = uncompile(own, users) or backend
             if owner.is_ordered and granule is None:
                 raise BadInput(
                     "the module's reducer is 'ordered', which adds granules up in one order at "
@@ -228,11 +235,11 @@ class PrivacyEngine:
                 rows_per_record=rows_per_sample,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
-            compiled = check_compile(compile, owner, granule)
+            compiled = check_compile(compile, backend, owner, granule)
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
-                module,
+                own,
                 optimizer,
                 loader,
                 owner=owner,
@@ -259,13 +266,14 @@ class PrivacyEngine:
                     calibrate=calibrate,
                     rows_per_sample=rows_per_sample,
                     recheck=recheck,
-                    public_buffers=check_public_buffers(module, public_buffers),
+                    public_buffers=check_public_buffers(own, public_buffers),
                     compile=compiled,
                 ),
                 clip_rule=clip_rule,
                 loss_reduction=loss_reduction,
             )
             undo.pop_all()
+        self._users_compile = users
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -328,6 +336,7 @@ class PrivacyEngine:
     def detach(self) -> None:
         """Give the user's module and optimizer back as they were. The ledger is closed."""
         self._attached.detach()
+        self._users_compile.close()
         self._training = None
 
     # --- asking ----------------------------------------------------------------------------------

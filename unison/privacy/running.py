@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unison.capture import Capture, Surroundings
+from unison.capture.compiled import Inner
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
 from unison.privacy.compiled import CompiledPass
@@ -31,7 +32,7 @@ class ClippingSettings:
         recheck: Whether module and loss are checked again at passes 2, 4, 8, …; else the first of
             each kind is.
         public_buffers: Names of buffers, or patterns of them, that may hold what passes write.
-        compile: Arguments of `torch.compile`, if passes are compiled.
+        compile: The backend that passes are compiled with; None if they are not.
     """
 
     mode: str
@@ -41,7 +42,7 @@ class ClippingSettings:
     rows_per_sample: int = 1
     recheck: bool = True
     public_buffers: tuple[str, ...] = ()
-    compile: Mapping[str, Any] | None = None
+    compile: Inner | None = None
 
 
 class Phase(Enum):
