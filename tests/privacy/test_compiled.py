@@ -165,7 +165,7 @@ def compiled_parts(module: nn.Module) -> list[object]:
     "how",
     [
         compiled_whole,
-        compiled_in_place,
+        pytest.param(compiled_in_place, marks=pytest.mark.full),
         pytest.param(compiled_block, marks=pytest.mark.full),
         pytest.param(compiled_forward, marks=pytest.mark.full),
     ],
