@@ -17,7 +17,7 @@ from unison.capture.compiled import CompiledCapture
 from unison.ops import per_sample
 
 ALWAYS = {"gpt2", "llama tied"}
-# Mamba's scan is in float32 whatever the model has; of the others Dynamo rounds a constant.
+# What they compute in whatever the model has: Mamba's scan, the others' queries and keys.
 COMPUTED_IN = dict.fromkeys(("mamba", "gpt-j", "gpt-neo"), torch.float32)
 # Dynamo does not make one graph of them: layers are dropped at random, code of peft's that it
 # cannot trace, a gradient asked for in the middle.

@@ -89,6 +89,22 @@ def test_copies_and_pickles_are_plain():
     engine.detach()
 
 
+def doubled(module: nn.Module, x: Tensor) -> Tensor:
+    return 2 * nn.Sequential.forward(module, x)  # type: ignore[arg-type]
+
+
+def test_copies_of_a_forward_of_the_users_own():
+    model = make_model()
+    model.forward = doubled.__get__(model)
+    engine, module, _, loader = attach(model, compile=EAGER)
+    x = next(iter(loader))[0]
+    made = copy.deepcopy(module)
+    torch.testing.assert_close(made(x), module.eval()(x))
+    assert made.forward.__self__ is made
+    engine.detach()
+    assert module.forward.__func__ is doubled
+
+
 def test_two_forward_passes_of_one_batch():
     def run(compile: object) -> dict[str, Tensor]:  # noqa: A002
         engine, module, optimizer, loader = attach(make_model(), compile=compile)

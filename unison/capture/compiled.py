@@ -33,11 +33,11 @@ from unison.capture.use import Use
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
 
-Inner = Callable[[GraphModule, list[Any]], Callable[..., Any]]
-"""A Dynamo backend."""
+DynamoBackend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+"""(graph, examples of its inputs) -> what runs it; as `torch.compile(backend=)` takes it."""
 
 
-class Slot(NamedTuple):
+class GradientSlot(NamedTuple):
     """What takes the gradients of one parameter in a graph, or of one lookup in its table.
 
     Attributes:
@@ -210,7 +210,7 @@ class CompiledCapture:
         num_graphs: How many graphs it has compiled.
     """
 
-    def __init__(self, module: nn.Module, inner: Inner) -> None:
+    def __init__(self, module: nn.Module, inner: DynamoBackend) -> None:
         self._names = {
             id(each): name for name, each in module.named_parameters() if each.requires_grad
         }
@@ -304,7 +304,7 @@ class _CompiledGraph:
         names: Mapping[int, str],
         batch: int,
         axes: AxisTable,
-        inner: Inner,
+        inner: DynamoBackend,
     ) -> None:
         self.places = {name: place for place, name in names.items()}
         self.shapes = {name: tuple(inputs[place].shape) for place, name in names.items()}
@@ -376,7 +376,7 @@ class _CompiledGraph:
         return outputs[: self._num_outputs], slots, ids
 
 
-def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[Slot], list[list[int]]]:
+def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[GradientSlot], list[list[int]]]:
     """Decide the slots: one per parameter, and one per lookup of a table.
 
     Args:
@@ -385,20 +385,22 @@ def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[Slot], list[l
     Returns:
         The slots, and for each record of each use the number of its slot.
     """
-    slots: list[Slot] = []
+    slots: list[GradientSlot] = []
     whole: dict[str, int] = {}
     numbers: list[list[int]] = []
     for records in noted:
         numbers.append([])
         for name, record in records:
             if isinstance(record, Lookup):
-                slots.append(Slot(name, tuple(record.g.shape), record.g.dtype, is_lookup=True))
+                slots.append(
+                    GradientSlot(name, tuple(record.g.shape), record.g.dtype, is_lookup=True)
+                )
                 numbers[-1].append(len(slots) - 1)
                 continue
             value = _multiplied_out(record)
             if name not in whole:
                 whole[name] = len(slots)
-                slots.append(Slot(name, tuple(value.shape), value.dtype, is_lookup=False))
+                slots.append(GradientSlot(name, tuple(value.shape), value.dtype, is_lookup=False))
             slot = slots[whole[name]]
             dtype = torch.promote_types(slot.dtype, value.dtype)
             slots[whole[name]] = slot._replace(dtype=dtype)

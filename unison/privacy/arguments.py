@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unison.capture.compiled import Inner
+from unison.capture.compiled import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.compiled import backend_of
 from unison.privacy.owners.base import Owner
@@ -87,8 +87,11 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
 
 
 def check_compile(
-    options: bool | Mapping[str, Any], users: Inner | None, owner: Owner, granule: int | None
-) -> Inner | None:
+    options: bool | Mapping[str, Any],
+    users: DynamoBackend | None,
+    owner: Owner,
+    granule: int | None,
+) -> DynamoBackend | None:
     """The backend for private passes; None if they are not compiled, with a warning why.
 
     Args:

@@ -5,9 +5,11 @@ per-sample norms must be those of the eager capture, parameter by parameter. A m
 does not work runs as it is, and a warning says why.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture import AxisTable, Capture, state_kept
-from unison.capture.compiled import CompiledCapture, Inner
+from unison.capture.compiled import CompiledCapture, DynamoBackend
 from unison.clip import Clipping, Learned, Plan
 from unison.errors import UnsupportedOperation
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
@@ -53,7 +55,7 @@ class CompiledForward:
         refusal: Why the module runs uncompiled; None if it does not.
     """
 
-    def __init__(self, module: nn.Module, inner: Inner) -> None:
+    def __init__(self, module: nn.Module, inner: DynamoBackend) -> None:
         self._module, self._eager = module, module.forward
         self._had_own = "forward" in vars(module)
         self._capture, self._compiled = self._compile(inner)
@@ -62,7 +64,7 @@ class CompiledForward:
         self.refusal: str | None = None
         module.forward = self
 
-    def _compile(self, inner: Inner) -> tuple[CompiledCapture, Callable[..., Any]]:
+    def _compile(self, inner: DynamoBackend) -> tuple[CompiledCapture, Callable[..., Any]]:
         capture = CompiledCapture(self._module, inner)
         compiled = torch.compile(self._eager, backend=capture, dynamic=False, fullgraph=True)
         return capture, compiled
@@ -74,11 +76,16 @@ class CompiledForward:
         else:
             del vars(self._module)["forward"]
 
+    # As in [Note: copies are plain] of border.py, a copy of the module runs what the user wrote: the class's forward,
+    # or one that the user had put on the instance.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self._had_own:
+            return copy.deepcopy(self._eager, memo)
         return type(self._module).forward.__get__(memo[id(self._module)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")
+        return (partial, (self._eager,)) if self._had_own else (getattr, (self._module, "forward"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -215,7 +222,7 @@ def _reason(error: BaseException) -> str:
 # --- what the user has compiled -------------------------------------------------------------------
 
 
-def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, Inner | None]:
+def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, DynamoBackend | None]:
     """The module inside of what `torch.compile(module)` returned, and the user's backend.
 
     The wrapper goes on to work: it calls the module as it is, until `undo` is closed.
@@ -227,7 +234,7 @@ def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, Inner | None]:
     return module._orig_mod, torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)
 
 
-def uncompile(module: nn.Module, undo: ExitStack) -> Inner | None:
+def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
     """Undo `module.compile()`, of the module and its parts: private passes are compiled whole.
 
     Args:
@@ -237,7 +244,7 @@ def uncompile(module: nn.Module, undo: ExitStack) -> Inner | None:
     Returns:
         The user's backend; None if nothing was compiled.
     """
-    found: list[Inner] = []
+    found: list[DynamoBackend] = []
     for child in module.modules():
         compiled = child._compiled_call_impl
         if compiled is not None:
@@ -252,7 +259,7 @@ def uncompile(module: nn.Module, undo: ExitStack) -> Inner | None:
     return found[0] if found else None
 
 
-def backend_of(options: Mapping[str, Any]) -> Inner:
+def backend_of(options: Mapping[str, Any]) -> DynamoBackend:
     """The backend that torch.compile would use, with its mode and options.
 
     Args:
@@ -261,7 +268,7 @@ def backend_of(options: Mapping[str, Any]) -> Inner:
     return backend_in(torch.compile(_nothing, **options))
 
 
-def backend_in(compiled: Callable[..., Any]) -> Inner:
+def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
     """The backend of a function that torch.compile made."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     return torch._dynamo.eval_frame.innermost_backend(cells["callback"].cell_contents)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unison.capture import Capture, Surroundings
-from unison.capture.compiled import Inner
+from unison.capture.compiled import DynamoBackend
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
 from unison.privacy.compiled import CompiledPass
@@ -42,7 +42,7 @@ class ClippingSettings:
     rows_per_sample: int = 1
     recheck: bool = True
     public_buffers: tuple[str, ...] = ()
-    compile: Inner | None = None
+    compile: DynamoBackend | None = None
 
 
 class Phase(Enum):
