@@ -76,8 +76,8 @@ class CompiledForward:
         else:
             del vars(self._module)["forward"]
 
-    # As in [Note: copies are plain] of border.py, a copy of the module runs what the user wrote: the class's forward,
-    # or one that the user had put on the instance.
+    # A copy of the module runs what the user wrote ([Note: copies are plain] in border.py): the
+    # class's forward, or one that the user had put on the instance.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         if self._had_own:
