@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "check", "names", "modes"}
+BASE = {"errors", "check", "names", "modes", "dynamo"}
 SUBSTRATE = BASE | {"config", "rng", "kernels"}
 BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "kfac"}
 LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"errors"},
     "names": set(),
     "modes": set(),
+    "dynamo": set(),
     "config": BASE,
     "kernels": BASE | {"config"},
     "rng": BASE | {"config", "kernels"},
@@ -61,8 +62,10 @@ ADAPTERS: dict[str, set[str]] = {
     **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
     **{f"unison/kfac/owners/{name}.py": {"shard"} for name in KFAC_OWNERS},
     "unison/kfac/checkpoint.py": {"shard"},
+    "unison/privacy/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/privacy/ranks.py": {"shard"},
+    "unison/privacy/users_compile.py": {"shard"},
 }
 
 NOT_OURS_TO_IMPORT = {"bench", "tests", "examples"}

@@ -1,7 +1,6 @@
 """Records of compiled passes: the same per-sample gradients, from slots of the traced graph."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from tests.capture.common import BATCH, CASES, Case
 from tests.capture.zoo import ZOO
 from tests.harness import assert_close
 from tests.harness.oracle import per_sample_gradients
-from unison.capture import learn_axes
+from unison.capture import Capture, learn_axes
 from unison.capture.compiled import CompiledCapture
-from unison.ops import per_sample
+from unison.ops import Record, per_sample
 
 ALWAYS = {"gpt2", "llama tied"}
 # What they compute in whatever the model has: Mamba's scan, the others' queries and keys.
@@ -32,32 +31,30 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@contextmanager
-def compiled(model: nn.Module, capture: CompiledCapture) -> Iterator[None]:
-    model.forward = torch.compile(model.forward, backend=capture, dynamic=False, fullgraph=True)
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def captured(model: nn.Module, case: Case, batch: Any, size: int, inner: str) -> dict[str, Tensor]:
     """The per-sample gradients of the second of two passes."""
     axes = learn_axes(model, case.loss, batch)
-    capture = CompiledCapture(model, torch._dynamo.lookup_backend(inner))
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    backend = CompiledCapture(torch._dynamo.lookup_backend(inner))
+    eager = model.forward
+    compiled = torch.compile(eager, backend=backend, dynamic=False, fullgraph=True)
     found: dict[str, Tensor] = {}
-    with compiled(model, capture):
-        for _ in range(2):
-            with capture.forward(size, axes):
-                losses = case.loss(model, batch)
-            losses.sum().backward()
-            found = {name: torch.zeros(size, *p.shape) for name, p in model.named_parameters()}
-            found = {name: found[name].to(p) for name, p in model.named_parameters()}
-            for name, record in capture.take():
-                found[name] += per_sample(record)
-    assert capture.num_graphs > 0
+
+    def add(name: str, record: Record) -> None:
+        found[name] += per_sample(record)
+
+    for _ in range(2):
+        found.update({name: p.new_zeros(size, *p.shape) for name, p in trained.items()})
+        capture = Capture(model, size, axes=axes, on_record=add)
+        model.forward = compiled
+        with backend.running(capture, {id(each): name for name, each in trained.items()}):
+            losses = case.loss(model, batch)
+        losses.sum().backward()
+        capture.release()
+        del model.forward
+    assert backend.num_graphs > 0
     assert all(each.grad is None for each in model.parameters())
-    return {name: found[name] for name, p in model.named_parameters() if p.requires_grad}
+    return found
 
 
 def check(case: Case, inner: str, dtype: torch.dtype = torch.float64) -> None:

@@ -96,6 +96,7 @@ def private_run(
     config: ModelConfig = CONFIG,
     reduction: str = "mean",
     checkpointed: bool = False,
+    compile: Any = False,  # noqa: A002
 ) -> dict[str, Any]:
     """Train, and return what must not depend on the number of ranks."""
     model = build(config, seed=3)
@@ -117,6 +118,7 @@ def private_run(
             max_physical_batch_size=physical,
             loss_reduction="sum" if reduction == "sum" else "mean",
             recheck=how == "zero3",  # it takes passes, of which tests have few
+            compile=compile,
             seed=5,
         )
     found: dict[str, Any] = {"losses": [], "norms": [], "records": [], "sizes": []}

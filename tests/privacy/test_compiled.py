@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy import PrivacyEngine
+from unison.privacy.compiled import CompiledPasses
 
 EAGER = {"backend": "aot_eager"}
 
@@ -28,6 +30,12 @@ def parameters_after(module: nn.Module | None = None, **settings) -> dict[str, T
     train(module, optimizer, loader, 10)
     engine.detach()
     return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def passes_of(engine: PrivacyEngine) -> CompiledPasses:
+    passes = engine._attached._attachment._compiled
+    assert passes is not None
+    return passes
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -52,8 +60,9 @@ def test_inductor():
 def test_few_graphs_are_made():
     engine, module, optimizer, loader = attach(max_physical_batch_size=4, compile=EAGER)
     train(module, optimizer, loader, 10)
-    assert module.forward._capture.num_graphs == 1
-    assert module.forward.refusal is None
+    passes = passes_of(engine)
+    assert passes.num_graphs == 1
+    assert passes.refusal is None
     engine.detach()
     assert "forward" not in vars(module)
 
@@ -135,8 +144,6 @@ def test_a_batch_that_mixes_is_refused_as_ever():
 def test_arguments():
     with pytest.raises(BadInput, match="backend, mode and options"):
         attach(compile={"fullgraph": False})
-    with pytest.warns(UserWarning, match="one process without granules"):
-        attach(compile=True, granule=2)
 
 
 @pytest.mark.full
@@ -148,7 +155,7 @@ def test_dropout():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(module, optimizer, loader, 10)
-    assert module.forward.refusal is None
+    assert passes_of(engine).refusal is None
     engine.detach()
 
 
@@ -195,10 +202,57 @@ def test_what_was_compiled_before(how):
     assert module is given
     train(module, optimizer, loader, 10)
     own = getattr(module, "_orig_mod", module)
-    assert own.forward.refusal is None
-    assert own.forward._capture._inner.compiler_name == "aot_eager"
+    assert passes_of(engine).refusal is None
+    assert vars(passes_of(engine)._inner)["compiler_name"] == "aot_eager"
     engine.detach()
     found = {name: each.detach() for name, each in own.named_parameters()}
     check_same(found, expected)
     assert compiled_parts(module) == before
     module(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        compiled_whole,
+        compiled_in_place,
+        pytest.param(compiled_block, marks=pytest.mark.full),
+    ],
+)
+def test_what_is_compiled_after(how):
+    """Private passes are compiled from the next one on."""
+    expected = parameters_after(max_physical_batch_size=4)
+    engine, module, optimizer, loader = attach(max_physical_batch_size=4)
+    given = how(module)
+    before = compiled_parts(given)
+    train(given, optimizer, loader, 10)
+    passes = passes_of(engine)
+    assert passes.refusal is None
+    assert passes.num_graphs > 0
+    assert vars(passes._inner)["compiler_name"] == "aot_eager"
+    engine.detach()
+    check_same({name: each.detach() for name, each in module.named_parameters()}, expected)
+    assert compiled_parts(given) == before
+
+
+def test_evaluation_is_compiled():
+    num_runs = 0
+
+    def counting(graph: torch.fx.GraphModule, _: list) -> Callable:
+        def run(*args: object) -> object:
+            nonlocal num_runs
+            num_runs += 1
+            return graph(*args)
+
+        return run
+
+    engine, module, _, loader = attach(compile={"backend": counting})
+    expected = make_model()(torch.ones(2, 6))
+    for x, _ in loader:
+        module.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(module(torch.ones(2, 6)), expected)
+            module(x)
+        break
+    assert num_runs == 2
+    engine.detach()

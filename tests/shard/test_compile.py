@@ -5,6 +5,7 @@ At one rank there is nothing to gather, and a sharded model compiles as any modu
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.harness import World, ranks, run_on_ranks
-from tests.shard.common import DECODER, per_sample_loss, tokens
+from tests.shard.common import DECODER, ordered_run, per_sample_loss, tokens
 from unison.models import build
 from unison.shard import auto_shard, digest
 
@@ -104,3 +105,37 @@ def test_compiling_around_units_warns(world):
     model = compile_around(auto_shard(build(DECODER, seed=0)))
     with pytest.warns(UserWarning, match="Compile the blocks instead"):
         model(tokens(2, DECODER, world.rank)[:, :-1])
+
+
+def compiled_by(backend: str) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        for block in model.layers:
+            block.compile(backend=backend)
+
+    return change
+
+
+def ordered(world: World, backend: str | None, micro_batch: int | None) -> dict:
+    torch.compiler.reset()
+    config = replace(DECODER, dropout=0.2, num_layers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ordered_run(
+            world,
+            config,
+            granule=2,
+            counts=(7, 1),
+            micro_batch=micro_batch,
+            change=None if backend is None else compiled_by(backend),
+        )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_one_digest_of_compiled_blocks_with_dropout(backend):
+    """Masks belong to samples, and compiled code draws none of its own."""
+    expected = run_on_ranks(1, ordered, backend, None)[0]
+    for size, micro_batch in ((2, None), (3, None), (2, 4)):
+        for found in run_on_ranks(size, ordered, backend, micro_batch):
+            assert found["digest"] == expected["digest"]
+    plain = run_on_ranks(1, ordered, None, None)[0]
+    assert expected["losses"] == pytest.approx(plain["losses"], rel=1e-5)

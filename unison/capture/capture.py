@@ -148,6 +148,7 @@ class Capture:
         self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
         self._uses: list[Use] | None = None if known is None else []
+        self._lent: list[Callable[[], None]] = []  # gives back what is lent for the pass
 
     @contextmanager
     def installed(self, *, is_guarded: bool = False) -> Iterator["Capture"]:
@@ -319,11 +320,22 @@ class Capture:
         for use in self._uses or ():
             use.uses = ()
         self._uses = None
+        for give_back in self._lent:
+            give_back()
+        self._lent = []
         self.repeats.clear()
         self.anchors.clear()
         self.on_product = self._sites = self._alike = self._hooked = None
         self.on_record = _refuse_late
         self.module, self._places = _NO_MODULE, _NO_PLACES
+
+    def lend(self, give_back: Callable[[], None]) -> None:
+        """Keep something until the pass is over.
+
+        Args:
+            give_back: Called then.
+        """
+        self._lent.append(give_back)
 
     # --- what tracked tensors call ---------------------------------------------------------------
 

@@ -9,16 +9,19 @@ the rows which were looked up, and their ids are one more output of the graph. T
 themselves go in detached, so that gradients leave by slots alone, and the user's backend sees plain
 ATen.
 
-[Note: nothing is skipped] A graph is all of a forward pass (`fullgraph=True`). An operation
-without a rule, or one that was not seen when it was learned where samples lie, fails the
-compilation, and so does a pass that Dynamo would leave to Python, now or after many recompilations.
+[Note: nothing is skipped] A graph is all of a module's forward pass (`fullgraph=True`): of the
+model, or of one of its blocks, around which an eager capture goes on. An operation without a rule,
+or one that was not seen when it was learned where samples lie, fails the compilation, and so does a
+pass that Dynamo would leave to Python, now or after many recompilations.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +31,13 @@ from torch.fx import Graph, GraphModule
 from unison.capture.axes import Axes, AxisTable, Call
 from unison.capture.capture import Capture
 from unison.capture.questions import FACTS
+from unison.capture.tap import refuse_second
 from unison.capture.tracked import Source, Tracked, all_plain
 from unison.capture.use import Use
+from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
-
-DynamoBackend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
-"""(graph, examples of its inputs) -> what runs it; as `torch.compile(backend=)` takes it."""
+from unison.rng.compiled_draws import DrawingBackend
 
 
 class GradientSlot(NamedTuple):
@@ -200,89 +203,67 @@ def _refuse_record(name: str, record: Record | Streamed) -> None:
 
 
 class CompiledCapture:
-    """A Dynamo backend, and what its graphs leave in the pass under way.
+    """A Dynamo backend whose graphs hand the records of their uses to the capture of the pass.
 
     Args:
-        module: The model; its trainable parameters are captured.
         inner: The backend that compiles the graphs.
 
     Attributes:
         num_graphs: How many graphs it has compiled.
+        num_runs: How often one of them has run.
     """
 
-    def __init__(self, module: nn.Module, inner: DynamoBackend) -> None:
-        self._names = {
-            id(each): name for name, each in module.named_parameters() if each.requires_grad
-        }
+    def __init__(self, inner: DynamoBackend) -> None:
         self._inner = inner
-        self._running: tuple[int, AxisTable] | None = None
-        self._left: list[tuple[_CompiledGraph, list[Tensor], list[tuple[str, Tensor | None]]]] = []
-        self.num_graphs = 0
+        self._running: tuple[Capture, Mapping[int, str]] | None = None
+        self.num_graphs = self.num_runs = 0
 
     @contextmanager
-    def forward(self, batch: int, axes: AxisTable) -> Iterator[None]:
-        """Around a forward pass of a batch.
+    def running(self, capture: Capture, names: Mapping[int, str]) -> Iterator[None]:
+        """Around a call of compiled code.
 
         Args:
-            batch: Number of samples.
-            axes: Where they lie, as learned.
+            capture: What takes the records, in the backward pass.
+            names: The trainable parameters that the code may use, by the ids of the tensors that
+                it finds in their places.
         """
-        self._running = batch, axes
+        before, self._running = self._running, (capture, names)
         try:
             yield
         finally:
-            self._running = None
+            self._running = before
 
     def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph of Dynamo's."""
-        names = {
-            place: self._names[id(each)]
-            for place, each in enumerate(inputs)
-            if id(each) in self._names
-        }
-        if not names or not torch.is_grad_enabled():
-            return self._inner(graph, inputs)
+        return DrawingBackend(self._compile)(graph, inputs)
+
+    def _compile(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self._running is None:
             raise UnsupportedOperation("a private module is compiled outside of its own passes")
+        capture, names = self._running
+        used = {place: names[id(each)] for place, each in enumerate(inputs) if id(each) in names}
+        if not used or not torch.is_grad_enabled():
+            plain = self._inner(graph, inputs)
+
+            def call_plain(*args: Any) -> Any:
+                self.num_runs += 1
+                return plain(*args)
+
+            return call_plain
         if not all(isinstance(each, Tensor) for each in inputs):
             raise UnsupportedOperation(
                 "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
                 "size of a batch"
             )
         self.num_graphs += 1
-        made = _CompiledGraph(graph, inputs, names, *self._running, self._inner)
+        made = _CompiledGraph(graph, inputs, used, capture, self._inner)
 
         def call(*args: Tensor) -> Any:
-            outputs, slots, ids = made(args)
-            if torch.is_grad_enabled():
-                # A graph may be of one block, and serve others with parameters of their own.
-                of = [
-                    (self._names[id(args[made.places[slot.name]])], each)
-                    for slot, each in zip(made.slots, ids, strict=True)
-                ]
-                self._left.append((made, slots, of))
-            return outputs
+            assert self._running is not None
+            self.num_runs += 1
+            return made(args, *self._running)
 
         return call
-
-    def take(self) -> Iterator[tuple[str, Record]]:
-        """Take what a backward pass has left: the parameters' names, each with a record."""
-        left, self._left = self._left, []
-        for graph, slots, of in left:
-            for slot, value, (name, ids) in zip(graph.slots, slots, of, strict=True):
-                gradient, value.grad = value.grad, None
-                if gradient is None:
-                    continue
-                if ids is None:
-                    yield name, Dense(gradient)
-                else:
-                    yield name, Lookup(ids, gradient, graph.shapes[slot.name])
-            graph.free.append(slots)
-
-    def drop(self) -> None:
-        """Forget a pass that is given up."""
-        for _ in self.take():
-            pass
 
 
 class _CompiledGraph:
@@ -292,8 +273,7 @@ class _CompiledGraph:
         graph: As Dynamo made it.
         inputs: Examples of its inputs.
         names: Which of them are trainable parameters.
-        batch: Number of samples.
-        axes: Where they lie.
+        capture: Knows the number of samples, and where they lie.
         inner: What compiles it.
     """
 
@@ -302,15 +282,15 @@ class _CompiledGraph:
         graph: GraphModule,
         inputs: Sequence[Tensor],
         names: Mapping[int, str],
-        batch: int,
-        axes: AxisTable,
+        capture: Capture,
         inner: DynamoBackend,
     ) -> None:
         self.places = {name: place for place, name in names.items()}
         self.shapes = {name: tuple(inputs[place].shape) for place, name in names.items()}
-        self.free: list[list[Tensor]] = []  # sets of slots that no pass holds
+        self.free: list[_SlotSet] = []  # sets of slots that no pass holds
         self._num_inputs = len(inputs)
         self._num_outputs = len(graph.graph.find_nodes(op="output")[0].args[0])
+        batch, axes = capture.batch, capture.axes
         context = TracingContext.get()
         fake = context.fake_mode
         assert fake is not None
@@ -320,7 +300,14 @@ class _CompiledGraph:
             for place, name in names.items():
                 source = Source(name, self.shapes[name])
                 given[place] = Tracked.of(given[place], (source,), capture)
-            return graph(*given)
+            outputs = graph(*given)
+            for each in outputs:
+                if type(each) is Tracked:
+                    raise UnsupportedOperation(
+                        f"what is made of {each.of_parameters[0]!r} alone is handed on by the "
+                        "compiled module, and others use it"
+                    )
+            return outputs
 
         noting = _Traced(batch, axes)
         examples = [fake.from_tensor(each.detach(), static_shapes=True) for each in inputs]
@@ -338,22 +325,14 @@ class _CompiledGraph:
 
         num_outputs = self._num_outputs + len(self._lookups)
         private = _calling(traced, graph, len(self.slots), num_outputs)
-        given, slots = self._bound(inputs)
+        given = self._given(inputs, self._zeros(inputs))
         # As real tensors slots would be guarded by their strides, and parameters by their graph.
         for place in (*names, *range(len(inputs), len(given))):
             given[place] = fake.from_tensor(given[place], static_shapes=True)
         self._compiled = inner(private, given)
-        self.free.append(slots)
 
-    def _bound(self, args: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The inputs of the graph, and the slots among them."""
-        slots = self.free.pop() if self.free else self._make_slots(args)
-        given = [*args, *slots]
-        for place in self.places.values():
-            given[place] = args[place].detach()
-        return given, slots
-
-    def _make_slots(self, args: Sequence[Tensor]) -> list[Tensor]:
+    def _zeros(self, args: Sequence[Tensor]) -> list[Tensor]:
+        """What slots are: no memory, and gradients of their shape."""
         return [
             args[self.places[slot.name]]
             .new_zeros((), dtype=slot.dtype)
@@ -362,18 +341,97 @@ class _CompiledGraph:
             for slot in self.slots
         ]
 
-    def __call__(self, args: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor | None]]:
+    def _given(self, args: Sequence[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
+        given = [*args, *slots]
+        for place in self.places.values():
+            given[place] = args[place].detach()
+        return given
+
+    def __call__(
+        self, args: Sequence[Tensor], capture: Capture, names: Mapping[int, str]
+    ) -> tuple[Any, ...]:
         """Run it.
 
-        Returns:
-            Its outputs, the slots of this pass, and for each of them the ids of a lookup.
+        Args:
+            args: Its inputs.
+            capture: What takes the records.
+            names: Of the trainable parameters among the inputs, by their ids: a graph may be of one
+                block, and serve others with parameters of their own.
         """
-        given, slots = self._bound(args)
-        outputs = self._compiled(*given)
-        ids: list[Tensor | None] = [None] * len(slots)
+        own = {name: names.get(id(args[place])) for name, place in self.places.items()}
+        num_trained = sum(id(each) in names for each in args)
+        if None in own.values() or num_trained != len(own):
+            raise UnsupportedOperation(
+                "a compiled graph came to parameters of which others are trained than those that "
+                "it was made for; train the module uncompiled"
+            )
+        if not torch.is_grad_enabled():
+            return self._compiled(*self._given(args, self._zeros(args)))[: self._num_outputs]
+        slots = self.free.pop() if self.free else _SlotSet(self, self._zeros(args))
+        outputs = self._compiled(*self._given(args, slots.tensors))
+        ids: list[Tensor | None] = [None] * len(self.slots)
         for number, each in zip(self._lookups, outputs[self._num_outputs :], strict=True):
             ids[number] = each
-        return outputs[: self._num_outputs], slots, ids
+        slots.begin(capture, [str(own[slot.name]) for slot in self.slots], ids)
+        return outputs[: self._num_outputs]
+
+
+class _SlotSet:
+    """The slots of one run of a graph, which hand records over as their gradients come.
+
+    When the pass is over, a later one may have them; unless no gradient came: the graph of a pass
+    that was given up may still be held, and lead to them.
+
+    Args:
+        graph: The graph.
+        tensors: Its slots.
+    """
+
+    def __init__(self, graph: _CompiledGraph, tensors: list[Tensor]) -> None:
+        self._graph, self.tensors = graph, tensors
+        self._capture: Capture | None = None
+        self._names: list[str] = []
+        self._ids: list[Tensor | None] = []
+        self._is_used = False
+        for number, each in enumerate(tensors):
+            each.register_post_accumulate_grad_hook(partial(_on_gradient, ref(self), number))
+
+    def begin(self, capture: Capture, names: list[str], ids: list[Tensor | None]) -> None:
+        """Be the slots of a pass.
+
+        Args:
+            capture: What takes the records.
+            names: The parameters of the slots.
+            ids: What lookups looked up.
+        """
+        self._capture, self._names, self._ids, self._is_used = capture, names, ids, False
+        capture.used.update(names)
+        capture.lend(self._end)
+
+    def take(self, number: int, gradient: Tensor) -> None:
+        """Hand the gradient of a slot over."""
+        assert self._capture is not None
+        self._is_used = True
+        name, ids = self._names[number], self._ids[number]
+        if ids is None:
+            self._capture.on_record(name, Dense(gradient))
+        else:
+            shape = self._graph.shapes[self._graph.slots[number].name]
+            self._capture.on_record(name, Lookup(ids, gradient, shape))
+
+    def _end(self) -> None:
+        self._capture, self._names, self._ids = None, [], []
+        if self._is_used:
+            self._graph.free.append(self)
+
+
+def _on_gradient(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
+    gradient, tensor.grad = tensor.grad, None
+    own = slots()
+    if own is None or own._capture is None:
+        refuse_second()
+    if gradient is not None:
+        own.take(number, gradient)
 
 
 def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[GradientSlot], list[list[int]]]:

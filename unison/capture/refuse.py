@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from unison.dynamo import ORIGINAL
 from unison.errors import UnsupportedOperation
 
-_COMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile made
 _CALLED = "_compiled_call_impl"  # of a module that was compiled in place
 
 
@@ -45,7 +45,7 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
             known[kind] = _is_compiled_class(kind)
         is_compiled = known[kind] or getattr(child, _CALLED) is not None
         if "forward" in child.__dict__:
-            is_compiled |= hasattr(child.forward, _COMPILED)
+            is_compiled |= hasattr(child.forward, ORIGINAL)
         if is_compiled:
             raise UnsupportedOperation(
                 f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
@@ -56,4 +56,4 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def _is_compiled_class(kind: type[nn.Module]) -> bool:
     is_wrapper = kind.__name__ == "OptimizedModule"  # importing it takes a second
-    return is_wrapper or getattr(kind, _CALLED) is not None or hasattr(kind.forward, _COMPILED)
+    return is_wrapper or getattr(kind, _CALLED) is not None or hasattr(kind.forward, ORIGINAL)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unison.capture.compiled import DynamoBackend
+from unison.dynamo import DynamoBackend, backend_of
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.compiled import backend_of
 from unison.privacy.owners.base import Owner
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
@@ -90,7 +89,6 @@ def check_compile(
     options: bool | Mapping[str, Any],
     users: DynamoBackend | None,
     owner: Owner,
-    granule: int | None,
 ) -> DynamoBackend | None:
     """The backend for private passes; None if they are not compiled, with a warning why.
 
@@ -98,7 +96,6 @@ def check_compile(
         options: What `make_private` was given.
         users: The backend of what the user has compiled before.
         owner: Who holds the parameters.
-        granule: Samples per granule.
     """
     if options is False and users is None:
         return None
@@ -109,9 +106,10 @@ def check_compile(
             f"compile= takes backend, mode and options of torch.compile, found {unknown}; graphs "
             "are whole and made for each size of a batch in any case"
         )
-    if granule is not None or not owner.is_alone:
+    if not owner.can_compile:
         warnings.warn(
-            "private passes run uncompiled: they are compiled on one process without granules, yet",
+            "private passes run uncompiled: torch's own fully_shard and parallelize_module put "
+            "hooks between the modules; use unison.fully_shard, or DistributedDataParallel",
             stacklevel=3,
         )
         return None

@@ -11,6 +11,8 @@ records are added up with the coefficients that are known by then.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
+from operator import contains
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -21,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
 from unison.capture.sites import Alike
-from unison.clip import Clipping, Learned, Plan
+from unison.clip import Clipping, Plan
+from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
-from unison.privacy.compiled import CompiledForward, CompiledPass
+from unison.privacy.compiled import CompiledPasses
 from unison.privacy.dealing import Dealing, plain_leaf, unpacked
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
@@ -46,6 +49,7 @@ from unison.privacy.running import (
     RunningPass,
 )
 from unison.privacy.trained import Trained
+from unison.privacy.users_compile import COMPILED_CALL, backend_of_caller, uncompile
 
 
 class Attachment:
@@ -91,9 +95,7 @@ class Attachment:
         self.trained = Trained(self.places, owner)
         self._learning = Learning(module, settings, owner, self.trained)
         self._buffers = BufferWatch(self._learning.may_write)
-        self._compiled = (
-            None if settings.compile is None else CompiledForward(module, settings.compile)
-        )
+        self._compiled: CompiledPasses | None = None
         self._is_repeating = False  # runs the module again, for what was not kept
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
@@ -101,9 +103,33 @@ class Attachment:
             for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(scaled_losses_noticed())
-            if self._compiled is not None:
-                stack.callback(self._compiled.detach)
             self._handles = stack.pop_all()
+        if settings.compile is not None:
+            self._compile_with(settings.compile)
+
+    def _compile_with(self, backend: DynamoBackend) -> None:
+        """Compile the module's passes from now on."""
+        self._compiled = CompiledPasses(
+            self.module,
+            backend,
+            is_granular=self._dealing.granule is not None,
+            is_aside=lambda: self._learning.is_running,
+            agree=self._learning.agree,
+        )
+        self._dealing.has_fixed_size = True
+        self._handles.callback(self._compiled.detach)
+
+    def _take_over_compiled(self) -> None:
+        """Let passes be compiled if the user has compiled the module after `make_private`."""
+        if not (self._owner.can_compile and self._follows_loss):
+            return
+        backend = None
+        if any(map(contains, self.places.held.attributes, repeat(COMPILED_CALL))):
+            backend = uncompile(self.module, self._handles)
+        if self._compiled is None:
+            backend = backend or backend_of_caller()
+            if backend is not None:
+                self._compile_with(backend)
 
     def _hooks(self) -> list[Any]:
         names = {id(place.parameter): place.name for place in reversed(self.places.now())}
@@ -187,7 +213,8 @@ class Attachment:
     @property
     def _is_aside(self) -> bool:
         """Whether the module runs for our own sake, and not to be trained."""
-        return self._is_repeating or self._learning.is_running
+        is_trying = self._compiled is not None and self._compiled.is_trying
+        return self._is_repeating or self._learning.is_running or is_trying
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._is_aside:
@@ -217,7 +244,7 @@ class Attachment:
     ) -> None:
         """Follow samples through a forward pass, where values decide which rows are whose."""
         (first, *others) = running.parts.values()
-        if isinstance(first.capture, CompiledPass) or not first.capture.axes.is_traced:
+        if not first.capture.axes.is_traced:
             return
         if others:
             raise UnsupportedOperation(
@@ -243,11 +270,6 @@ class Attachment:
                 "make_private a max_physical_batch_size"
             )
         self._inputs_of(args, kwargs, self._dealing.parts[0].num_rows)
-        (first, *_) = running.parts.values()
-        if isinstance(first.capture, CompiledPass):
-            assert self._compiled is not None
-            again = self._compiled.running(first.rows.num_rows, first.capture.axes)
-            self._following.enter_context(again)
         if running.call is not None:
             raise UnsupportedOperation(
                 f"clipping {self.settings.mode!r} runs the forward pass again, and several forward "
@@ -256,6 +278,7 @@ class Attachment:
             )
 
     def _begin_pass(self, batch: PhysicalBatch, args: tuple, kwargs: dict[str, Any]) -> RunningPass:
+        self._take_over_compiled()
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
         learned = self._learning.learn(inputs)
@@ -264,8 +287,8 @@ class Attachment:
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
         _, num_forwards, num_backwards = self._counted
-        if self._compiled is not None and self._compiled.takes(inputs, learned, plan, num_rows):
-            return self._begin_compiled(self._compiled, batch, learned, plan)
+        compiled = self._compiled
+        is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         parts = {}
         for rows in self._dealing.parts:
             clipping = Clipping(plan, num_rows, learned.storage)
@@ -285,21 +308,13 @@ class Attachment:
         context = ExitStack()
         captures = {granule: part.capture for granule, part in parts.items()}
         context.enter_context(self._owner.installed(captures))
+        if compiled is not None and is_compiled:
+            context.enter_context(compiled.running(list(captures.values())))
         running = RunningPass(batch, parts, context, num_backwards)
         if num_forwards == 2:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
         return running
-
-    def _begin_compiled(
-        self, compiled: CompiledForward, batch: PhysicalBatch, learned: Learned, plan: Plan
-    ) -> RunningPass:
-        (rows,) = self._dealing.parts
-        capture = self._following.enter_context(compiled.running(rows.num_rows, learned.axes))
-        clipping = Clipping(plan, rows.num_rows, learned.storage)
-        return RunningPass(
-            batch, {rows.granule: RunningPart(rows, clipping, capture)}, ExitStack(), 1
-        )
 
     def _refuse_to_repeat(self) -> None:
         if not self._owner.can_repeat:
@@ -420,7 +435,6 @@ class Attachment:
             for part in parts:
                 assert part.coefficients is not None
                 part.clipping.begin_second_pass(part.coefficients)
-                assert isinstance(part.capture, Capture)  # compiled passes keep what they need
                 stack.enter_context(part.capture.again(surroundings))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
@@ -449,8 +463,6 @@ class Attachment:
         try:
             self._buffers.check()  # hooks may write in the backward pass
             for part in running.parts.values():
-                if isinstance(part.capture, CompiledPass):
-                    part.capture.take_records(part.clipping)
                 if part.coefficients is None:
                     self._decide(running, part)
             self._repeat_forward(running)

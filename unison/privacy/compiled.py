@@ -1,108 +1,124 @@
-"""Private passes under torch.compile: the module's forward, compiled with slots for its records.
+"""Private passes under torch.compile: which modules are compiled, and that it comes out the same.
+
+[Note: whole, or by blocks] A model that is one graph is compiled whole. One that is not (a layer is
+dropped by a drawn number, a block is under activation checkpointing) is compiled block by block,
+and an eager capture follows what lies between. So are models whose blocks are sharded, and those
+that train in granules: what is compiled together must not depend on how many ranks there are, or
+bits would.
 
 What is compiled is tried out first, on the first batch of each kind, before anything is spent: its
 per-sample norms must be those of the eager capture, parameter by parameter. A module for which that
 does not work runs as it is, and a warning says why.
 """
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from unison.capture import AxisTable, Capture, state_kept
-from unison.capture.compiled import CompiledCapture, DynamoBackend
+from unison.capture import Capture, state_kept
+from unison.capture.compiled import CompiledCapture
 from unison.clip import Clipping, Learned, Plan
-from unison.errors import UnsupportedOperation
+from unison.dynamo import DynamoBackend
+from unison.privacy.compiled_forward import CompiledForward, cuts_of, reason_of
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
-from unison.rng.draw_mode import outside_draws
+from unison.rng.draw_mode import draws_of_granule, outside_draws
 
 MAX_KINDS = 16  # of batches, each with kernels of its own
 
 
-class CompiledPass:
-    """Stands for a `Capture` in a pass that is compiled."""
-
-    def __init__(self, capture: CompiledCapture, axes: AxisTable) -> None:
-        self.axes, self.is_outside = axes, False
-        self.anchors: dict[torch.device, Tensor] = {}
-        self._capture = capture
-
-    def take_records(self, clipping: Clipping) -> None:
-        """Hand over what the backward pass has left."""
-        for name, record in self._capture.take():
-            clipping.take(name, record)
-
-    def release(self) -> None:
-        """Forget the pass."""
-        self._capture.drop()
-
-
-class CompiledForward:
-    """What `module.forward` is while private passes are compiled; a copy of the module has its own.
+class CompiledPasses:
+    """Compiles a module's private passes.
 
     Args:
         module: The user's module.
         inner: The backend that compiles it.
+        is_granular: Whether passes are cut into granules.
+        is_aside: Whether the module runs for another reason than to be trained.
+        agree: Whether something is so on any rank, where ranks run the module together.
 
     Attributes:
+        forwards: What is compiled.
+        is_trying: Whether the module runs to be tried out.
         refusal: Why the module runs uncompiled; None if it does not.
     """
 
-    def __init__(self, module: nn.Module, inner: DynamoBackend) -> None:
-        self._module, self._eager = module, module.forward
-        self._had_own = "forward" in vars(module)
-        self._capture, self._compiled = self._compile(inner)
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: DynamoBackend,
+        *,
+        is_granular: bool,
+        is_aside: Callable[[], bool],
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._module, self._inner = module, inner
+        self._is_aside, self._agree = is_aside, agree
+        self._backends: dict[Any, CompiledCapture] = {}
+        self._axes: list[Any] = []  # keeps them, and so their ids
         self._learned: dict[tuple[int, int], Learned] = {}  # kinds of batches that were tried
-        self._is_compiled = False  # the pass that runs
+        self._captures: list[Capture] = []
+        self._evaluated: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.is_trying = False
         self.refusal: str | None = None
-        module.forward = self
+        self._cuts = cuts_of(module, is_granular=is_granular)  # those that were not tried in vain
+        self.forwards: list[CompiledForward] = []
+        self._install()
 
-    def _compile(self, inner: DynamoBackend) -> tuple[CompiledCapture, Callable[..., Any]]:
-        capture = CompiledCapture(self._module, inner)
-        compiled = torch.compile(self._eager, backend=capture, dynamic=False, fullgraph=True)
-        return capture, compiled
+    def _install(self) -> None:
+        """Compile by the first cut that is left."""
+        self.detach()
+        if self._cuts:
+            self.forwards = [CompiledForward(*each, self) for each in self._cuts[0].items()]
 
     def detach(self) -> None:
-        """Give the module its own forward back."""
-        if self._had_own:
-            self._module.forward = self._eager
-        else:
-            del vars(self._module)["forward"]
+        """Give the modules their own forwards back."""
+        for each in self.forwards:
+            each.detach()
+        self.forwards = []
 
-    # A copy of the module runs what the user wrote ([Note: copies are plain] in border.py): the
-    # class's forward, or one that the user had put on the instance.
+    def backend(self, capture: Capture, trained: tuple[bool, ...]) -> CompiledCapture:
+        """What compiles modules for passes like the capture's; see `Passes`."""
+        draws = draws_of_granule() is not None
+        key = id(self._inner), id(capture.axes), capture.batch, trained, draws
+        if key not in self._backends:
+            self._axes.append(capture.axes)
+            self._backends[key] = CompiledCapture(self._inner)
+        return self._backends[key]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        if self._had_own:
-            return copy.deepcopy(self._eager, memo)
-        return type(self._module).forward.__get__(memo[id(self._module)])
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the user's backend has compiled."""
+        found = self._backends.items()
+        return sum(each.num_graphs for key, each in found if key[0] == id(self._inner))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (partial, (self._eager,)) if self._had_own else (getattr, (self._module, "forward"))
+    def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user's backend makes of a forward; see `Passes`."""
+        if forward not in self._evaluated:
+            self._evaluated[forward] = torch.compile(forward, backend=self._inner)
+        return self._evaluated[forward]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        if not self._is_compiled:
-            return self._eager(*args, **kwargs)
-        with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=4 * MAX_KINDS):
-            return self._compiled(*args, **kwargs)
+    @property
+    def is_aside(self) -> bool:
+        """Whether the module runs for another reason than to be used; see `Passes`."""
+        return self.is_trying or self._is_aside()
+
+    @property
+    def captures(self) -> Sequence[Capture]:
+        """Those of the pass under way, if it is compiled; see `Passes`."""
+        return () if self._is_aside() else self._captures
 
     @contextmanager
-    def running(self, num_rows: int, axes: AxisTable) -> Iterator[CompiledPass]:
-        """Around a forward pass that is compiled."""
-        self._is_compiled = True
+    def running(self, captures: Sequence[Capture]) -> Iterator[None]:
+        """Around a pass that is compiled, forward and backward; none lets it run as it is."""
+        before, self._captures = self._captures, list(captures)
         try:
-            with self._capture.forward(num_rows, axes):
-                yield CompiledPass(self._capture, axes)
+            yield
         finally:
-            self._is_compiled = False
+            self._captures = before
 
     # --- trying it out ---------------------------------------------------------------------------
 
@@ -118,18 +134,45 @@ class CompiledForward:
         kind = id(learned), num_rows
         if self.refusal is None and kind not in self._learned:
             self._learned[kind] = learned
-            self.refusal = self._refusal_of(inputs, learned, plan, num_rows)
-            if self.refusal is not None:
-                warnings.warn(
-                    f"private passes of {type(self._module).__name__} run uncompiled: "
-                    f"{self.refusal}",
-                    stacklevel=2,
-                )
+            self.is_trying = True
+            try:
+                self._try(inputs, learned, plan, num_rows)
+            finally:
+                self.is_trying = False
         return self.refusal is None
 
-    def _refusal_of(
-        self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int
-    ) -> str | None:
+    def _try(self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int) -> None:
+        first, reason = None, self._refusal_of(learned, plan)
+        while reason is None and self._cuts:
+            reason = self._difference(inputs, learned, plan, num_rows)
+            refused = [each for each in self.forwards if each.refusal is not None]
+            if reason is None and len(refused) < len(self.forwards):
+                self._warn_of(refused, None if first is None else f"not as a whole: {first}")
+                return
+            first = first or reason or refused[0].refusal
+            self._cuts.pop(0)
+            self._install()
+            reason = None
+        self.refusal = first or reason or "nothing in it can be compiled alone"
+        self.detach()
+        warnings.warn(
+            f"private passes of {type(self._module).__name__} run uncompiled: {self.refusal}",
+            stacklevel=2,
+        )
+
+    def _warn_of(self, refused: Sequence[CompiledForward], cut: str | None) -> None:
+        name = type(self._module).__name__
+        if cut is not None:
+            warnings.warn(
+                f"private passes of {name} are compiled block by block, {cut}", stacklevel=2
+            )
+        if refused:
+            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            warnings.warn(
+                f"{refused[0].name}{others} run uncompiled: {refused[0].refusal}", stacklevel=2
+            )
+
+    def _refusal_of(self, learned: Learned, plan: Plan) -> str | None:
         if plan.num_forwards != 1 or plan.num_backwards != 1:
             return "clipping takes two passes over the model; use clipping='auto' and more memory"
         if learned.axes.is_traced:
@@ -139,35 +182,38 @@ class CompiledForward:
                 f"batches come in more than {MAX_KINDS} shapes, and each would be compiled; pad "
                 "them to a few lengths"
             )
-        samples = inputs.samples
-        with outside_draws(), state_kept(self._module, samples) as state:
-            expected = self._eager_norms(inputs, learned, plan, num_rows)
-            state.restore()
-            try:
-                found = self._compiled_norms(inputs, learned, plan, num_rows)
-            except Exception as error:  # Dynamo and backends raise anything
-                return _reason(error)
-        return _difference(found, expected)
+        return None
 
-    def _eager_norms(
+    def _difference(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int
+    ) -> str | None:
+        """Why compiled passes are not what they should be; None if they are.
+
+        The same graphs are compared in the kernels of an eager pass: others round differently.
+        """
+        inner, eager = self._inner, torch._dynamo.lookup_backend("aot_eager")
+        with outside_draws(), state_kept(self._module, inputs.samples) as state:
+            expected = self._norms(inputs, learned, plan, num_rows, is_compiled=False)
+            state.restore()
+            self._inner = eager
+            try:
+                found = self._norms(inputs, learned, plan, num_rows, is_compiled=True)
+                reason = _difference(found, expected)
+            except Exception as error:  # of compiled code, or of a checkpoint around it
+                reason = reason_of(error)
+            finally:
+                self._inner = inner
+        is_other = self._agree(reason is not None)
+        return (reason or "it is not the same on another rank") if is_other else None
+
+    def _norms(
+        self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int, *, is_compiled: bool
     ) -> Mapping[str, Tensor]:
         norms = _Norms(learned, plan, inputs, num_rows)
         capture = Capture(self._module, num_rows, axes=learned.axes, on_record=norms.clipping.take)
-        with capture.installed():
-            norms.send_back(self._eager)
-        return norms.by_name()
-
-    def _compiled_norms(
-        self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int
-    ) -> Mapping[str, Tensor]:
-        """Of the same graphs, but in the kernels of an eager pass: these can be compared."""
-        norms = _Norms(learned, plan, inputs, num_rows)
-        capture, compiled = self._compile(torch._dynamo.lookup_backend("aot_eager"))
-        with capture.forward(num_rows, learned.axes), _disable_current_modes():
-            norms.send_back(compiled)
-        for name, record in capture.take():
-            norms.clipping.take(name, record)
+        with capture.installed(), self.running([capture] if is_compiled else []):
+            norms.send_back(self._module)
+        capture.release()
         return norms.by_name()
 
 
@@ -198,81 +244,15 @@ def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     for name in sorted(found.keys() ^ expected.keys()):
         where = "outside of the compiled graph" if name in expected else "in compiled graphs alone"
         return f"{name!r} is used {where}"
+    total = torch.stack([each.square() for each in expected.values()]).sum(0).sqrt().max()
     for name, wanted in expected.items():
-        scale = wanted.max().clamp(min=1e-30)
+        # Softmax does not see a bias of keys: its gradient is nothing but rounding.
+        scale = torch.maximum(wanted.max(), _LEAST * total).clamp(min=1e-30)
         off = float(((found[name] - wanted).abs() / scale).max())
         if not off < _TOLERANCE:
             return f"per-sample norms of {name!r} differ by {off:.1%} from those of an eager pass"
     return None
 
 
+_LEAST = 0.01  # of the norms over all parameters
 _TOLERANCE = 0.05  # samples that were mistaken for others are off by more, bfloat16 by less
-
-
-def _reason(error: BaseException) -> str:
-    """What a compiler's error says, in a line."""
-    error = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
-    if isinstance(error, UnsupportedOperation):
-        return str(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    source = next((line for line in reversed(lines) if line.startswith("File ")), "")
-    return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", source]).strip()
-
-
-# --- what the user has compiled -------------------------------------------------------------------
-
-
-def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, DynamoBackend | None]:
-    """The module inside of what `torch.compile(module)` returned, and the user's backend.
-
-    The wrapper goes on to work: it calls the module as it is, until `undo` is closed.
-    """
-    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
-        return module, None
-    undo.callback(setattr, module, "forward", module.forward)
-    module.forward = module._orig_mod.__call__
-    return module._orig_mod, torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)
-
-
-def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
-    """Undo `module.compile()`, of the module and its parts: private passes are compiled whole.
-
-    Args:
-        module: The user's module.
-        undo: Gives it back as it was, when it is closed.
-
-    Returns:
-        The user's backend; None if nothing was compiled.
-    """
-    found: list[DynamoBackend] = []
-    for child in module.modules():
-        compiled = child._compiled_call_impl
-        if compiled is not None:
-            found.append(backend_in(compiled))
-            child._compiled_call_impl = None
-            undo.callback(setattr, child, "_compiled_call_impl", compiled)
-        forward: Any = vars(child).get("forward")
-        if hasattr(forward, "_torchdynamo_orig_callable"):
-            found.append(backend_in(forward))
-            child.forward = forward._torchdynamo_orig_callable
-            undo.callback(setattr, child, "forward", forward)
-    return found[0] if found else None
-
-
-def backend_of(options: Mapping[str, Any]) -> DynamoBackend:
-    """The backend that torch.compile would use, with its mode and options.
-
-    Args:
-        options: Arguments of `torch.compile`.
-    """
-    return backend_in(torch.compile(_nothing, **options))
-
-
-def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
-    """The backend of a function that torch.compile made."""
-    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
-    return torch._dynamo.eval_frame.innermost_backend(cells["callback"].cell_contents)
-
-
-def _nothing() -> None:
-    pass

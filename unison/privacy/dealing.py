@@ -86,6 +86,8 @@ class Dealing:
         usual_size: Samples that hardly any logical batch has more of; 1 if nothing is known.
         key: Of what the model draws, where there are granules; secret unless the noise is not.
         padding: A batch of one public record to pad with, as `collate_fn` makes it; None for zeros.
+
+    Attributes:
         has_fixed_size: Whether passes are padded to the few sizes that clipping is planned for, so
             that a compiled module meets no others.
     """
@@ -100,13 +102,12 @@ class Dealing:
         usual_size: int = 1,
         key: Key | None = None,
         padding: Any = None,
-        has_fixed_size: bool = False,
     ) -> None:
         self.ranks, self.granule, self._dim = ranks, granule, batch_dim
         self._rows_per_sample = rows_per_sample
         self.max_physical_batch_size = max_physical_batch_size
         self._usual_size, self._key = usual_size, key
-        self._padding, self._has_fixed_size = padding, has_fixed_size
+        self._padding, self.has_fixed_size = padding, False
         self.plan: BatchPlan | None = None
         self.parts: Sequence[Part] = ()
         self.most_rows = 1  # what ranks plan for, since they must plan alike: see `rows_to_plan`
@@ -139,7 +140,7 @@ class Dealing:
             rest = longest - physical.index * (self.max_physical_batch_size or longest)
             most = max(1, min(self.max_physical_batch_size or longest, rest))
             self.most_rows = self.rows_to_plan(most)
-            if self._has_fixed_size:
+            if self.has_fixed_size:
                 nobodys = (plan.num_granules,) * (self.most_rows - len(ids))
                 self.plan = plan = replace(plan, granule_ids=(*plan.granule_ids, *nobodys))
                 is_real = plan.sample_ids >= 0

@@ -30,7 +30,6 @@ from unison.privacy.arguments import (
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import noise_multiplier_for
 from unison.privacy.clip_rules import CLIP_RULES
-from unison.privacy.compiled import uncompile, unwrapped
 from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
@@ -45,6 +44,7 @@ from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling, usual_batch_size
 from unison.privacy.schedules import Schedule
 from unison.privacy.training import PrivateTraining, refuse_second_engine
+from unison.privacy.users_compile import uncompile, unwrapped
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -202,7 +202,7 @@ class PrivacyEngine:
             check_optimizer(optimizer, parameters)
             owner = owner_of(own, is_ordered=granule is not None)
             undo.callback(owner.detach)
-            if owner.is_alone:
+            if owner.can_compile:
                 backend = uncompile(own, users) or backend
             if owner.is_ordered and granule is None:
                 raise BadInput(
@@ -235,7 +235,7 @@ class PrivacyEngine:
                 rows_per_record=rows_per_sample,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
-            compiled = check_compile(compile, backend, owner, granule)
+            compiled = check_compile(compile, backend, owner)
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
@@ -252,7 +252,6 @@ class PrivacyEngine:
                     usual_batch_size(sampling, len(loader.dataset)),  # type: ignore[arg-type]
                     key.child("draws"),
                     padding,
-                    has_fixed_size=compiled is not None,
                 ),
                 key=key,
                 mechanism=mechanism,

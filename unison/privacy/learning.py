@@ -157,7 +157,7 @@ class Learning:
         settings: dict[str, Any] = {
             "state": state,
             "is_public": self.is_public,
-            "agree": self._agree,
+            "agree": self.agree,
             "seed": seed,
             "is_light": before is not None and key not in self._inconclusive,
             "is_rounded": key in self._rounded,
@@ -169,7 +169,7 @@ class Learning:
             self._rounded.add(key)
         self.written |= verdict.written
         self._refusals[key] = None
-        if self._agree(has_batch_loss):
+        if self.agree(has_batch_loss):
             about = examine(self._module, run_batch_loss, samples, axes, is_scalar=True, **settings)
             self._refusals[key] = about.mixing
         refuse_leaves(leaves)
@@ -187,7 +187,7 @@ class Learning:
         """Whether a pass may write to a buffer of this name."""
         return name in self.written or self.is_public(name)
 
-    def _agree(self, flag: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank, where ranks must run the module together; a collective."""
         everyone = self._owner.everyone
         if everyone.size == 1 or not self._owner.runs_together:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from unison.capture import Capture, Surroundings
-from unison.capture.compiled import DynamoBackend
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
-from unison.privacy.compiled import CompiledPass
+from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
 from unison.privacy.mechanism import Release
 from unison.privacy.passes import PhysicalBatch
@@ -59,7 +58,7 @@ class RunningPart:
 
     rows: Part
     clipping: Clipping
-    capture: Capture | CompiledPass
+    capture: Capture
     coefficients: Mapping[str, Tensor] | None = None
 
 

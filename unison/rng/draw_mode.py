@@ -58,6 +58,31 @@ def current_draws() -> BatchDraws | None:
     return None if _place is None else _place.draws
 
 
+def draws_of_granule() -> tuple[BatchDraws, GranuleDraws] | None:
+    """The draws of the running granule; None if there is none, or draws are torch's own."""
+    place = _place
+    if place is None or place.granule is None:
+        return None
+    return place.draws, place.draws.granules[place.granule]
+
+
+def count_draws(num_rows: int, num_shared: int) -> None:
+    """Count draws that compiled code is about to make for the running granule.
+
+    Args:
+        num_rows: Of rows of samples.
+        num_shared: Of values that all samples share.
+    """
+    place = _place
+    assert place is not None
+    assert place.granule is not None
+    rows = place.draws.granules[place.granule]
+    before = rows.count, rows.shared_count
+    rows.count += num_rows
+    rows.shared_count += num_shared
+    _note_checkpoint(place, before)
+
+
 @contextmanager
 def draws_by_sample(
     key: Key, step: int, sample_ids: Tensor | Sequence[int]
@@ -177,7 +202,7 @@ _MODE = _Mode()
 def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that may draw, with the numbers of the running pass."""
     place = _place
-    if place is None or not _draws_now(func, args, kwargs):
+    if place is None or not draws_now(func, args, kwargs):
         return func(*args, **kwargs)
     for each in (*args, *kwargs.values()):
         if type(each) is Tensor or not isinstance(each, Tensor):
@@ -200,7 +225,7 @@ def draw(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _draw_in_granule(
     draws: BatchDraws, rows: GranuleDraws, func: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    if func in _DROPOUTS:
+    if func in DROPOUTS:
         x, p, _, is_in_place = dropout_arguments(*args, **kwargs)
         result = drop(x, p, draws=draws, rows=rows)
         return x.copy_(result) if is_in_place else result
@@ -215,9 +240,9 @@ def _draw_in_granule(
         return func(*args, **kwargs)
 
 
-def _draws_now(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+def draws_now(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function draws with these arguments."""
-    if func in _DROPOUTS:
+    if func in DROPOUTS:
         _, p, is_training, _ = dropout_arguments(*args, **kwargs)
         return is_training and p > 0.0
     if func is F.scaled_dot_product_attention:
@@ -359,7 +384,7 @@ _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 
 # --- which functions draw ------------------------------------------------------------------------
 
-_DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
+DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _IN_TORCH = """rand rand_like randn randn_like randint randint_like randperm bernoulli binomial
 normal multinomial poisson native_dropout alpha_dropout alpha_dropout_ feature_dropout
@@ -371,7 +396,7 @@ fractional_max_pool2d fractional_max_pool3d"""
 _IN_TENSOR = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_
 random_ uniform_"""
 DRAWING: set[Callable] = {
-    *_DROPOUTS,
+    *DROPOUTS,
     *_RECURRENT,
     *(getattr(torch, name) for name in _IN_TORCH.split()),
     *(getattr(F, name) for name in _IN_FUNCTIONAL.split()),

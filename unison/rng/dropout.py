@@ -1,8 +1,9 @@
 """Dropout, alone and in attention, with numbers that belong to samples; see [Note: draws]."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,10 +130,33 @@ def attend(
     On CUDA, sample by sample in torch's fused kernels, which keep no matrix of weights. On the CPU
     torch keeps one as well, and a mask that learns is wanted whole.
     """
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if query.is_cuda and not (attn_mask is not None and attn_mask.requires_grad):
-        options |= {"attn_mask": attn_mask, "dropout_p": dropout_p}
+        options = {
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
         return _attend_fused((query, key, value), options, draws, rows)
+    dropped = partial(drop, draws=draws, rows=rows)
+    return attend_whole(
+        dropped, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def attend_whole(
+    dropped: Callable[[Tensor, float], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with a matrix of weights, some of which `dropped(weights, p)` drops."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
@@ -145,7 +169,7 @@ def attend(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked
-    return drop(weights, dropout_p, draws=draws, rows=rows) @ value
+    return dropped(weights, dropout_p) @ value
 
 
 def _attend_fused(

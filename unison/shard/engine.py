@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
+from unison.dynamo import backend_in
 from unison.errors import BadInput, UnsupportedOperation
-from unison.rng.draw_mode import paused
+from unison.rng.compiled_draws import DrawingBackend
+from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
 from unison.shard.dealt import hand_on, without_plan
@@ -98,15 +100,22 @@ def compile_inside(unit: Unit) -> None:
     if compiled is None or unit.is_plain or isinstance(compiled, functools.partial):
         return
 
+    # With numbers of samples it is compiled anew: the user's code may have torch's own in it.
+    drawing = torch.compile(module._call_impl, backend=DrawingBackend(backend_in(compiled)))
+
     def inner(*args: Any, **kwargs: Any) -> Any:
         unit.is_inside = True
+        is_drawing = draws_of_granule() is not None
+        run, context = (
+            (drawing, nothing_else_drawn(unit.name)) if is_drawing else (compiled, paused())
+        )
         try:
-            with paused(), _disable_current_modes():
-                return compiled(*args, **kwargs)
+            with context, _disable_current_modes():
+                return run(*args, **kwargs)
         finally:
             unit.is_inside = False
 
-    unit.inner = inner
+    unit.inner, unit.compiled = inner, compiled
     module._compiled_call_impl = functools.partial(_call_compiled, unit)
 
 

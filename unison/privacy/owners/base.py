@@ -100,6 +100,7 @@ class Owner(Protocol):
         is_ordered: Whether sums are the same bits on any number of ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
+        can_compile: Whether the module's passes may go through torch.compile.
         owned: Every trainable parameter, or this rank's part of it.
     """
 
@@ -107,6 +108,7 @@ class Owner(Protocol):
     is_ordered: bool
     can_repeat: bool
     runs_together: bool
+    can_compile: bool
     owned: Sequence[Owned]
 
     @property

@@ -51,6 +51,7 @@ class FSDP2(RecordsWhole):
 
     can_repeat = False
     runs_together = True
+    can_compile = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         if PLACING in module.__dict__:

@@ -104,6 +104,7 @@ class TensorParallel:
 
     can_repeat = True
     runs_together = True
+    can_compile = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         refuse_compiled(module.named_modules())

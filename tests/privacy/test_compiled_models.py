@@ -1,0 +1,108 @@
+"""Compiled private training of models of transformers: whole, by blocks, or with a reason."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+from tests.capture.common import Case
+from tests.capture.zoo import ZOO
+from tests.privacy.common import attach
+from tests.privacy.test_compiled import EAGER, passes_of
+
+SAMPLES, STEPS = 8, 2
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return tree_map(lambda each: each[index], self._batch)
+
+
+def trained(
+    case: Case,
+    change: Callable[[Any], None],
+    compile: Any,  # noqa: A002
+) -> tuple[dict[str, Tensor], Tensor, list[str], str | None]:
+    """Parameters and per-sample norms after some steps, what was compiled, and why no more."""
+    torch.manual_seed(0)
+    model = case.make().double().train()
+    change(model)
+    loader = DataLoader(Rows(case.batch(SAMPLES)), batch_size=4, shuffle=True)
+    engine, module, optimizer, private = attach(
+        model, data_loader=loader, compile=compile, poisson_sampling=False
+    )
+    for _ in range(STEPS):
+        for batch in private:
+            optimizer.zero_grad()
+            case.loss(module, batch).mean().backward()
+            optimizer.step()
+    norms, found, refusal = engine.per_sample_norms(), [], None
+    if compile:
+        passes = passes_of(engine)
+        found = [each.name for each in passes.forwards if each.refusal is None]
+        refusal = passes.refusal
+        assert (passes.num_graphs > 0) == (refusal is None)
+    engine.detach()
+    return {n: p.detach() for n, p in module.named_parameters()}, norms, found, refusal
+
+
+def check(
+    name: str, change: Callable[[Any], None] = lambda _: None
+) -> tuple[list[str], str | None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, norms, *_ = trained(ZOO[name], change, False)
+        found, found_norms, compiled, refusal = trained(ZOO[name], change, EAGER)
+    torch.testing.assert_close(found_norms, norms, rtol=1e-6, atol=1e-9)
+    for each, wanted in expected.items():
+        torch.testing.assert_close(found[each], wanted, rtol=1e-6, atol=1e-8)
+    return compiled, refusal
+
+
+def test_a_layer_is_dropped_by_a_drawn_number():
+    """Python reads the number, so that the model is not one graph: its blocks are."""
+    compiled, _ = check("opt")
+    assert compiled == ["model.decoder.layers.0", "model.decoder.layers.1"]
+
+
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_blocks_under_activation_checkpointing(is_reentrant):
+    """Checkpoints are a part of the graph."""
+
+    def checkpointed(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+
+    compiled, _ = check("llama tied", checkpointed)
+    assert compiled == ["LlamaForCausalLM"]
+
+
+# Layers are dropped by a drawn number, requires_grad is set, rows are padded by a computed length.
+BY_BLOCKS = {"opt", "bart", "whisper", "wav2vec2", "long t5"}
+UNCOMPILED = {"llama+dora"}  # peft looks at the storage of weights
+NO_FORWARD = {"clip"}  # but other methods of the model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in NO_FORWARD])
+def test_models_train_as_they_do_uncompiled(name):
+    compiled, refusal = check(name)
+    assert (refusal is not None) == (name in UNCOMPILED), refusal
+    assert (len(compiled) > 1) == (name in BY_BLOCKS)

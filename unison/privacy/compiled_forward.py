@@ -1,0 +1,271 @@
+"""A module's forward, compiled with slots for its records.
+
+It stands in the place of the forward of a model, or of one of its blocks, and runs compiled code in
+private passes. Around it an eager capture goes on: the parameters that it has marked are shown to
+compiled code as they are, and the records that come out of the slots are the capture's.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from unison.capture import Capture
+from unison.capture.compiled import CompiledCapture
+from unison.capture.names import places
+from unison.capture.tracked import Tracked
+from unison.errors import UnsupportedOperation
+from unison.shard.api import find_blocks
+from unison.shard.each_granule import call_each_granule
+from unison.shard.granules import PerGranule, num_granules_of
+from unison.shard.unit import unit_of, units_of
+
+
+class Passes(Protocol):
+    """Knows of the pass under way."""
+
+    @property
+    def captures(self) -> Sequence[Capture]:
+        """Those that take the records of compiled code; none if the module runs as it is."""
+        ...
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the module runs for another reason than to be trained or evaluated."""
+        ...
+
+    def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user's backend makes of a forward, for passes without gradients."""
+        ...
+
+    def backend(self, capture: Capture, trained: tuple[bool, ...]) -> CompiledCapture:
+        """What compiles modules for passes like the capture's.
+
+        Args:
+            capture: Of the pass.
+            trained: Which of the module's parameters are trained.
+        """
+        ...
+
+
+class CompiledForward:
+    """What the forward of a module is while its private passes are compiled.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        passes: Knows of the pass under way.
+
+    Attributes:
+        refusal: Why the module runs uncompiled; None if it does not.
+    """
+
+    def __init__(self, name: str, module: nn.Module, passes: Passes) -> None:
+        self.name, self._module, self._passes = name, module, passes
+        self._places = [(each.module, each.attribute) for each in places(module)]
+        self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
+        self._worked: set[CompiledCapture] = set()
+        self.refusal: str | None = None
+        self._unit = unit_of(module)
+        self._had_own = "forward" in vars(module)
+        if self._unit is None:
+            self._eager = module.forward
+            module.forward = self
+        else:
+            self._eager = self._unit.inner
+            self._unit.inner = self
+
+    def detach(self) -> None:
+        """Give the module its own forward back."""
+        if self._unit is not None:
+            self._unit.inner = self._eager
+        elif self._had_own:
+            self._module.forward = self._eager
+        else:
+            del vars(self._module)["forward"]
+
+    # A copy of the module runs what the user wrote ([Note: copies are plain] in border.py): the
+    # class's forward, or one that the user had put on the instance.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self._had_own:
+            return copy.deepcopy(self._eager, memo)
+        return type(self._module).forward.__get__(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (partial, (self._eager,)) if self._had_own else (getattr, (self._module, "forward"))
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if not torch.is_grad_enabled() and self._is_plain(args, kwargs):
+            with _disable_current_modes():
+                return self._passes.evaluated(self._eager)(*args, **kwargs)
+        if self.refusal is not None or not self._passes.captures or not torch.is_grad_enabled():
+            return self._eager(*args, **kwargs)
+        num_granules = num_granules_of((args, kwargs))
+        with self._hidden() as marks:
+            if num_granules == 0:
+                return self._run(marks, 0, args, kwargs)
+            call = partial(self._run, marks)
+            return call_each_granule(self.name, self._module, call, num_granules, args, kwargs)
+
+    def _is_plain(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether it is a pass that nobody captures, of a batch in one piece."""
+        if self._passes.is_aside or num_granules_of((args, kwargs)):
+            return False
+        return not any(
+            isinstance(vars(module).get(attribute), Tracked | PerGranule)
+            for module, attribute in self._places
+        )
+
+    @contextmanager
+    def _hidden(self) -> Iterator[list[Any]]:
+        """Take what a capture has put in the parameters' places away for this block."""
+        places = [(vars(module), attribute) for module, attribute in self._places]
+        found = [where.pop(attribute, None) for where, attribute in places]
+        try:
+            yield found
+        finally:
+            _put(places, found)
+
+    def _run(self, found: list[Any], granule: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the module for one granule.
+
+        Args:
+            found: What was in the parameters' places.
+            granule: Its number on this rank; 0 if the batch is not cut.
+            args: The module's arguments.
+            kwargs: Its keyword arguments.
+        """
+        marks = [each.parts[granule] if isinstance(each, PerGranule) else each for each in found]
+        if self.refusal is None:
+            if any(isinstance(each, Tracked) for each in tree_iter((args, kwargs))):
+                self.refusal = "it is given something that is made of parameters alone"
+            else:
+                output, self.refusal = self._run_compiled(marks, args, kwargs)
+                if self.refusal is None:
+                    return output
+        with self._in_places(marks):
+            return self._eager(*args, **kwargs)
+
+    @contextmanager
+    def _in_places(self, values: list[Any]) -> Iterator[None]:
+        places = [(vars(module), attribute) for module, attribute in self._places]
+        _put(places, values)
+        try:
+            yield
+        finally:
+            for where, attribute in places:
+                where.pop(attribute, None)
+
+    def _run_compiled(
+        self, marks: list[Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, str | None]:
+        """Run compiled code, which finds the parameters without their marks.
+
+        Returns:
+            What came out, and why it does not count, if it does not.
+        """
+        names: dict[int, str] = {}
+        shown: list[Tensor | None] = []
+        for (module, attribute), mark in zip(self._places, marks, strict=True):
+            if not isinstance(mark, Tracked):
+                shown.append(mark)
+                continue
+            own = module._parameters[attribute]
+            # To compilers, parameters are more than tensors; but they may be gathered for the pass.
+            is_own = type(own) is nn.Parameter and own.data_ptr() == mark.value.data_ptr()
+            shown.append(None if is_own else mark.value)
+            names[id(own if is_own else mark.value)] = mark.of_parameters[0]
+        capture = self._capture_of(marks)
+        trained = tuple(isinstance(each, Tracked) for each in marks)
+        backend = self._passes.backend(capture, trained)
+        with (
+            self._in_places(shown),
+            backend.running(capture, names),
+            _disable_current_modes(),
+        ):
+            return self._call(backend, args, kwargs)
+
+    def _call(
+        self, backend: CompiledCapture, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, str | None]:
+        if backend not in self._compiled:
+            self._compiled[backend] = torch.compile(
+                self._eager, backend=backend, dynamic=False, fullgraph=True
+            )
+        compiled, num_runs = self._compiled[backend], backend.num_runs
+        if backend in self._worked:
+            output = compiled(*args, **kwargs)
+        else:
+            try:
+                with torch._dynamo.config.patch(_NO_LIMITS):  # each kind has its own backend
+                    output = compiled(*args, **kwargs)
+            except Exception as error:  # Dynamo and backends raise anything
+                return None, reason_of(error)
+            self._worked.add(backend)
+        return (output, None) if backend.num_runs > num_runs else (None, _SKIPPED)
+
+    def _capture_of(self, marks: list[Any]) -> Capture:
+        found = (each.listener for each in marks if isinstance(each, Tracked))
+        listener = next(found, None)
+        # Marks that stay have a listener of their own: then there is but one capture.
+        return listener if isinstance(listener, Capture) else self._passes.captures[0]
+
+
+def _put(places: list[tuple[dict[str, Any], str]], values: list[Any]) -> None:
+    for (where, attribute), value in zip(places, values, strict=True):
+        if value is not None:
+            where[attribute] = value
+
+
+_SKIPPED = (
+    "torch.compile has left it to Python, as it does under torch.compiler.set_stance, with "
+    "TORCH_COMPILE_DISABLE and inside of some hooks for saved tensors"
+)
+_NO_LIMITS = {"recompile_limit": 10_000, "accumulated_recompile_limit": 10_000}
+
+
+def reason_of(error: BaseException) -> str:
+    """What a compiler's error says, in a line."""
+    error = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
+    if isinstance(error, UnsupportedOperation):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    source = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", source]).strip()
+
+
+def cuts_of(module: nn.Module, *, is_granular: bool) -> list[dict[str, nn.Module]]:
+    """How a model may be cut into modules that are compiled, the best first.
+
+    See [Note: whole, or by blocks] in compiled.py.
+
+    Args:
+        module: The model.
+        is_granular: Whether it trains in granules.
+
+    Returns:
+        The modules that are compiled, by name, for each way.
+    """
+    names = {id(each): name for name, each in module.named_modules()}
+    root = module.module if isinstance(module, DistributedDataParallel) else module
+    blocks = [each for each in find_blocks(root) if not _has_units_below(each)]
+    cuts = [{names[id(each)]: each for each in blocks}] if blocks else []
+    if _has_units_below(root):
+        return cuts
+    whole = {names[id(root)] or type(root).__name__: root}
+    return [*cuts, whole] if is_granular else [whole, *cuts]
+
+
+def _has_units_below(module: nn.Module) -> bool:
+    return any(each is not unit_of(module) for each in units_of(module))

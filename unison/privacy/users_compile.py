@@ -1,0 +1,68 @@
+"""What the user has compiled before: taken over for private passes, and given back."""
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from unison.dynamo import ORIGINAL, DynamoBackend, backend_in
+from unison.shard.unit import unit_of
+
+
+def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, DynamoBackend | None]:
+    """The module inside of what `torch.compile(module)` returned, and the user's backend.
+
+    The wrapper goes on to work: it calls the module as it is, until `undo` is closed.
+    """
+    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
+        return module, None
+    undo.callback(setattr, module, "forward", module.forward)
+    module.forward = module._orig_mod.__call__
+    return module._orig_mod, torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)
+
+
+def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
+    """Undo `module.compile()`, of the module and its parts: private passes are compiled otherwise.
+
+    Args:
+        module: The user's module.
+        undo: Gives it back as it was, when it is closed.
+
+    Returns:
+        The user's backend; None if nothing was compiled.
+    """
+    found: list[DynamoBackend] = []
+    for child in module.modules():
+        unit, called = unit_of(child), vars(child).pop(COMPILED_CALL, None)
+        if called is not None:
+            undo.callback(setattr, child, COMPILED_CALL, called)
+            found.append(backend_in(called if unit is None else unit.compiled or called))
+        forward: Any = vars(child).get("forward") if unit is None else unit.forward
+        own = getattr(forward, ORIGINAL, forward)
+        if own is not forward:
+            found.append(backend_in(forward))
+        where, name = (child, "forward") if unit is None else (unit, "inner")
+        if unit is not None or own is not forward:
+            undo.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, own)
+    return found[0] if found else None
+
+
+COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place
+
+
+def backend_of_caller() -> DynamoBackend | None:
+    """The backend of compiled code that the running call comes from, where it runs as Python.
+
+    So it does in a private pass: Dynamo leaves code alone while a function mode looks on.
+    """
+    frame: Any = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            callback = frame.f_locals.get("callback")
+            if callback is not None:
+                return torch._dynamo.eval_frame.innermost_backend(callback)
+        frame = frame.f_back
+    return None

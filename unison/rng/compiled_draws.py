@@ -1,0 +1,210 @@
+"""Draws of compiled code: the dropout of a graph, with the numbers of the samples it is given.
+
+[Note: draws in graphs] Compiled code asks no function mode. So a graph of Dynamo's is changed
+before a backend sees it: each dropout in it becomes an operation of ours, which is given the stream
+of its draw. A graph serves many passes, granules and blocks. So the number that its draws are
+counted from, and which samples there are, are inputs of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.fx import GraphModule, Node
+
+from unison.dynamo import DynamoBackend
+from unison.errors import UnsupportedOperation
+from unison.rng.draw_mode import DRAWING, DROPOUTS, count_draws, draws_now, draws_of_granule
+from unison.rng.draws import samples_dim
+from unison.rng.dropout import MaskSource, attend_whole, dropout_arguments, limit_and_scale
+
+_SHARED = -1  # in the place of the dimension of samples: there is none
+
+
+@torch.library.custom_op("unison::drop", mutates_args=())
+def drop_rows(x: Tensor, words: Tensor, ids: Tensor, number: int, dim: int, p: float) -> Tensor:
+    """Dropout with the numbers of samples, as `unison.rng.dropout.drop`, and with its bits.
+
+    Args:
+        x: Any shape.
+        words: The stream of the first draw of a graph, int64 on the CPU.
+        ids: The samples, int64 on the CPU.
+        number: Which draw of the graph this is.
+        dim: Where the samples lie in x; -1 for a draw that all of them share.
+        p: How many elements are dropped, of 1.
+    """
+    *others, last = words.tolist()
+    own = torch.zeros(1, dtype=torch.int64) if dim == _SHARED else ids
+    source = MaskSource((*others, (last + number) & 0xFFFFFFFF), own, x.numel() // max(len(own), 1))
+    moved = x.movedim(dim, 0) if dim > 0 else x
+    dropped = torch.where(source.keep(moved, p), moved * limit_and_scale(p)[1], 0.0)
+    return (dropped.movedim(0, dim) if dim > 0 else dropped).contiguous()
+
+
+@drop_rows.register_fake
+def _(x: Tensor, words: Tensor, ids: Tensor, number: int, dim: int, p: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, words, ids, *ctx.rest = inputs
+    ctx.save_for_backward(words, ids)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple:
+    return drop_rows(g, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+drop_rows.register_autograd(_backward, setup_context=_save)
+
+
+class DrawingBackend:
+    """A Dynamo backend whose graphs draw for the samples of the running granule.
+
+    Args:
+        inner: The backend that compiles them.
+    """
+
+    def __init__(self, inner: DynamoBackend) -> None:
+        self.inner = inner
+
+    def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph.
+
+        Raises:
+            UnsupportedOperation: If it draws in a way that cannot be given to samples.
+        """
+        running = draws_of_granule()
+        nodes = list(_drawing_nodes(graph))
+        if running is None or not nodes:
+            return self.inner(graph, inputs)
+        counts = _rewrite(graph, nodes, len(running[1].ids))
+        fake = TracingContext.get().fake_mode
+        assert fake is not None
+        examples = [fake.from_tensor(each, static_shapes=True) for each in _streams()]
+        compiled = self.inner(graph, [*inputs, *examples])
+
+        def call(*args: Any) -> Any:
+            streams = _streams()
+            count_draws(*counts)
+            return compiled(*args, *streams)
+
+        return call
+
+
+def _streams() -> list[Tensor]:
+    """What the draws of a graph are made of, from where the running granule has come to."""
+    running = draws_of_granule()
+    if running is None:
+        raise UnsupportedOperation(
+            "compiled code that draws numbers of samples was called where there are none"
+        )
+    draws, rows = running
+    return [
+        torch.tensor(draws.words(rows.count)),
+        torch.tensor(draws.words(rows.shared_count, is_shared=True)),
+        rows.ids,
+    ]
+
+
+def _drawing_nodes(graph: GraphModule) -> list[Node]:
+    """The nodes of a graph that draw.
+
+    Raises:
+        UnsupportedOperation: If one lies in a graph below, such as that of a checkpoint.
+    """
+    found = []
+    for each in graph.modules():
+        for node in each.graph.nodes if isinstance(each, GraphModule) else ():
+            if _draws(node):
+                if each is not graph:
+                    raise _refused(node, "inside of a checkpoint, or of another function of torch")
+                found.append(node)
+    return found
+
+
+def _draws(node: Node) -> bool:
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None) in DRAWING
+    if node.op != "call_function" or node.target not in DRAWING:
+        return False
+    return draws_now(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def _rewrite(graph: GraphModule, nodes: list[Node], num_rows: int) -> tuple[int, int]:
+    """Let the nodes that draw do so from three more inputs of the graph.
+
+    Returns:
+        How many of them draw for rows of samples, and how many for all samples together.
+    """
+    own = graph.graph
+    last = own.find_nodes(op="placeholder")[-1]
+    streams: list[Node] = []
+    for name in ("row_words", "shared_words", "sample_ids"):
+        with own.inserting_after(streams[-1] if streams else last):
+            streams.append(own.placeholder(name))
+        streams[-1]._dynamo_source = None  # type: ignore[attr-defined]
+        streams[-1].meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    counts = {False: 0, True: 0}
+    for node in nodes:
+        weights = _shape_of_dropped(node)
+        dim = samples_dim(weights, num_rows)
+        is_shared = dim is None
+        where = _SHARED if dim is None else dim
+        stream = streams[1 if is_shared else 0], streams[2], counts[is_shared], where
+        counts[is_shared] += 1
+        with own.inserting_before(node):
+            if node.target is F.scaled_dot_product_attention:
+                made = own.call_function(_attend, (*stream, *node.args), dict(node.kwargs))
+            else:
+                x, p, *_ = dropout_arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
+                made = own.call_function(_drop, (*stream, x, p))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        own.erase_node(node)
+    graph.recompile()
+    return counts[False], counts[True]
+
+
+def _shape_of_dropped(node: Node) -> tuple[int, ...]:
+    """The shape of what a node drops elements of.
+
+    Raises:
+        UnsupportedOperation: If it draws otherwise.
+    """
+    if node.target is F.scaled_dot_product_attention:
+        query, key = (each.meta["example_value"] for each in _first_two(node))
+        if query.is_cuda:
+            raise _refused(node, "in torch's own kernels; set the attention's dropout to 0")
+        return *query.shape[:-1], key.shape[-2]
+    if node.target not in DROPOUTS:
+        raise _refused(node, "otherwise than dropout does")
+    x, _, _, is_in_place = dropout_arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    if is_in_place:
+        raise _refused(node, "in place")
+    return tuple(x.meta["example_value"].shape)  # type: ignore[attr-defined]
+
+
+def _first_two(node: Node) -> tuple[Node, Node]:
+    names = ("query", "key")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given["query"], given["key"]  # type: ignore[return-value]
+
+
+def _refused(node: Node, how: str) -> UnsupportedOperation:
+    name = getattr(node.target, "__name__", node.target)
+    return UnsupportedOperation(
+        f"{name} in compiled code draws random numbers {how}, which cannot be given to samples"
+    )
+
+
+def _drop(words: Tensor, ids: Tensor, number: int, dim: int, x: Tensor, p: float) -> Tensor:
+    return drop_rows(x, words, ids, number, dim, p)
+
+
+def _attend(words: Tensor, ids: Tensor, number: int, dim: int, *args: Any, **options: Any) -> Any:
+    return attend_whole(partial(_drop, words, ids, number, dim), *args, **options)
