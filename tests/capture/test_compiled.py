@@ -31,7 +31,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def captured(model: nn.Module, case: Case, batch: Any, size: int, inner: str) -> dict[str, Tensor]:
+def captured(
+    model: nn.Module, case: Case, batch: Any, size: int, inner: str, *, is_factored: bool
+) -> dict[str, Tensor]:
     """The per-sample gradients of the second of two passes."""
     axes = learn_axes(model, case.loss, batch)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -46,21 +48,24 @@ def captured(model: nn.Module, case: Case, batch: Any, size: int, inner: str) ->
     for _ in range(2):
         found.update({name: p.new_zeros(size, *p.shape) for name, p in trained.items()})
         capture = Capture(model, size, axes=axes, on_record=add)
+        capture.factored = trained if is_factored else ()
         model.forward = compiled
         with backend.running(capture, {id(each): name for name, each in trained.items()}):
             losses = case.loss(model, batch)
         losses.sum().backward()
         capture.release()
         del model.forward
-    assert backend.num_graphs > 0
+    assert backend.graphs
     assert all(each.grad is None for each in model.parameters())
     return found
 
 
-def check(case: Case, inner: str, dtype: torch.dtype = torch.float64) -> None:
+def check(
+    case: Case, inner: str, dtype: torch.dtype = torch.float64, *, is_factored: bool = False
+) -> None:
     model, batch = case.make().double().train(), case.batch(BATCH)
     expected = per_sample_gradients(model, case.loss, batch)
-    found = captured(model, case, batch, BATCH, inner)
+    found = captured(model, case, batch, BATCH, inner, is_factored=is_factored)
     largest = max(float(each.abs().max()) for each in expected.values())
     for name, wanted in expected.items():
         # The bias of keys has no gradient: softmax does not see what is added to all scores.
@@ -83,6 +88,19 @@ def test_slots_hold_the_per_sample_gradients(name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "gpt2" else [pytest.mark.full])
+        for name in ZOO
+        if name not in (*UNTRACED, *NO_FORWARD)
+    ],
+)
+def test_factors_are_kept(name):
+    check(ZOO[name], "aot_eager", COMPUTED_IN.get(name, torch.float64), is_factored=True)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.full
 @pytest.mark.parametrize("name", UNTRACED)
 def test_what_is_not_one_graph_is_not_compiled(name):
@@ -93,8 +111,9 @@ def test_what_is_not_one_graph_is_not_compiled(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"reentrant checkpoint"}))
-def test_parameters_used_in_every_way(name):
-    check(CASES[name], "aot_eager")
+@pytest.mark.parametrize("is_factored", [False, True])
+def test_parameters_used_in_every_way(name, is_factored):
+    check(CASES[name], "aot_eager", is_factored=is_factored)
 
 
 @pytest.mark.filterwarnings("ignore")

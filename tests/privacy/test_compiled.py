@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine
 from unison.privacy.compiled import CompiledPasses
 
@@ -50,6 +51,28 @@ def test_poisson_batches_of_every_size(most):
     check_same(parameters_after(max_physical_batch_size=most, compile=EAGER), expected)
 
 
+@pytest.mark.parametrize("mode", ["ghost_bk", "flash_fuse_bk", "grad_materialize"])
+def test_modes_that_keep_factors(mode):
+    """What goes in and the gradient of what comes out leave the graph, where the plan says so."""
+    engine, module, optimizer, loader = attach(clipping=mode, compile=EAGER, seed=3)
+    train(module, optimizer, loader, 5)
+    passes = passes_of(engine)
+    assert passes.refusal is None
+    forms = {
+        type(each.record(torch.ones(1, 1, 1), torch.ones(1, 1, 1))) if each.record else Dense
+        for backend in passes._backends.values()
+        for graph in backend.graphs
+        for each in graph.slots
+    }
+    assert forms == ({Dense} if mode == "grad_materialize" else {Dense, Product})
+    found = {name: each.detach().clone() for name, each in module.named_parameters()}
+    engine.detach()
+    engine, module, optimizer, loader = attach(clipping=mode, seed=3)
+    train(module, optimizer, loader, 5)
+    check_same(found, {name: each.detach() for name, each in module.named_parameters()})
+    engine.detach()
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside of torch
 def test_inductor():
@@ -86,6 +109,28 @@ def test_what_cannot_be_compiled_runs_as_it_is():
     expected = parameters_after(copy.deepcopy(model))
     with pytest.warns(UserWarning, match=r"Branch run uncompiled: .*[Dd]ata-dependent"):
         found = parameters_after(model, compile=EAGER)
+    check_same(found, expected)
+
+
+class Counting(nn.Sequential):
+    """Is another program in every pass: a number that Python reads has changed."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return super().forward(x) * (1 + self.number)
+
+
+def test_what_would_be_compiled_in_every_pass_runs_as_it_is():
+    def model() -> nn.Module:
+        return Counting(*make_model())
+
+    expected = parameters_after(model(), recheck=False)
+    with pytest.warns(
+        UserWarning, match=r"Counting runs uncompiled from now on: .*compiled too often"
+    ):
+        found = parameters_after(model(), compile=EAGER, recheck=False)
     check_same(found, expected)
 
 

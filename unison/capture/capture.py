@@ -106,6 +106,8 @@ class Capture:
             reentrant activation checkpointing.
         is_outside: Whether the module has returned, so that a use of one of its parameters belongs
             to the user's own code: it is the parameter itself then, and nothing is recorded.
+        factored: Names of those whose records compiled code leaves as products, and does not
+            multiply out.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Capture:
         self.used_late: set[str] = set()
         self.recorded_late: set[str] = set()
         self.is_outside = False
+        self.factored: Collection[str] = ()
         self.repeats = Repeats()
         self._is_again = False
         self._outer = -1  # number of the backward pass in which all of this happens, if any

@@ -5,9 +5,10 @@ ones are marked as in an eager pass (see [Note: by operation]), so that every op
 comes to its rule. What differs is where records go. Beside its inputs the graph gets *slots*:
 tensors of zero strides that no kernel reads, whose gradient is what a record holds. Of a parameter
 it is each sample's gradient [batch, *shape]; several uses add up there. Of a table it is that of
-the rows which were looked up, and their ids are one more output of the graph. The parameters
-themselves go in detached, so that gradients leave by slots alone, and the user's backend sees plain
-ATen.
+the rows which were looked up, and their ids are one more output of the graph. Where factors are to
+be kept, it is the gradient of what came out of the operation, and what went in is an output. The
+parameters themselves go in detached, so that gradients leave by slots alone, and the user's backend
+sees plain ATen.
 
 [Note: nothing is skipped] A graph is all of a module's forward pass (`fullgraph=True`): of the
 model, or of one of its blocks, around which an eager capture goes on. An operation without a rule,
@@ -16,7 +17,7 @@ pass that Dynamo would leave to Python, now or after many recompilations.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,19 +42,19 @@ from unison.rng.compiled_draws import DrawingBackend
 
 
 class GradientSlot(NamedTuple):
-    """What takes the gradients of one parameter in a graph, or of one lookup in its table.
+    """What takes the gradients of one parameter in a graph, or of one use of it.
 
     Attributes:
         name: The parameter.
-        shape: [batch, *shape of the parameter], or of what was looked up.
+        shape: [batch, *shape of the parameter], or of what came out of the use.
         dtype: Of its gradient.
-        is_lookup: Whether it is of a lookup.
+        record: Makes a record of what went in and of the gradient; None where the latter is all.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_lookup: bool
+    record: Callable[[Tensor, Tensor], Record] | None
 
 
 class _ToSlots(torch.autograd.Function):
@@ -81,14 +82,25 @@ class _TracedUse:
     use: Use
     places: Sequence[int]  # number of each record's slot
     slots: Sequence[int]  # the same numbers, each once
+    factored: Collection[str]  # parameters whose factors are kept
 
     def gradients(self, g: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
         """The gradients of the slots."""
         found: dict[int, Tensor] = {}
-        for place, record in zip(self.places, _records(self.use, g, saved), strict=True):
-            value = record.g if isinstance(record, Lookup) else _multiplied_out(record)
+        names = [source.name for tracked, _ in self.use.uses for source in tracked.sources]
+        records = _records(self.use, g, saved)
+        for place, name, record in zip(self.places, names, records, strict=True):
+            kept = _kept(name, record, self.factored)
+            value = _multiplied_out(record) if kept is None else kept.g
             found[place] = found[place] + value if place in found else value
         return [found[slot] for slot in self.slots]
+
+
+def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Product | None:
+    """The record itself, if its parts are kept and not multiplied out."""
+    if isinstance(record, Lookup) or (isinstance(record, Product) and name in factored):
+        return record
+    return None
 
 
 def _records(use: Use, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
@@ -96,13 +108,14 @@ def _records(use: Use, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
     return [each.as_product() if isinstance(each, Streamed) else each for each in made]
 
 
-def _multiplied_out(record: Product | Dense) -> Tensor:
+def _multiplied_out(record: Record) -> Tensor:
     """The per-sample gradients [batch, *shape], in the dtype that they are computed in.
 
     Norms and sums are made of the same rounded values, so that the bound holds for them.
     """
     if isinstance(record, Dense):
         return record.value
+    assert isinstance(record, Product)
     dtype = torch.promote_types(record.a.dtype, record.g.dtype)
     a, g = record.a.to(dtype), record.g.to(dtype)
     left, right = (a, g) if record.is_transposed else (g, a)
@@ -139,23 +152,27 @@ class _Traced(Capture):
     """A capture of one run of a graph: the uses are noted, or lead to slots.
 
     Args:
-        batch: Number of samples.
-        axes: Where they lie, as learned.
+        of: The capture of the pass.
         slots: The number of each record's slot, by use; None to note the uses instead.
         values: The slots themselves, by number.
+
+    Attributes:
+        noted: The records of each use, with their parameters.
+        kept: What went into uses whose parts are kept, by the numbers of their slots.
     """
 
     def __init__(
         self,
-        batch: int,
-        axes: AxisTable,
+        of: Capture,
         slots: Sequence[Sequence[int]] | None = None,
         values: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(nn.Module(), batch, axes=_TracedAxes.of(axes), on_record=_refuse_record)
+        axes = _TracedAxes.of(of.axes)
+        super().__init__(nn.Module(), of.batch, axes=axes, on_record=_refuse_record)
+        self.factored = of.factored
         self._slots, self._values = slots, values
         self.noted: list[list[tuple[str, Record]]] = []
-        self.ids: list[tuple[int, Tensor]] = []  # of lookups, with their slots
+        self.kept: dict[int, Tensor] = {}
 
     def call(
         self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
@@ -188,13 +205,12 @@ class _Traced(Capture):
         if self._slots is None:
             return output
         places = self._slots[number]
-        self.ids += [
-            (place, record.ids)
-            for place, (_, record) in zip(places, records, strict=True)
-            if isinstance(record, Lookup)
-        ]
+        for place, (name, record) in zip(places, records, strict=True):
+            kept = _kept(name, record, self.factored)
+            if kept is not None:
+                self.kept[place] = kept.ids if isinstance(kept, Lookup) else kept.a
         slots = list(dict.fromkeys(places))
-        traced = _TracedUse(use, places, slots)
+        traced = _TracedUse(use, places, slots, self.factored)
         return _ToSlots.apply(traced, output, *(self._values[each] for each in slots), *saved)  # type: ignore[return-value]
 
 
@@ -209,14 +225,15 @@ class CompiledCapture:
         inner: The backend that compiles the graphs.
 
     Attributes:
-        num_graphs: How many graphs it has compiled.
+        graphs: Those that it has compiled and that have slots.
         num_runs: How often one of them has run.
     """
 
     def __init__(self, inner: DynamoBackend) -> None:
         self._inner = inner
         self._running: tuple[Capture, Mapping[int, str]] | None = None
-        self.num_graphs = self.num_runs = 0
+        self.graphs: list[_CompiledGraph] = []
+        self.num_runs = 0
 
     @contextmanager
     def running(self, capture: Capture, names: Mapping[int, str]) -> Iterator[None]:
@@ -255,8 +272,8 @@ class CompiledCapture:
                 "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
                 "size of a batch"
             )
-        self.num_graphs += 1
         made = _CompiledGraph(graph, inputs, used, capture, self._inner)
+        self.graphs.append(made)
 
         def call(*args: Tensor) -> Any:
             assert self._running is not None
@@ -273,7 +290,7 @@ class _CompiledGraph:
         graph: As Dynamo made it.
         inputs: Examples of its inputs.
         names: Which of them are trainable parameters.
-        capture: Knows the number of samples, and where they lie.
+        capture: Knows the number of samples, where they lie, and whose factors to keep.
         inner: What compiles it.
     """
 
@@ -290,7 +307,6 @@ class _CompiledGraph:
         self.free: list[_SlotSet] = []  # sets of slots that no pass holds
         self._num_inputs = len(inputs)
         self._num_outputs = len(graph.graph.find_nodes(op="output")[0].args[0])
-        batch, axes = capture.batch, capture.axes
         context = TracingContext.get()
         fake = context.fake_mode
         assert fake is not None
@@ -309,21 +325,20 @@ class _CompiledGraph:
                     )
             return outputs
 
-        noting = _Traced(batch, axes)
+        noting = _Traced(capture)
         examples = [fake.from_tensor(each.detach(), static_shapes=True) for each in inputs]
         with fake, torch.enable_grad():
             run(noting, examples)
-        self.slots, numbers = _slots_of(noting.noted)
-        self._lookups = [number for number, slot in enumerate(self.slots) if slot.is_lookup]
+        self.slots, numbers = _slots_of(noting)
+        self._kept = [number for number, slot in enumerate(self.slots) if slot.record is not None]
 
         def traced(*args: Tensor) -> tuple:
             given, values = args[: self._num_inputs], args[self._num_inputs :]
-            capture = _Traced(batch, axes, numbers, values)
-            outputs = run(capture, given)
-            ids = dict(capture.ids)
-            return *outputs, *(ids[number] for number in self._lookups)
+            tracing = _Traced(noting, numbers, values)
+            outputs = run(tracing, given)
+            return *outputs, *(tracing.kept[number] for number in self._kept)
 
-        num_outputs = self._num_outputs + len(self._lookups)
+        num_outputs = self._num_outputs + len(self._kept)
         private = _calling(traced, graph, len(self.slots), num_outputs)
         given = self._given(inputs, self._zeros(inputs))
         # As real tensors slots would be guarded by their strides, and parameters by their graph.
@@ -369,10 +384,8 @@ class _CompiledGraph:
             return self._compiled(*self._given(args, self._zeros(args)))[: self._num_outputs]
         slots = self.free.pop() if self.free else _SlotSet(self, self._zeros(args))
         outputs = self._compiled(*self._given(args, slots.tensors))
-        ids: list[Tensor | None] = [None] * len(self.slots)
-        for number, each in zip(self._lookups, outputs[self._num_outputs :], strict=True):
-            ids[number] = each
-        slots.begin(capture, [str(own[slot.name]) for slot in self.slots], ids)
+        kept = dict(zip(self._kept, outputs[self._num_outputs :], strict=True))
+        slots.begin(capture, [str(own[slot.name]) for slot in self.slots], kept)
         return outputs[: self._num_outputs]
 
 
@@ -391,20 +404,20 @@ class _SlotSet:
         self._graph, self.tensors = graph, tensors
         self._capture: Capture | None = None
         self._names: list[str] = []
-        self._ids: list[Tensor | None] = []
+        self._kept: dict[int, Tensor] = {}
         self._is_used = False
         for number, each in enumerate(tensors):
             each.register_post_accumulate_grad_hook(partial(_on_gradient, ref(self), number))
 
-    def begin(self, capture: Capture, names: list[str], ids: list[Tensor | None]) -> None:
+    def begin(self, capture: Capture, names: list[str], kept: dict[int, Tensor]) -> None:
         """Be the slots of a pass.
 
         Args:
             capture: What takes the records.
             names: The parameters of the slots.
-            ids: What lookups looked up.
+            kept: What went in, by the number of the slot, where it is kept.
         """
-        self._capture, self._names, self._ids, self._is_used = capture, names, ids, False
+        self._capture, self._names, self._kept, self._is_used = capture, names, kept, False
         capture.used.update(names)
         capture.lend(self._end)
 
@@ -412,15 +425,12 @@ class _SlotSet:
         """Hand the gradient of a slot over."""
         assert self._capture is not None
         self._is_used = True
-        name, ids = self._names[number], self._ids[number]
-        if ids is None:
-            self._capture.on_record(name, Dense(gradient))
-        else:
-            shape = self._graph.shapes[self._graph.slots[number].name]
-            self._capture.on_record(name, Lookup(ids, gradient, shape))
+        make = self._graph.slots[number].record
+        record = Dense(gradient) if make is None else make(self._kept.pop(number), gradient)
+        self._capture.on_record(self._names[number], record)
 
     def _end(self) -> None:
-        self._capture, self._names, self._ids = None, [], []
+        self._capture, self._names, self._kept = None, [], {}
         if self._is_used:
             self._graph.free.append(self)
 
@@ -434,11 +444,11 @@ def _on_gradient(slots: "ref[_SlotSet]", number: int, tensor: Tensor) -> None:
         own.take(number, gradient)
 
 
-def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[GradientSlot], list[list[int]]]:
-    """Decide the slots: one per parameter, and one per lookup of a table.
+def _slots_of(noting: _Traced) -> tuple[list[GradientSlot], list[list[int]]]:
+    """Decide the slots: one per parameter, and one per use whose parts are kept.
 
     Args:
-        noted: The records of each use, with their parameters.
+        noting: Has noted the uses.
 
     Returns:
         The slots, and for each record of each use the number of its slot.
@@ -446,24 +456,32 @@ def _slots_of(noted: list[list[tuple[str, Record]]]) -> tuple[list[GradientSlot]
     slots: list[GradientSlot] = []
     whole: dict[str, int] = {}
     numbers: list[list[int]] = []
-    for records in noted:
+    for records in noting.noted:
         numbers.append([])
         for name, record in records:
-            if isinstance(record, Lookup):
-                slots.append(
-                    GradientSlot(name, tuple(record.g.shape), record.g.dtype, is_lookup=True)
-                )
+            kept = _kept(name, record, noting.factored)
+            if kept is not None:
+                slots.append(GradientSlot(name, tuple(kept.g.shape), kept.g.dtype, _maker(kept)))
                 numbers[-1].append(len(slots) - 1)
                 continue
             value = _multiplied_out(record)
             if name not in whole:
                 whole[name] = len(slots)
-                slots.append(GradientSlot(name, tuple(value.shape), value.dtype, is_lookup=False))
+                slots.append(GradientSlot(name, tuple(value.shape), value.dtype, None))
             slot = slots[whole[name]]
             dtype = torch.promote_types(slot.dtype, value.dtype)
             slots[whole[name]] = slot._replace(dtype=dtype)
             numbers[-1].append(whole[name])
     return slots, numbers
+
+
+def _maker(record: Lookup | Product) -> Callable[[Tensor, Tensor], Record]:
+    """What makes records like one, of what went in and of a gradient."""
+    shape = record.shape
+    if isinstance(record, Lookup):
+        return lambda ids, g: Lookup(ids, g, shape)
+    is_transposed = record.is_transposed
+    return lambda a, g: Product(a, g, is_transposed, shape)
 
 
 def _calling(

@@ -27,6 +27,7 @@ from unison.clip.alternatives import (
 from unison.clip.costs import MACHINES, Cost
 from unison.clip.layers import Layer, Use, describe
 from unison.clip.modes import AUTO, MODES, Choice
+from unison.clip.norms import NORM_METHODS
 from unison.clip.plan_table import details, table
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
@@ -119,6 +120,12 @@ class Plan:
     @cached_property
     def _by_name(self) -> dict[str, LayerPlan]:
         return {each.layer.name: each for each in self.layers}
+
+    @cached_property
+    def factored(self) -> frozenset[str]:
+        """The layers whose per-sample gradients are not multiplied out to be kept."""
+        found = [each for each in self.layers if not NORM_METHODS[each.chosen.choice.norm].is_kept]
+        return frozenset(each.layer.name for each in found)
 
     def choice(self, name: str) -> Choice:
         """Return the methods of the layer of that name."""

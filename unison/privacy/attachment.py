@@ -304,6 +304,7 @@ class Attachment:
                 is_light=num_forwards == num_backwards == 1,
                 alike=Alike((id(plan), num_rows), partial(self._clipping, rows.granule)),
             )
+            capture.factored = plan.factored
             parts[rows.granule] = RunningPart(rows, clipping, capture)
         context = ExitStack()
         captures = {granule: part.capture for granule, part in parts.items()}

@@ -80,10 +80,10 @@ class CompiledPasses:
             each.detach()
         self.forwards = []
 
-    def backend(self, capture: Capture, trained: tuple[bool, ...]) -> CompiledCapture:
+    def backend(self, capture: Capture, kinds: tuple[str, ...]) -> CompiledCapture:
         """What compiles modules for passes like the capture's; see `Passes`."""
         draws = draws_of_granule() is not None
-        key = id(self._inner), id(capture.axes), capture.batch, trained, draws
+        key = id(self._inner), id(capture.axes), capture.batch, kinds, draws
         if key not in self._backends:
             self._axes.append(capture.axes)
             self._backends[key] = CompiledCapture(self._inner)
@@ -93,7 +93,7 @@ class CompiledPasses:
     def num_graphs(self) -> int:
         """How many graphs the user's backend has compiled."""
         found = self._backends.items()
-        return sum(each.num_graphs for key, each in found if key[0] == id(self._inner))
+        return sum(len(each.graphs) for key, each in found if key[0] == id(self._inner))
 
     def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What the user's backend makes of a forward; see `Passes`."""
@@ -211,6 +211,7 @@ class CompiledPasses:
     ) -> Mapping[str, Tensor]:
         norms = _Norms(learned, plan, inputs, num_rows)
         capture = Capture(self._module, num_rows, axes=learned.axes, on_record=norms.clipping.take)
+        capture.factored = plan.factored
         with capture.installed(), self.running([capture] if is_compiled else []):
             norms.send_back(self._module)
         capture.release()

@@ -6,7 +6,8 @@ compiled code as they are, and the records that come out of the slots are the ca
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -45,12 +46,12 @@ class Passes(Protocol):
         """What the user's backend makes of a forward, for passes without gradients."""
         ...
 
-    def backend(self, capture: Capture, trained: tuple[bool, ...]) -> CompiledCapture:
+    def backend(self, capture: Capture, kinds: tuple[str, ...]) -> CompiledCapture:
         """What compiles modules for passes like the capture's.
 
         Args:
             capture: Of the pass.
-            trained: Which of the module's parameters are trained.
+            kinds: How the module's parameters are trained, one by one.
         """
         ...
 
@@ -187,8 +188,8 @@ class CompiledForward:
             shown.append(None if is_own else mark.value)
             names[id(own if is_own else mark.value)] = mark.of_parameters[0]
         capture = self._capture_of(marks)
-        trained = tuple(isinstance(each, Tracked) for each in marks)
-        backend = self._passes.backend(capture, trained)
+        kinds = tuple(_kind(each, capture.factored) for each in marks)
+        backend = self._passes.backend(capture, kinds)
         with (
             self._in_places(shown),
             backend.running(capture, names),
@@ -204,22 +205,38 @@ class CompiledForward:
                 self._eager, backend=backend, dynamic=False, fullgraph=True
             )
         compiled, num_runs = self._compiled[backend], backend.num_runs
-        if backend in self._worked:
-            output = compiled(*args, **kwargs)
-        else:
-            try:
+        try:
+            if backend in self._worked:
+                output = compiled(*args, **kwargs)
+            else:
                 with torch._dynamo.config.patch(_NO_LIMITS):  # each kind has its own backend
                     output = compiled(*args, **kwargs)
-            except Exception as error:  # Dynamo and backends raise anything
-                return None, reason_of(error)
-            self._worked.add(backend)
+        except _before_running() as error:
+            if backend in self._worked:
+                self._warn(reason_of(error))
+            return None, reason_of(error)
+        except Exception as error:  # backends raise anything
+            if backend in self._worked:
+                raise
+            return None, reason_of(error)
+        self._worked.add(backend)
         return (output, None) if backend.num_runs > num_runs else (None, _SKIPPED)
+
+    def _warn(self, reason: str) -> None:
+        warnings.warn(f"{self.name} runs uncompiled from now on: {reason}", stacklevel=2)
 
     def _capture_of(self, marks: list[Any]) -> Capture:
         found = (each.listener for each in marks if isinstance(each, Tracked))
         listener = next(found, None)
         # Marks that stay have a listener of their own: then there is but one capture.
         return listener if isinstance(listener, Capture) else self._passes.captures[0]
+
+
+def _kind(mark: Any, factored: Collection[str]) -> str:
+    """How a parameter is trained; blocks that differ in it are not compiled alike."""
+    if not isinstance(mark, Tracked):
+        return "frozen"
+    return "factored" if mark.of_parameters[0] in factored else "multiplied out"
 
 
 def _put(places: list[tuple[dict[str, Any], str]], values: list[Any]) -> None:
@@ -232,6 +249,15 @@ _SKIPPED = (
     "torch.compile has left it to Python, as it does under torch.compiler.set_stance, with "
     "TORCH_COMPILE_DISABLE and inside of some hooks for saved tensors"
 )
+
+
+def _before_running() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises before any of a module's code has run."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
 _NO_LIMITS = {"recompile_limit": 10_000, "accumulated_recompile_limit": 10_000}
 
 
@@ -240,6 +266,11 @@ def reason_of(error: BaseException) -> str:
     error = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
     if isinstance(error, UnsupportedOperation):
         return str(error)
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return (
+            "it was compiled too often: something that Python reads in forward, such as a number "
+            "that a module keeps, is another one in every pass"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     source = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", source]).strip()

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,34 @@ def test_legitimate_loops_are_trained(name, mode):
     if case.has_oracle and mode == AUTO:
         expected = oracle_sum(case)
         found = run(case, mode).sums[0]
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def compiled(case: Case) -> Case:
+    torch._dynamo.reset()
+    return replace(case, settings={**case.settings, "compile": {"backend": "aot_eager"}})
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, and of what runs uncompiled
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_covered_or_refused_compiled(name):
+    verdict = judge(compiled(ADVERSARIAL[name]), AUTO)
+    assert verdict.is_covered, verdict
+    assert not verdict.is_split or name in REFUSED_BY_DATA, verdict
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_legitimate_loops_are_trained_compiled(name):
+    case = compiled(LEGITIMATE[name])
+    verdict = judge(case, AUTO)
+    assert verdict.is_covered, verdict
+    assert verdict.refusal is None or case.may_be_refused, verdict.refusal
+    if case.has_oracle and verdict.refusal is None:
+        expected = oracle_sum(case)
+        found = run(case, AUTO).sums[0]
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
