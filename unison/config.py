@@ -171,6 +171,8 @@ class Mechanism:
         threads: CPU threads per rank, which change the bits of some sums. None takes one with the
             ordered reducer, since its result must not depend on how many ranks share the cores, and
             leaves it to the launcher otherwise.
+        compile: Whether passes go through torch.compile, which changes bits: the blocks of an
+            ordinary run, and of a private one whatever `make_private(compile=True)` compiles.
         privacy: What a private run applies; None for an ordinary one.
         kfac: How gradients are preconditioned; None leaves them to the optimizer.
     """
@@ -197,6 +199,7 @@ class Mechanism:
     reducer: str = "fast"
     granule: int = 1
     threads: int | None = None
+    compile: bool = False
     privacy: Privacy | None = None
     kfac: Kfac | None = None
 
@@ -333,6 +336,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         mechanism, shard = self.mechanism, self.execution.shard
+        if mechanism.compile and shard == "fsdp2":
+            raise BadInput(
+                "--compile and --shard fsdp2 do not go together: torch's own hooks lie between the "
+                "blocks; use --shard full, or leave --compile out"
+            )
+        if mechanism.compile and mechanism.kfac is not None:
+            raise BadInput(
+                "--compile and --kfac do not go together: curvature is taken from what goes in and "
+                "out of layers, which compiled blocks do not show; leave --compile out"
+            )
         if mechanism.reducer != "ordered":
             return
         if mechanism.privacy is None and shard not in ORDERED_SHARDINGS:

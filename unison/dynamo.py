@@ -3,6 +3,7 @@
 Dynamo itself is imported where it is used: that takes a second.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,3 +33,16 @@ def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
 
 def _nothing() -> None:
     pass
+
+
+def pinned(backend: DynamoBackend) -> DynamoBackend:
+    """The same backend, which chooses nothing by timing: each choice has bits of its own.
+
+    Inductor tries several kernels and takes the fastest, which is another one from run to run.
+    """
+    config = getattr(backend, "config", None)
+    if type(backend).__name__ != "_TorchCompileInductorWrapper" or not isinstance(config, dict):
+        return backend
+    made: Any = copy.copy(backend)
+    made.config = {**config, "deterministic": True}
+    return made

@@ -292,6 +292,7 @@ def test_fingerprint_names_what_changes_bits():
     assert found["granule"] == 2
     assert found["threads"] == torch.get_num_threads()
     assert {"torch", "instruction_set", "blas", "gpu", "attention"} <= found.keys()
+    assert fingerprint(granule=2, is_compiled=True) != found
 
 
 def test_fingerprint_says_whether_onednn_is_switched_off():

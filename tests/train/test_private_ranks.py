@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.private_runs import SEEDED, TARGET, config_of
-from unison.config import TrainConfig
+from tests.train.private_runs import SEEDED, SMALL, TARGET, config_of
+from unison.config import Kfac, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.privacy import read_ledger
 from unison.train import TrainResult, loop, resumed_config, run_on_local_ranks, train
@@ -136,3 +136,17 @@ def test_a_ledger_that_lost_lines_is_refused_by_all_ranks(text, tmp_path):
         (run / name).unlink()
     with pytest.raises(BadInput, match="put the ledger of this run back"):
         train_on(2, resumed_config(run, asked, given=set()))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_compiled_ranks_give_the_bits_of_one(text, tmp_path):
+    both = {"compile": True, "overrides": {**SMALL, "num_layers": 2}}
+    check_same_bits(text, tmp_path, 2, both, shard="full")
+
+
+def test_what_is_not_compiled_is_refused(text, tmp_path):
+    with pytest.raises(BadInput, match="--shard fsdp2"):
+        config_of(tmp_path, text, SEEDED, compile=True, shard="fsdp2")
+    with pytest.raises(BadInput, match="--compile and --kfac"):
+        config_of(tmp_path, text, None, compile=True, kfac=Kfac(), optimizer="sgd")

@@ -139,6 +139,14 @@ def train(
             "cores divided by --nproc.",
         ),
     ] = None,
+    compile: Annotated[  # noqa: A002
+        bool,
+        _optim(
+            "--compile",
+            help="Put the model through torch.compile; the first steps take longer, and bits are "
+            "others than without.",
+        ),
+    ] = False,
     seed: Annotated[
         int, _optim("--seed", help="Seed of initial values, row order and split.")
     ] = _DEFAULT.seed,
@@ -334,6 +342,7 @@ def train(
         reducer=reducer.value,
         granule=granule,
         threads=threads,
+        compile=compile,
         privacy=None if resume is not None else options.make_privacy(said, given),
         kfac=None if resume is not None else kfac_options.make_kfac(said_of_kfac, given),
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unison.capture import Capture, state_kept
 from unison.capture.compiled import CompiledCapture
 from unison.clip import Clipping, Learned, Plan
-from unison.dynamo import DynamoBackend
+from unison.dynamo import DynamoBackend, pinned
 from unison.privacy.compiled_forward import CompiledForward, cuts_of, reason_of
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
 from unison.rng.draw_mode import draws_of_granule, outside_draws
@@ -55,7 +55,7 @@ class CompiledPasses:
         is_aside: Callable[[], bool],
         agree: Callable[[bool], bool],
     ) -> None:
-        self._module, self._inner = module, inner
+        self._module, self._inner = module, pinned(inner) if is_granular else inner
         self._is_aside, self._agree = is_aside, agree
         self._backends: dict[Any, CompiledCapture] = {}
         self._axes: list[Any] = []  # keeps them, and so their ids

@@ -90,12 +90,20 @@ def _hash(name: str, value: Tensor) -> str:
 
 
 def fingerprint(
-    *, granule: int | None = None, device: torch.device | None = None
+    *,
+    granule: int | None = None,
+    device: torch.device | None = None,
+    is_compiled: bool = False,
 ) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings.
 
     Equality of digests is promised between runs with equal fingerprints, and between no others:
     each of these was seen to change bits.
+
+    Args:
+        granule: Samples per granule.
+        device: Where it computes.
+        is_compiled: Whether passes, or blocks, go through torch.compile.
     """
     is_cuda = device is not None and device.type == "cuda"
     capability = torch.backends.cuda
@@ -120,6 +128,7 @@ def fingerprint(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "environment": {name: os.environ[name] for name in _SWITCHES if name in os.environ},
         "granule": granule,
+        "compiled": is_compiled,
     }
 
 

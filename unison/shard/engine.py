@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from unison.dynamo import backend_in
+from unison.dynamo import backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.compiled_draws import DrawingBackend
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused
@@ -100,8 +100,9 @@ def compile_inside(unit: Unit) -> None:
     if compiled is None or unit.is_plain or isinstance(compiled, functools.partial):
         return
 
-    # With numbers of samples it is compiled anew: the user's code may have torch's own in it.
-    drawing = torch.compile(module._call_impl, backend=DrawingBackend(backend_in(compiled)))
+    # In granules it is compiled anew, for numbers of samples and for bits that stay.
+    backend = DrawingBackend(pinned(backend_in(compiled)))
+    drawing = torch.compile(module._call_impl, backend=backend)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         unit.is_inside = True

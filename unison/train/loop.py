@@ -17,7 +17,7 @@ from unison.data import RowDataset
 from unison.models import LanguageModel, build, count_parameters, save
 from unison.privacy import BudgetSpent
 from unison.rng import Key
-from unison.shard import full_parameters
+from unison.shard import find_blocks, full_parameters
 from unison.train import report
 from unison.train.batches import part_of_rank, to_device
 from unison.train.checkpoint import (
@@ -140,6 +140,9 @@ class Run:
             fill=partial(unison.materialize, model, seed=mechanism.seed, device=world.device),
             sums_gradients=mechanism.privacy is None,
         )
+        if mechanism.compile and mechanism.privacy is None:
+            for block in find_blocks(model):
+                block.compile()
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
         self.preconditioner = preconditioner_of(config, self.parallel, self.optimizer)
@@ -259,7 +262,12 @@ class Run:
         """
         mechanism, output = self.config.mechanism, self.config.output
         checkpoints = Checkpoints(output, self.world)
-        for step in range(progress.step + 1, mechanism.steps + 1):
+        first = progress.step + 1
+        for step in range(first, mechanism.steps + 1):
+            compiles = mechanism.compile and step == first
+            began = time.perf_counter()
+            if compiles:
+                view.show_compiling()
             try:
                 progress = self.take_step(step, passes, progress, view, record)
             except BudgetSpent as refusal:  # raised before anything of the step is applied
@@ -267,6 +275,8 @@ class Run:
                     f"step {step} would have spent ε = {refusal.would_spend:.4f}; the steps before "
                     f"it spent {refusal.spent:.4f}"
                 )
+            if compiles:
+                view.show_compiled(time.perf_counter() - began)
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
             if output.eval_every and step % output.eval_every == 0:

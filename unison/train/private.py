@@ -155,6 +155,7 @@ class Private:
                 max_physical_batch_size=self._config.execution.micro_batch_size,
                 budget=budget,
                 granule=mechanism.granule if is_ordered else None,
+                compile=mechanism.compile,
                 seed=None if privacy.secure_noise else mechanism.seed,
             )
         try:

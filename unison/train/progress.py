@@ -96,6 +96,20 @@ class ProgressView:
         else:
             self._say(f"step {step}/{self._num_steps}  eval loss {loss:.4f}")
 
+    def show_compiling(self) -> None:
+        """Show that the next step compiles the model first."""
+        if self._bar is not None:
+            self._bar.below = "compiling: the first step takes longer than the others"
+        else:
+            self._say("compiling: the first step takes longer than the others")
+
+    def show_compiled(self, seconds: float) -> None:
+        """Show how long the first step took."""
+        if self._bar is not None:
+            self._bar.below = f"the first step, with compiling, took {seconds:.0f} s"
+        else:
+            self._say(f"the first step, with compiling, took {seconds:.0f} s")
+
     def _say(self, line: str) -> None:
         if self._console is not None:
             self._console.print(line, highlight=False, soft_wrap=True)

@@ -86,7 +86,9 @@ def summarize(rows: Rows, config: TrainConfig) -> dict[str, Any]:
 def _fingerprint(config: TrainConfig, world: World) -> dict[str, Any]:
     is_ordered = config.mechanism.reducer == "ordered"
     return unison.fingerprint(
-        granule=config.mechanism.granule if is_ordered else None, device=world.device
+        granule=config.mechanism.granule if is_ordered else None,
+        device=world.device,
+        is_compiled=config.mechanism.compile,
     )
 
 

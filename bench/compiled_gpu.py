@@ -1,0 +1,302 @@
+"""Private training under torch.compile, beside the same model compiled and not private.
+
+    python -m bench.compiled_gpu gpt2-large llama-1.1b opt-1.3b llama-7b-lora
+
+Models of transformers in bfloat16, random weights, T = 1024, AdamW. A logical batch of 64 rows
+comes in 8 passes of 8, with secure noise. In each round every contender takes one step (8 passes
+and the optimizer), in an order that rotates; ratios are paired by round. Memory is the peak of one
+step of a contender less what was allocated before it was built. `--passes 1 --rows 4 --tokens 512`
+is one pass per step.
+
+The result is bench/results/compiled-gpu.json. Opacus takes part if its source is in an ignored
+folder (`pip install --no-deps --target bench/peers/site opacus opt_einsum`).
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import unison
+from bench.runner import ROOT, ratio_of, write_result
+from unison.privacy import PrivacyEngine
+
+LIMITS = {"gpt2-large": 1.07, "llama-1.1b": 1.08, "opt-1.3b": 1.08, "llama-7b-lora": 1.08}
+MEMORY_LIMIT = 1.15
+GIB = 2**30
+REFERENCE = "compiled, not private"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one step is."""
+
+    passes: int
+    rows: int
+    tokens: int
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+        return self.passes * self.rows
+
+
+def llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> nn.Module:
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=inner,
+            max_position_embeddings=4096,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2_large() -> nn.Module:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_embd=1280,
+            n_layer=36,
+            n_head=20,
+            n_positions=4096,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    )
+
+
+def opt() -> nn.Module:
+    return hf.OPTForCausalLM(
+        hf.OPTConfig(
+            hidden_size=2048,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            ffn_dim=8192,
+            word_embed_proj_dim=2048,
+            max_position_embeddings=4096,
+            dropout=0.0,
+            use_cache=False,
+        )
+    )
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2-large": gpt2_large,
+    "llama-1.1b": lambda: llama(2048, 22, 32, 4, 5632),
+    "opt-1.3b": opt,
+    "llama-7b-lora": lambda: with_lora(llama(4096, 32, 32, 32, 11008)),
+    "tiny": lambda: llama(64, 2, 4, 2, 96),
+}
+
+
+def build(name: str, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return MODELS[name]().train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def losses_of(model: Callable[..., Any], ids: Tensor) -> Tensor:  # [rows]
+    logits = model(input_ids=ids).logits
+    each = F.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    return each.view(len(ids), -1).mean(1)
+
+
+Step = Callable[[], None]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-5, fused=trained[0].is_cuda)
+
+
+def not_private(name: str, shape: Shape, device: str, *, is_compiled: bool) -> Step:
+    model = build(name, device)
+    optimizer = optimizer_of(model)
+    ids = torch.randint(3, 30000 if name != "tiny" else 200, (shape.batch_size, shape.tokens))
+    rows = ids.to(device).split(shape.rows)
+    losses = torch.compile(losses_of) if is_compiled else losses_of
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for each in rows:
+            (losses(model, each).sum() / shape.batch_size).backward()
+        optimizer.step()
+
+    return step
+
+
+def private(name: str, shape: Shape, device: str, **settings: Any) -> Step:
+    model = build(name, device)
+    generator = torch.Generator().manual_seed(0)
+    size = (64 * shape.batch_size, shape.tokens)
+    ids = torch.randint(3, 30000 if name != "tiny" else 200, size, generator=generator)
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer_of(model),
+        data_loader=DataLoader(
+            TensorDataset(ids.to(device)), batch_size=shape.batch_size, shuffle=True
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        max_physical_batch_size=shape.rows,
+        **settings,
+    )
+    batches = iter(loader)
+
+    def step() -> None:
+        for _ in range(shape.passes):
+            (rows,) = next(batches)
+            optimizer.zero_grad()
+            losses_of(model, rows).mean().backward()
+            optimizer.step()
+
+    step.engine = engine  # type: ignore[attr-defined]
+    return step
+
+
+def opacus(name: str, shape: Shape, device: str) -> Step:
+    """As its users run it: per-sample gradients in `grad_sample`, several passes a step."""
+    modules, optimizers = map(import_module, ("opacus.grad_sample", "opacus.optimizers"))
+    model: Any = modules.GradSampleModule(build(name, device), strict=False)
+    optimizer = optimizers.DPOptimizer(
+        optimizer_of(model),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=shape.batch_size,
+    )
+    ids = torch.randint(3, 30000 if name != "tiny" else 200, (shape.batch_size, shape.tokens))
+    rows = ids.to(device).split(shape.rows)
+
+    def step() -> None:
+        for number, each in enumerate(rows):
+            optimizer.zero_grad()
+            losses_of(model, each).mean().backward()
+            optimizer.signal_skip_step(do_skip=number < len(rows) - 1)
+            optimizer.step()
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[str, Shape, str], Step]] = {
+    REFERENCE: lambda *where: not_private(*where, is_compiled=True),
+    "compiled, private": lambda *where: private(*where, compile=True),
+    "eager, not private": lambda *where: not_private(*where, is_compiled=False),
+    "eager, private": private,
+    "opacus": opacus,
+}
+
+
+def seconds(step: Step, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]) -> dict[str, Any]:
+    """Times, ratios and peaks of one model."""
+    figures: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
+    for kind in wanted:
+        gc.collect()
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        try:
+            step = CONTENDERS[kind](name, shape, device)
+            first = seconds(step, device)
+            seconds(step, device)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds(step, device)
+        except Exception as error:  # a peer that does not take the model is a result too
+            figures[kind] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(kind, figures[kind], flush=True)
+            continue
+        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+        figures[kind] = {"first_step_seconds": first, "peak_gib": peak / GIB}
+        print(kind, figures[kind], flush=True)
+        steps[kind] = step
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for number in range(rounds):
+        order = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
+        for kind in order:
+            times[kind].append(seconds(steps[kind], device))
+    for kind, each in times.items():
+        figures[kind]["median_seconds"] = statistics.median(each)
+        if kind != REFERENCE and REFERENCE in times:
+            figures[kind]["ratio"] = ratio_of(each, times[REFERENCE]).figures()
+            least = figures[REFERENCE]["peak_gib"]
+            figures[kind]["memory_ratio"] = figures[kind]["peak_gib"] / least if least else None
+    for step in steps.values():
+        if hasattr(step, "engine"):
+            step.engine.detach()  # type: ignore[attr-defined]
+    return figures
+
+
+def main() -> int:
+    """Measure, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("models", nargs="+", choices=list(MODELS))
+    parser.add_argument("--passes", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--name", default="compiled-gpu")
+    parser.add_argument("--directory", default="bench/results")
+    options = parser.parse_args()
+    sys.path.extend(str(ROOT / "bench" / "peers" / each) for each in ("site", "."))
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", message=".*compiled")
+    hf.logging.set_verbosity_error()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(options.passes, options.rows, options.tokens)
+    figures: dict[str, Any] = {"shape": vars(shape), "limits": LIMITS, "memory": MEMORY_LIMIT}
+    for name in options.models:
+        torch.compiler.reset()
+        print(name, flush=True)
+        figures[name] = measure(name, shape, device, options.rounds, options.only)
+        ours = figures[name].get("compiled, private", {})
+        print(name, ours.get("ratio"), ours.get("memory_ratio"), flush=True)
+        write_result(options.name, figures, directory=options.directory)
+    print(unison.__version__, os.environ.get("UNISON_COMMIT", ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
