@@ -36,6 +36,19 @@ def pushed_lowest(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextmanager
+def taken_away(mode: TorchFunctionMode) -> Iterator[None]:
+    """Have a mode nowhere on the stack for a block."""
+    if not any(each is mode for each in _get_current_function_mode_stack()):
+        yield
+        return
+    take_away(mode)
+    try:
+        yield
+    finally:
+        push_lowest(mode)
+
+
+@contextmanager
 def _cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
     """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
     above = []

@@ -15,7 +15,7 @@ from unison.capture import Capture, learn_axes
 from unison.capture.compiled import CompiledCapture
 from unison.ops import Record, per_sample
 
-ALWAYS = {"gpt2", "llama tied"}
+ALWAYS = {"llama tied"}
 # What they compute in whatever the model has: Mamba's scan, the others' queries and keys.
 COMPUTED_IN = dict.fromkeys(("mamba", "gpt-j", "gpt-neo"), torch.float32)
 # Dynamo does not make one graph of them: layers are dropped at random, code of peft's that it

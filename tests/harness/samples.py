@@ -32,6 +32,7 @@ def _rows(rows: int, vocab: int, dtype: torch.dtype, gap: int = 0) -> tuple[Any,
     return logits, labels, logits.to(wide).logsumexp(1), torch.randn(rows, dtype=wide)
 
 
+_WORDS = torch.tensor([1, 2, 3, 4])
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "unison::cross_entropy_statistics": [
         (*_rows(*sample)[:2], -100)
@@ -50,6 +51,12 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
             (4, 9, torch.bfloat16),
             (0, 7, torch.float32),
         ]
+    ],
+    "unison::drop": [
+        (torch.randn(3, 7), _WORDS, torch.tensor([4, 9, 2]), 0, 0, 0.5),
+        (torch.randn(5, 3, 2), _WORDS, torch.tensor([1, 2, 3]), 2, 1, 0.1),
+        (torch.randn(7, 1, dtype=torch.float64), _WORDS, torch.tensor([0, 1]), 1, -1, 0.3),
+        (torch.randn(0, 4), _WORDS, torch.tensor([0]), 0, 0, 0.3),
     ],
     "unison::random_fill": [
         _fill((3, 7), [0, 100, 2**34], 7, Cipher.PHILOX),

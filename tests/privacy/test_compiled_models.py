@@ -83,7 +83,8 @@ def test_a_layer_is_dropped_by_a_drawn_number():
     assert compiled == ["model.decoder.layers.0", "model.decoder.layers.1"]
 
 
-@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_reentrant", [False, True])
 def test_blocks_under_activation_checkpointing(is_reentrant):
     """Checkpoints are a part of the graph."""
 

@@ -11,7 +11,7 @@ import torch
 from tests.harness import World, run_on_ranks
 from tests.privacy.sharded import CONFIG, oracle_run, private_run, relative
 
-STEPS: dict[str, Any] = {"rate": 0.06, "steps": 6}  # one of them empty, most ranks without samples
+STEPS: dict[str, Any] = {"rate": 0.06, "steps": 6}  # two of them empty, most ranks without samples
 ALL = ("losses", "norms", "digest")
 
 
@@ -20,7 +20,7 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's compiler
         warnings.filterwarnings("error", message=".*compiled")
-        return private_run(world, **STEPS, **case)
+        return private_run(world, **{**STEPS, **case})
 
 
 @functools.cache
@@ -62,6 +62,7 @@ def test_dropout_and_accumulation(backend):
         "physical": 2,
         "config": replace(CONFIG, dropout=0.3),
         "compile": {"backend": backend},
+        "steps": 3,
     }
     found = check_bits({2: "zero3"}, case, ("norms", "digest"))
     expected = run_on_ranks(1, run, {"how": "none", **case, "compile": False})[0]

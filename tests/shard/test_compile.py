@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from tests.harness import World, ranks, run_on_ranks
 from tests.shard.common import DECODER, ordered_run, per_sample_loss, tokens
 from unison.models import build
+from unison.rng import compiled_draws
 from unison.shard import auto_shard, digest
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
@@ -118,9 +120,12 @@ def compiled_by(backend: str) -> Callable[[nn.Module], None]:
 def ordered(world: World, backend: str | None, micro_batch: int | None) -> dict:
     torch.compiler.reset()
     config = replace(DECODER, dropout=0.2, num_layers=2)
-    with warnings.catch_warnings():
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(compiled_draws, "count_draws", wraps=compiled_draws.count_draws) as calls,
+    ):
         warnings.simplefilter("ignore")
-        return ordered_run(
+        found = ordered_run(
             world,
             config,
             granule=2,
@@ -128,14 +133,18 @@ def ordered(world: World, backend: str | None, micro_batch: int | None) -> dict:
             micro_batch=micro_batch,
             change=None if backend is None else compiled_by(backend),
         )
+    return {**found, "num_compiled": calls.call_count}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_digest_of_compiled_blocks_with_dropout(backend):
     """Masks belong to samples, and compiled code draws none of its own."""
     expected = run_on_ranks(1, ordered, backend, None)[0]
     for size, micro_batch in ((2, None), (3, None), (2, 4)):
         for found in run_on_ranks(size, ordered, backend, micro_batch):
             assert found["digest"] == expected["digest"]
+            assert found["num_compiled"] > 0
     plain = run_on_ranks(1, ordered, None, None)[0]
     assert expected["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert expected["num_compiled"] == 2 * (4 + 1)  # blocks, granules of both batches

@@ -1,10 +1,9 @@
 """Private passes under torch.compile: which modules are compiled, and that it comes out the same.
 
 [Note: whole, or by blocks] A model that is one graph is compiled whole. One that is not (a layer is
-dropped by a drawn number, a block is under activation checkpointing) is compiled block by block,
-and an eager capture follows what lies between. So are models whose blocks are sharded, and those
-that train in granules: what is compiled together must not depend on how many ranks there are, or
-bits would.
+dropped by a drawn number, and Python reads it) is compiled block by block, and an eager capture
+follows what lies between. So are models whose blocks are sharded, and those that train in granules:
+what is compiled together must not depend on how many ranks there are, or bits would.
 
 What is compiled is tried out first, on the first batch of each kind, before anything is spent: its
 per-sample norms must be those of the eager capture, parameter by parameter. A module for which that
@@ -63,6 +62,7 @@ class CompiledPasses:
         self._captures: list[Capture] = []
         self._evaluated: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.is_trying = False
+        self._num_told = 0  # of the modules that run uncompiled
         self.refusal: str | None = None
         self._cuts = cuts_of(module, is_granular=is_granular)  # those that were not tried in vain
         self.forwards: list[CompiledForward] = []
@@ -147,7 +147,7 @@ class CompiledPasses:
             reason = self._difference(inputs, learned, plan, num_rows)
             refused = [each for each in self.forwards if each.refusal is not None]
             if reason is None and len(refused) < len(self.forwards):
-                self._warn_of(refused, None if first is None else f"not as a whole: {first}")
+                self._tell(refused, first)
                 return
             first = first or reason or refused[0].refusal
             self._cuts.pop(0)
@@ -160,13 +160,16 @@ class CompiledPasses:
             stacklevel=2,
         )
 
-    def _warn_of(self, refused: Sequence[CompiledForward], cut: str | None) -> None:
-        name = type(self._module).__name__
-        if cut is not None:
+    def _tell(self, refused: Sequence[CompiledForward], why_not_whole: str | None) -> None:
+        """Warn of what runs uncompiled, each once."""
+        if why_not_whole is not None:
             warnings.warn(
-                f"private passes of {name} are compiled block by block, {cut}", stacklevel=2
+                f"private passes of {type(self._module).__name__} are compiled block by block, not "
+                f"as a whole: {why_not_whole}",
+                stacklevel=2,
             )
-        if refused:
+        told, self._num_told = self._num_told, len(refused)
+        if len(refused) > told:
             others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
             warnings.warn(
                 f"{refused[0].name}{others} run uncompiled: {refused[0].refusal}", stacklevel=2

@@ -23,6 +23,7 @@ from unison.capture.compiled import CompiledCapture
 from unison.capture.names import places
 from unison.capture.tracked import Tracked
 from unison.errors import UnsupportedOperation
+from unison.rng.draw_mode import unwatched
 from unison.shard.api import find_blocks
 from unison.shard.each_granule import call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
@@ -155,6 +156,10 @@ class CompiledForward:
                 output, self.refusal = self._run_compiled(marks, args, kwargs)
                 if self.refusal is None:
                     return output
+            if not self._passes.is_aside:  # or it is told when all are known
+                warnings.warn(
+                    f"{self.name} runs uncompiled from now on: {self.refusal}", stacklevel=2
+                )
         with self._in_places(marks):
             return self._eager(*args, **kwargs)
 
@@ -193,6 +198,7 @@ class CompiledForward:
         with (
             self._in_places(shown),
             backend.running(capture, names),
+            unwatched(),
             _disable_current_modes(),
         ):
             return self._call(backend, args, kwargs)
@@ -212,8 +218,6 @@ class CompiledForward:
                 with torch._dynamo.config.patch(_NO_LIMITS):  # each kind has its own backend
                     output = compiled(*args, **kwargs)
         except _before_running() as error:
-            if backend in self._worked:
-                self._warn(reason_of(error))
             return None, reason_of(error)
         except Exception as error:  # backends raise anything
             if backend in self._worked:
@@ -221,9 +225,6 @@ class CompiledForward:
             return None, reason_of(error)
         self._worked.add(backend)
         return (output, None) if backend.num_runs > num_runs else (None, _SKIPPED)
-
-    def _warn(self, reason: str) -> None:
-        warnings.warn(f"{self.name} runs uncompiled from now on: {reason}", stacklevel=2)
 
     def _capture_of(self, marks: list[Any]) -> Capture:
         found = (each.listener for each in marks if isinstance(each, Tracked))

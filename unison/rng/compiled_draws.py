@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
@@ -82,7 +82,7 @@ class DrawingBackend:
         nodes = list(_drawing_nodes(graph))
         if running is None or not nodes:
             return self.inner(graph, inputs)
-        counts = _rewrite(graph, nodes, len(running[1].ids))
+        graph, counts = _rewritten(graph, nodes, len(running[1].ids))
         fake = TracingContext.get().fake_mode
         assert fake is not None
         examples = [fake.from_tensor(each, static_shapes=True) for each in _streams()]
@@ -135,13 +135,19 @@ def _draws(node: Node) -> bool:
     return draws_now(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
 
-def _rewrite(graph: GraphModule, nodes: list[Node], num_rows: int) -> tuple[int, int]:
-    """Let the nodes that draw do so from three more inputs of the graph.
+def _rewritten(
+    graph: GraphModule, nodes: list[Node], num_rows: int
+) -> tuple[GraphModule, tuple[int, int]]:
+    """A graph whose nodes that draw do so from three more inputs; Dynamo goes on with its own.
 
     Returns:
-        How many of them draw for rows of samples, and how many for all samples together.
+        The graph; how many of them draw for rows of samples, and how many for all together.
     """
-    own = graph.graph
+    own, copies = Graph(), {}
+    own.output(own.graph_copy(graph.graph, copies))
+    for node in graph.graph.find_nodes(op="placeholder"):
+        copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    nodes = [copies[node] for node in nodes]
     last = own.find_nodes(op="placeholder")[-1]
     streams: list[Node] = []
     for name in ("row_words", "shared_words", "sample_ids"):
@@ -166,8 +172,10 @@ def _rewrite(graph: GraphModule, nodes: list[Node], num_rows: int) -> tuple[int,
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         own.erase_node(node)
-    graph.recompile()
-    return counts[False], counts[True]
+    made = GraphModule(graph, own)
+    made.meta = graph.meta
+    made._param_name_to_source = getattr(graph, "_param_name_to_source", {})  # type: ignore[assignment]
+    return made, (counts[False], counts[True])
 
 
 def _shape_of_dropped(node: Node) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from unison.dynamo import backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.compiled_draws import DrawingBackend
-from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused
+from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
 from unison.shard.context import Context, context_of
 from unison.shard.deal import use_plan_of
 from unison.shard.dealt import hand_on, without_plan
@@ -111,7 +111,7 @@ def compile_inside(unit: Unit) -> None:
             (drawing, nothing_else_drawn(unit.name)) if is_drawing else (compiled, paused())
         )
         try:
-            with context, _disable_current_modes():
+            with context, unwatched(), _disable_current_modes():
                 return run(*args, **kwargs)
         finally:
             unit.is_inside = False
