@@ -62,10 +62,10 @@ ADAPTERS: dict[str, set[str]] = {
     **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
     **{f"unison/kfac/owners/{name}.py": {"shard"} for name in KFAC_OWNERS},
     "unison/kfac/checkpoint.py": {"shard"},
-    "unison/privacy/compiled_forward.py": {"shard"},
+    "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/privacy/ranks.py": {"shard"},
-    "unison/privacy/users_compile.py": {"shard"},
+    "unison/capture/users_compile.py": {"shard"},
 }
 
 NOT_OURS_TO_IMPORT = {"bench", "tests", "examples"}

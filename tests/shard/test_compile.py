@@ -68,6 +68,12 @@ def compile_blocks_in_place(model: nn.Module) -> None:
         block.compile(backend=counting, fullgraph=True)
 
 
+def compile_children(model: nn.Module) -> None:
+    """As torchtitan does: what `torch.compile(block)` returns takes the block's place."""
+    for index, block in enumerate(model.layers):
+        model.layers[index] = torch.compile(block, backend=counting, fullgraph=True)
+
+
 def compile_sharded_blocks(model: nn.Module) -> Callable:
     compile_blocks_in_place(model)
     return model
@@ -83,8 +89,13 @@ def counted(world: World, change: Callable | None, around: Callable | None) -> t
 
 @pytest.mark.parametrize(
     "how",
-    [(compile_blocks, None), (compile_blocks_in_place, None), (None, compile_sharded_blocks)],
-    ids=["forward", "before sharding", "after sharding"],
+    [
+        (compile_blocks, None),
+        (compile_blocks_in_place, None),
+        (compile_children, None),
+        (None, compile_sharded_blocks),
+    ],
+    ids=["forward", "before sharding", "in its place", "after sharding"],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_blocks_may_be_compiled(size, how):
@@ -111,8 +122,8 @@ def test_compiling_around_units_warns(world):
 
 def compiled_by(backend: str) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
-        for block in model.layers:
-            block.compile(backend=backend)
+        model.layers[0].compile(backend=backend)
+        model.layers[1] = torch.compile(model.layers[1], backend=backend)
 
     return change
 

@@ -55,5 +55,5 @@ def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def _is_compiled_class(kind: type[nn.Module]) -> bool:
-    is_wrapper = kind.__name__ == "OptimizedModule"  # importing it takes a second
-    return is_wrapper or getattr(kind, _CALLED) is not None or hasattr(kind.forward, ORIGINAL)
+    own = getattr(kind, "forward", None)  # what torch.compile returns has one of each object
+    return getattr(kind, _CALLED) is not None or hasattr(own, ORIGINAL)

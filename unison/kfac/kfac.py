@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unison.capture.users_compile import as_written, unwrapped
 from unison.errors import BadInput
 from unison.kfac.assignment import Assignment, assign
 from unison.kfac.checkpoint import (
@@ -89,6 +90,7 @@ class KFAC:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.config = config = config or KFACConfig()
+        module = unwrapped(module)
         refuse_private(module)
         if optimizer is not None:
             refuse_adaptive(optimizer, config.graft)
@@ -222,7 +224,7 @@ class KFAC:
         passes, self._passes = self._passes, []
         self._watch.is_paused = True
         try:
-            with self._owner.observing():
+            with as_written(self._module), self._owner.observing():
                 if not self.layers:
                     layers = [each.as_dict() for each in self._collector.find_layers(passes[0])]
                     layers = value_from(ranks, 0, layers)

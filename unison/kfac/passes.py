@@ -99,9 +99,17 @@ class Watch:
         self._surroundings: Surroundings | None = None
         self._draws: tuple[BatchDraws, list[tuple[int, int]]] | None = None
         self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True),
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        _as_python(self._before)(module, args, kwargs)
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        return _as_python(self._after)(module, args, kwargs, output)
 
     def detach(self) -> None:
         """Leave the module as it was."""
@@ -147,6 +155,13 @@ class Watch:
                 flat[place] = joined(seen, value)
         self.current = Pass((args, kwargs), num_rows, rows, surroundings, self._draws, parts)
         return tree_unflatten(flat, spec)
+
+
+def _as_python(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a hook run as it is where the module around it is compiled, which goes on below it."""
+    if not torch.compiler.is_compiling():
+        return hook
+    return torch.compiler.disable(hook, reason="KFAC keeps what goes into the module")
 
 
 def asker(kfac: Any) -> Callable[[], bool]:

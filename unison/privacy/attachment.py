@@ -11,8 +11,6 @@ records are added up with the coefficients that are known by then.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import repeat
-from operator import contains
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -23,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
 from unison.capture.sites import Alike
+from unison.capture.users_compile import backend_of_caller, is_compiled, uncompile
 from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
@@ -49,7 +48,6 @@ from unison.privacy.running import (
     RunningPass,
 )
 from unison.privacy.trained import Trained
-from unison.privacy.users_compile import COMPILED_CALL, backend_of_caller, uncompile
 
 
 class Attachment:
@@ -124,7 +122,8 @@ class Attachment:
         if not (self._owner.can_compile and self._follows_loss):
             return
         backend = None
-        if any(map(contains, self.places.held.attributes, repeat(COMPILED_CALL))):
+        self.places.now()  # a compiled block may have taken the place of another
+        if is_compiled(self.places.held.attributes):
             backend = uncompile(self.module, self._handles)
         if self._compiled is None:
             backend = backend or backend_of_caller()

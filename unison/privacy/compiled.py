@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from unison.capture import Capture, state_kept
 from unison.capture.compiled import CompiledCapture
+from unison.capture.compiled_forward import CompiledForward, cuts_of, reason_of
 from unison.clip import Clipping, Learned, Plan
 from unison.dynamo import DynamoBackend, pinned
-from unison.privacy.compiled_forward import CompiledForward, cuts_of, reason_of
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
 from unison.rng.draw_mode import draws_of_granule, outside_draws
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unison import check
+from unison.capture.users_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
 from unison.errors import BadInput
 from unison.privacy.accounting import check_accountant, check_delta
@@ -44,7 +45,6 @@ from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling, usual_batch_size
 from unison.privacy.schedules import Schedule
 from unison.privacy.training import PrivateTraining, refuse_second_engine
-from unison.privacy.users_compile import uncompile, unwrapped
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -195,15 +195,13 @@ class PrivacyEngine:
         users = ExitStack()  # gives what the user has compiled back
         with ExitStack() as undo:
             undo.callback(users.close)  # if anything is refused from here on
-            own, backend = unwrapped(module, users)
+            own, backend = unwrapped(module), uncompile(module, users)
             show_shards(own)
             parameters = trainable(own)
             refuse_second_engine(parameters)
             check_optimizer(optimizer, parameters)
             owner = owner_of(own, is_ordered=granule is not None)
             undo.callback(owner.detach)
-            if owner.can_compile:
-                backend = uncompile(own, users) or backend
             if owner.is_ordered and granule is None:
                 raise BadInput(
                     "the module's reducer is 'ordered', which adds granules up in one order at "

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from unison.dynamo import backend_in, pinned
+from unison.dynamo import ORIGINAL, backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.compiled_draws import DrawingBackend
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
@@ -91,18 +91,21 @@ def install(unit: Unit) -> None:
 
 
 def compile_inside(unit: Unit) -> None:
-    """Let what `module.compile()` made run inside the unit's pass, and not the pass inside it.
+    """Let what the user has compiled run inside the unit's pass, and not the pass inside it.
 
-    It is compiled code of `module.__call__`, hooks and all, so the pass goes around that.
+    `module.compile()` compiles `module.__call__`, hooks and all, so the pass goes around that. It
+    goes around a compiled forward in any case, and around that of `torch.compile(module)`.
     """
-    module = unit.module
-    compiled = module._compiled_call_impl
-    if compiled is None or unit.is_plain or isinstance(compiled, functools.partial):
+    module, forward = unit.module, unit.forward
+    is_in_place = module._compiled_call_impl is not None
+    compiled = module._compiled_call_impl if is_in_place else forward
+    own = module._call_impl if is_in_place else getattr(forward, ORIGINAL, None)
+    if own is None or unit.is_plain or isinstance(compiled, functools.partial):
         return
 
     # In granules it is compiled anew, for numbers of samples and for bits that stay.
     backend = DrawingBackend(pinned(backend_in(compiled)))
-    drawing = torch.compile(module._call_impl, backend=backend)
+    drawing = torch.compile(own, backend=backend)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         unit.is_inside = True
@@ -117,7 +120,8 @@ def compile_inside(unit: Unit) -> None:
             unit.is_inside = False
 
     unit.inner, unit.compiled = inner, compiled
-    module._compiled_call_impl = functools.partial(_call_compiled, unit)
+    if is_in_place:
+        module._compiled_call_impl = functools.partial(_call_compiled, unit)
 
 
 def _call_compiled(unit: Unit, *args: Any, **kwargs: Any) -> Any:

@@ -93,7 +93,7 @@ class Unit:
         self.module, self.name, self.axes, self.options = module, name, axes, options
         self.ranks = axes.shard
         self.forward = self.inner = forward  # the user's own; and what a pass calls
-        self.compiled: Callable[..., Any] | None = None  # what module.compile() made, if it did
+        self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
         self.is_inside = False  # while compiled code of the module runs, see engine.py
         self.loops_over_model = False  # set when mapping single operations turned out impossible
         self.has_children = False

@@ -1,7 +1,8 @@
-"""What the user has compiled before: taken over for private passes, and given back."""
+"""What the user has compiled: run as it was written where a capture looks on, and given back."""
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,20 +12,13 @@ from unison.dynamo import ORIGINAL, DynamoBackend, backend_in
 from unison.shard.unit import unit_of
 
 
-def unwrapped(module: Any, undo: ExitStack) -> tuple[nn.Module, DynamoBackend | None]:
-    """The module inside of what `torch.compile(module)` returned, and the user's backend.
-
-    The wrapper goes on to work: it calls the module as it is, until `undo` is closed.
-    """
-    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
-        return module, None
-    undo.callback(setattr, module, "forward", module.forward)
-    module.forward = module._orig_mod.__call__
-    return module._orig_mod, torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile(module)` returned; other modules are themselves."""
+    return module._orig_mod if _is_wrapper(module) else module
 
 
 def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
-    """Undo `module.compile()`, of the module and its parts: private passes are compiled otherwise.
+    """Let a module and its parts run as they were written, whatever has been compiled of them.
 
     Args:
         module: The user's module.
@@ -50,7 +44,28 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
     return found[0] if found else None
 
 
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Let a module run as it was written in this block."""
+    with ExitStack() as undo:
+        uncompile(module, undo)
+        yield
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule"  # importing it takes a second
+
+
 COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place
+
+
+def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
+    """Whether any of some modules is compiled.
+
+    Args:
+        attributes: Each module's own.
+    """
+    return any(COMPILED_CALL in own or hasattr(own.get("forward"), ORIGINAL) for own in attributes)
 
 
 def backend_of_caller() -> DynamoBackend | None:
