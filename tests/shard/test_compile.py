@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -70,8 +71,9 @@ def compile_blocks_in_place(model: nn.Module) -> None:
 
 def compile_children(model: nn.Module) -> None:
     """As torchtitan does: what `torch.compile(block)` returns takes the block's place."""
-    for index, block in enumerate(model.layers):
-        model.layers[index] = torch.compile(block, backend=counting, fullgraph=True)
+    layers: Any = model.layers
+    for index, block in enumerate(layers):
+        layers[index] = torch.compile(block, backend=counting, fullgraph=True)
 
 
 def compile_sharded_blocks(model: nn.Module) -> Callable:
@@ -122,8 +124,9 @@ def test_compiling_around_units_warns(world):
 
 def compiled_by(backend: str) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
-        model.layers[0].compile(backend=backend)
-        model.layers[1] = torch.compile(model.layers[1], backend=backend)
+        layers: Any = model.layers
+        layers[0].compile(backend=backend)
+        layers[1] = torch.compile(layers[1], backend=backend)
 
     return change
 

@@ -14,7 +14,9 @@ from unison.shard.unit import unit_of
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of what `torch.compile(module)` returned; other modules are themselves."""
-    return module._orig_mod if _is_wrapper(module) else module
+    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
+        return module
+    return module._modules["_orig_mod"]  # type: ignore[return-value]
 
 
 def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
@@ -50,10 +52,6 @@ def as_written(module: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         uncompile(module, undo)
         yield
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule"  # importing it takes a second
 
 
 COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place

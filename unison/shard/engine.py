@@ -97,9 +97,9 @@ def compile_inside(unit: Unit) -> None:
     goes around a compiled forward in any case, and around that of `torch.compile(module)`.
     """
     module, forward = unit.module, unit.forward
-    is_in_place = module._compiled_call_impl is not None
-    compiled = module._compiled_call_impl if is_in_place else forward
-    own = module._call_impl if is_in_place else getattr(forward, ORIGINAL, None)
+    in_place = module._compiled_call_impl
+    compiled = in_place or forward
+    own = module._call_impl if in_place else getattr(forward, ORIGINAL, None)
     if own is None or unit.is_plain or isinstance(compiled, functools.partial):
         return
 
@@ -120,7 +120,7 @@ def compile_inside(unit: Unit) -> None:
             unit.is_inside = False
 
     unit.inner, unit.compiled = inner, compiled
-    if is_in_place:
+    if in_place is not None:
         module._compiled_call_impl = functools.partial(_call_compiled, unit)
 
 
