@@ -213,6 +213,8 @@ def test_outputs_of_several_dtypes():
     for single, out in zip(singles, mixed, strict=True):
         if out.dtype == HALF:  # Triton's interpreter truncates; hardware rounds
             torch.testing.assert_close(out.float(), single, rtol=2**-7, atol=0.0)
+        elif out.dtype == torch.float64:  # sums are made in it
+            torch.testing.assert_close(out.float(), single, rtol=2**-23, atol=0.0)
         else:
             assert_same_bits(out, single.to(out.dtype))
 

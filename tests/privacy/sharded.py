@@ -97,10 +97,11 @@ def private_run(
     reduction: str = "mean",
     checkpointed: bool = False,
     compile: Any = False,  # noqa: A002
+    reducer: str | None = None,
 ) -> dict[str, Any]:
     """Train, and return what must not depend on the number of ranks."""
     model = build(config, seed=3)
-    model = shard(model, how, world, "ordered" if granule else "fast")
+    model = shard(model, how, world, reducer or ("ordered" if granule else "fast"))
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
     engine = PrivacyEngine(secure_noise=False, accountant="rdp")
     with warnings.catch_warnings():

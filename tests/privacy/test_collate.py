@@ -1,17 +1,21 @@
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 from transformers import BatchEncoding
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.collate import BatchLayout
+from unison.privacy import Poisson, PrivateLoader
+from unison.privacy.collate import BatchLayout, RowShapes
+from unison.rng import Key
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -164,3 +168,83 @@ def test_what_cannot_be_cut_is_refused_with_a_remedy(kind):
     with pytest.raises(UnsupportedOperation, match=message) as caught:
         BatchLayout(build(1), build(2))
     assert "Remedy" in str(caught.value)
+
+
+# ---- one shape -----------------------------------------------------------------------------------
+
+
+def texts(lengths: list[int]) -> list[dict[str, Tensor]]:
+    return [
+        {"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1), "y": torch.ones(())}
+        for n in lengths
+    ]
+
+
+def padded_to_the_longest(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    fill = {"input_ids": 0, "labels": -100}
+    longest = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [each[name] for each in records], batch_first=True, padding_value=value
+        )
+        for name, value in fill.items()
+    }
+    return longest | {"y": torch.stack([each["y"] for each in records])}
+
+
+def first_batches(
+    lengths: list[int], row_shape: Any, padding_row: Any = None
+) -> list[dict[str, Tensor]]:
+    private = PrivateLoader(
+        DataLoader(texts(lengths), batch_size=2, collate_fn=padded_to_the_longest),  # type: ignore[arg-type]
+        Poisson(rate=0.5),
+        Key.from_seed(1),
+    )
+    padding = None if padding_row is None else padded_to_the_longest([padding_row])
+    private.rows = RowShapes(row_shape, padding)
+    return [batch for _, batch in zip(range(2), private, strict=False)]
+
+
+@pytest.mark.parametrize("lengths", [[3, 5, 4, 6], [3, 3, 3, 4], [3, 3, 5, 3]])
+def test_rows_of_several_lengths_are_refused(lengths):
+    """Before the first batch, where one of the first records differs; else when it does."""
+    found = r"rows of batch\['input_ids'\] have shape \[\d\] .* row_shape={'input_ids': \[\d\]"
+    with pytest.raises(BadInput, match=found):
+        first_batches(lengths, None)
+
+
+def test_rows_are_padded_to_a_public_shape():
+    for batch in first_batches([3, 5, 4, 6], {"input_ids": 8, "labels": (8,)}):
+        ids, labels = batch["input_ids"], batch["labels"]
+        assert ids.shape[1:] == labels.shape[1:] == (8,)
+        assert batch["y"].shape == ids.shape[:1]
+        assert (labels[ids == 0] == -100).all()
+        assert (labels[ids != 0] == ids[ids != 0]).all()
+
+
+def test_padding_is_the_public_rows():
+    public = {"input_ids": torch.full((8,), 7), "labels": torch.full((8,), 9), "y": torch.ones(())}
+    for batch in first_batches([3, 3, 3, 3], {"input_ids": 8, "labels": 8}, public):
+        assert (batch["input_ids"][:, 3:] == 7).all()
+        assert (batch["labels"][:, 3:] == 9).all()
+    with pytest.raises(BadInput, match=r"padding_row has shape \[8\] at 'input_ids'"):
+        first_batches([3, 3, 3, 3], {"input_ids": 9, "labels": 9}, public)
+
+
+def test_lengths_that_are_public():
+    assert len({batch["labels"].shape[1] for batch in first_batches([1, 2, 3, 9], "public")}) == 2
+    with pytest.raises(BadInput, match="row_shape"):
+        RowShapes("secret")
+
+
+def test_longer_rows_than_said():
+    with pytest.raises(BadInput, match=r"have shape \[6\], and row_shape is \[5\]: cut longer"):
+        first_batches([3, 5, 4, 6], {"input_ids": 5, "labels": 5})
+
+
+def test_arrays_and_rows_along_another_dimension():
+    shapes = RowShapes({0: (4, 3)})
+    value = np.ones((2, 5, 2), np.float32)
+    found = shapes.fit(value, 1, None, "batch[0]", 0)
+    assert isinstance(found, np.ndarray)
+    assert found.shape == (4, 5, 3)
+    assert found.sum() == value.sum()

@@ -6,9 +6,10 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from unison.clip.bounds import SUM_ERROR
 from unison.errors import BadInput
 from unison.privacy.adaptive import AdaptiveClipping, noisy_fraction
-from unison.privacy.mechanism import Mechanism, Release, sensitivity_factor
+from unison.privacy.mechanism import FINER, Mechanism, Release, sensitivity_factor
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson, from_fields, to_fields
 from unison.privacy.schedules import Cosine, Exponential, Linear, Stairs
 from unison.rng import grid_sensitivity, noise_spacing
@@ -69,7 +70,10 @@ def test_rounding_to_the_grid_is_counted(sigma, clip_norm):
         0
     )
     exact = grid_sensitivity(clip_norm, noise_spacing(release.noise_std), size)
-    assert exact <= clip_norm * release.sensitivity_factor <= 2 * exact - clip_norm + 1e-12
+    counted = clip_norm * (release.sensitivity_factor - SUM_ERROR)
+    assert exact <= counted + 1e-12
+    assert counted <= 2 * (1 + FINER) * (exact - clip_norm) + clip_norm + 1e-12
+    assert SUM_ERROR <= 1e-5
     assert release.effective_noise_multiplier <= release.noise_std / exact
     assert release.sensitivity_factor == sensitivity_factor(sigma, size)
 

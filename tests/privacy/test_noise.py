@@ -11,6 +11,7 @@ from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.errors import BadInput
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.privacy import noise as noises
+from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import finalise
 from unison.privacy.sampling import Poisson
@@ -27,9 +28,22 @@ RELEASE = Release(
 
 def noise_of(num_elements: int, step: int = 4, name: str = "w") -> Tensor:
     release = Release(**RELEASE.to_fields() | {"step": step, "sampling": RELEASE.sampling})
-    zeros = torch.zeros(num_elements)
-    key = Key.from_seed(1)
-    return finalise(zeros, name=name, key=key, release=release, divisor=1.0, dtype=torch.float32)
+    return released(torch.zeros(num_elements), release, Key.from_seed(1), name=name)
+
+
+def released(
+    total: Tensor, release: Release, key: Key, divisor: float = 1.0, name: str = "w"
+) -> Tensor:
+    grid = Grid.of(release, 1)
+    return finalise(
+        grid.integers(total),
+        grid=grid,
+        name=name,
+        key=key,
+        release=release,
+        divisor=divisor,
+        dtype=torch.float32,
+    )
 
 
 def test_variance_and_independence_over_ten_million_elements():
@@ -67,12 +81,8 @@ def test_noise_is_once_per_element_per_logical_batch(monkeypatch):
 def test_the_sum_is_divided_after_the_noise():
     total = torch.full((4,), 0.25)
     key = Key.from_seed(2)
-    whole = finalise(
-        total.clone(), name="w", key=key, release=RELEASE, divisor=1.0, dtype=torch.float32
-    )
-    eighth = finalise(
-        total.clone(), name="w", key=key, release=RELEASE, divisor=8.0, dtype=torch.float32
-    )
+    whole = released(total, RELEASE, key)
+    eighth = released(total, RELEASE, key, divisor=8.0)
     torch.testing.assert_close(eighth * 8, whole, rtol=1e-6, atol=0.0)
 
 

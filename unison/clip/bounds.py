@@ -27,16 +27,35 @@ accumulation, and the result is rounded once. In any order of summation the shar
 
     ‖share‖ ≤ (1+u_result) · c · (n + ρS),     ρ = (1+u_scale)² (1+γ_{k₂}) − 1.
 
-*3. Together.* upper = ((√(n̂² + γ_{k₁}S²) + ρS)(1+u_result))² bounds the square of the share at
-c = 1. Squares add over parameters, so c = C / max(C, (1+2⁻³⁸)·√(Σ upper)) gives ‖share‖ ≤ C. The
-factor 1+2⁻³⁸ pays for the rounding of this formula itself, for up to 2¹² additions over
-parameters, and for results so small that they are subnormal (C ≥ 1e-20 and at most 2⁴⁰ elements).
+*3. Together.* upper = (max(√(n̂² + γ_{k₁}S²) + ρS, τS)(1+u_result))² bounds the square of the share
+at c = 1; τ is of 4. Squares add over parameters, so c = C / max(C, (1+2⁻³⁸)·√(Σ upper)) gives
+‖share‖ ≤ C. The factor 1+2⁻³⁸ pays for the rounding of this formula itself, for up to 2¹² additions
+over parameters, and for results so small that they are subnormal (C ≥ 1e-20 and at most 2⁴⁰
+elements).
+
+*4. The sum.* ε rests on what *emptying* one sample, its coefficient 0, changes in the sum of the
+rows that are computed together. Its share goes, and the roundings of other samples' terms change.
+Plain-torch methods bound that, too. They add in float64, and products of at most
+m = MOST_TERMS_TOGETHER terms apart from the rest: results of a GEMM without the sample have the
+same bits with and without it. Those of the one with it change by 2γ_m Σ_b c_b S_b at most, over its
+samples, of which all parameters' GEMMs together have min(B, 2m). Lookups are added one by one to a
+partial sum of norm at most BC + Σ c_b S_b over m terms, which changes the result by at most
+2u(B·A·C + mB·max c_b S_b), for A additions. With
+
+    τ = (2γ_m min(B, 2m) [products] + 2umB [lookups] + 2γ_B B [others beside them]) / 2⁻¹⁸,
+
+c_b S_b ≤ C/τ, in the norm over parameters, so that both come to 2⁻¹⁸·C at most. All other additions
+(GEMMs to their total, per-sample gradients to each other) change the sum by less than 4uB·A·C,
+below 2⁻¹⁹·C as long as B·A ≤ 2³². Hence two sums differ by at most (1 + SUM_ERROR)·C, as long as
+they stay float64 until they are rounded to the noise's grid. The account knows of it
+(`unison.privacy.mechanism.sensitivity_factor`). τ binds nobody: at B = 64, S must be 10⁵·n.
 
 *How tight.* S/n is √T for T unrelated tokens. With float64 sums γ·S is below 1e-10·n at T = 1000,
-and what remains is u_result = 6e-8. A float32 accumulator would cost T^1.5·6e-8: 2.4e-4 at T = 256.
-Scaling in bfloat16 would cost 2⁻⁷·√T. That is why plain-torch methods accumulate in float64, and
-why `materialize` keeps what it measured: then the contribution *is* c times a known tensor (K = 1,
-S = n), and it does not matter in which precision that tensor was made.
+and what remains is u_result = 6e-8: who asks for sums in float32 is covered, too. A float32
+accumulator would cost T^1.5·6e-8: 2.4e-4 at T = 256. Scaling in bfloat16 would cost 2⁻⁷·√T. That is
+why plain-torch methods accumulate in float64, and why `materialize` keeps what it measured: then
+the contribution *is* c times a known tensor (K = 1, S = n), and it does not matter in which
+precision that tensor was made.
 
 *The same records.* Norm and sum must be made of the same numbers: this is a theorem about rounding,
 not about two runs of a model. `kept` and `records` hold the very tensors that were measured.
@@ -50,10 +69,9 @@ bound is exact, but for a fingerprint that misses a difference with probability 
 compare is right here: no kernel library promises equal bits for equal calls, so that a bound
 based on such a promise would be a hope.
 
-*What this does not say.* The sum over the *batch* rounds too, and its error depends on the other
-samples: with and without one sample, computed sums may differ by C + 2γ_{BK} Σ_b c_b S_b + 2u‖sum‖.
-The second term is below 1e-5·C for a batch of 1000 samples of 1000 tokens in float64 sums. The
-third is rounding to float32 before noise; adding noise before rounding makes it post-processing.
+*What this does not say.* 4. is of plain torch, and of per-sample gradients that were kept, on any
+device. CUDA kernels that add several samples' products in one float32 accumulator (`ghost`, `*_bk`
+modes) bound each share, and not what other samples' roundings do: by experience 1e-7 of the sum.
 """
 
 import math
@@ -65,6 +83,7 @@ import torch
 from torch import Tensor
 
 from unison.clip.matrix import (
+    MOST_TERMS_TOGETHER,
     TOKENS_PER_TILE,
     check_records,
     matrix_shapes,
@@ -108,6 +127,11 @@ class Arithmetic:
 DOUBLE = Arithmetic(
     norm=torch.float64, scale=torch.float64, accumulate=torch.float64, result=torch.float32
 )
+
+_CHANGE = 2.0**-18  # of the sum, in units of C: by products, and by lookups
+SUM_ERROR = 2 * _CHANGE + 2.0**-19
+"""What roundings add to the change of a sum when one sample is emptied, in units of C."""
+_MOST_ADDITIONS = 2**32  # times rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +257,38 @@ def bounded(
     # The mass is itself rounded, by far less than this factor.
     total_mass = (1 + 2.0**-20) * (squared.sqrt() if is_own_norm else mass(records))  # [batch]
     norm = (squared.clamp(min=0) + slack * total_mass.square()).sqrt()  # [batch]
-    upper = (norm + rho * total_mass) * (1 + UNIT_ROUNDOFF[arithmetic.result])
-    return SampleNorms(squared, upper.square())
+    tau = mass_factor(records, batch)
+    upper = norm + rho * total_mass
+    if not is_own_norm:
+        upper = torch.maximum(upper, tau * total_mass)
+    return SampleNorms(squared, (upper * (1 + UNIT_ROUNDOFF[arithmetic.result])).square())
+
+
+def mass_factor(records: Sequence[Record], batch: int) -> float:
+    """Return τ: how much of a sample's mass counts as its norm, so that sums are proved.
+
+    Raises:
+        BadInput: If there are too many additions for that.
+    """
+    unit, most = UNIT_ROUNDOFF[torch.float64], MOST_TERMS_TOGETHER
+    factor, additions = 0.0, 0
+    for record in records:
+        match record:
+            case Lookup():
+                factor += 2 * unit * most * batch
+                additions += batch * num_terms(record)
+            case Dense():
+                factor += 2 * gamma(batch, unit) * batch
+                additions += batch
+            case _:
+                factor += 2 * gamma(most, unit) * min(batch, 2 * most)
+                additions += 2 * batch * num_terms(record) // most + batch + 1
+    if batch * additions > _MOST_ADDITIONS:
+        raise BadInput(
+            f"{batch} samples are too many to prove anything of the rounding of their sum in one "
+            "pass; give make_private a max_physical_batch_size"
+        )
+    return factor / _CHANGE
 
 
 def num_roundings(records: Sequence[Record]) -> int:

@@ -13,7 +13,7 @@ from unison.clip.factored import Factors, can_wait, stacked, sums_of
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.kept import Found, KeptSet, SharesByName, set_of
 from unison.clip.layers import describe, signature_of
-from unison.clip.matrix import tensors_of, wide_dtype
+from unison.clip.matrix import tensors_of
 from unison.clip.measured import (
     METHODS,
     Formed,
@@ -290,7 +290,7 @@ class Clipping:
         if not values:
             return
         for parameter, value in zip(found, values, strict=True):
-            parameter.clipped = value.new_empty(value.shape[1:], dtype=torch.float32)
+            parameter.clipped = value.new_empty(value.shape[1:], dtype=torch.float64)
             parameter.records = []
         combine(
             values,
@@ -350,7 +350,7 @@ class Clipping:
 
     def _keep(self, parameter: UsedParameter, choice: Choice, records: Sequence[Record]) -> None:
         """Keep of the records what the gradient method needs."""
-        parameter.choice, parameter.dtype = choice, wide_dtype(parameter.records)
+        parameter.choice = choice
         if choice.num_backwards == 2:
             dropped = [True] * len(parameter.comes_again)
         else:
@@ -392,7 +392,7 @@ class Clipping:
             parameter.clipped = make(records, coefficients, records[0].shape)
         else:
             self._add(parameter, coefficients)
-            parameter.clipped, parameter.total = parameter.total.to(parameter.dtype), None
+            parameter.clipped, parameter.total = parameter.total, None
         if parameter.lent is not None:
             self._storage.give_back(parameter.name, parameter.lent)
 

@@ -111,7 +111,8 @@ def clipped_gradients(
             clipping.begin_second_pass(by_name)
             with capture.again(surroundings), capture.following(batch):
                 per_sample_loss(model, batch)
-        sums |= clipping.clipped_sums(by_name)
+        made = clipping.clipped_sums(by_name)
+        sums |= {name: total.to(sums[name].dtype) for name, total in made}
     return ClippedGradients(
         sums=sums,
         norms=norms.squared.clamp(min=0).sqrt(),

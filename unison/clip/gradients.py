@@ -1,8 +1,8 @@
 """The clipped sum Σ_b c_b · gradient_b: from records, or from per-sample gradients that were kept.
 
-Sums accumulate in float64 tile by tile and are rounded once, to float32 (float64 for float64
-records); [Note: proved sensitivity] in bounds.py says why. Products go through one GEMM over all
-samples and tokens, (c·left)ᵀ right: no per-sample gradient is formed.
+Sums are float64, and stay it until they meet the noise: [Note: proved sensitivity] in bounds.py
+says why. Products go through GEMMs over few samples at a time, (c·left)ᵀ right: no per-sample
+gradient is formed.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unison.clip.matrix import (
+    MOST_TERMS_TOGETHER,
     check_records,
     factors,
     matrix_shape,
@@ -20,7 +21,6 @@ from unison.clip.matrix import (
     plain_arithmetic,
     spans,
     tensors_of,
-    wide_dtype,
 )
 from unison.errors import BadInput
 from unison.kernels.per_sample import weighted_sum
@@ -28,7 +28,7 @@ from unison.ops import Dense, Lookup, Product, Record
 from unison.ops.records import add_rows_
 
 # Samples × tokens of one GEMM. It reads and writes the whole result, so it should be long.
-_TOKENS_PER_GEMM = 4096
+_TOKENS_PER_GEMM = MOST_TERMS_TOGETHER
 _LEAST_TOKENS_PER_GEMM = 1024
 _ROWS_PER_GEMM = 1024
 
@@ -55,7 +55,7 @@ class GradientMethod:
 
 
 def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return Σ_b c_b · gradient_b over all uses of one parameter: [*shape], float32 or wider.
+    """Return Σ_b c_b · gradient_b over all uses of one parameter: [*shape], float64.
 
     Guarantees:
         With coefficients from `unison.clip.coefficients`, the share of every sample has norm at
@@ -68,18 +68,17 @@ def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[i
     """
     check_records(records)
     if len(records) == 1 and isinstance(records[0], Dense):
-        return _of_dense(records[0], coefficients, wide_dtype(records)).view(shape)
+        return _of_dense(records[0], coefficients).view(shape)
     total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
     for record in records:
         add_clipped(total, record, coefficients)
-    return total.to(wide_dtype(records))
+    return total
 
 
 def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
     """Add Σ_b c_b · gradient_b of one use to `total` [*shape], which is float64.
 
-    For uses that come one by one. Rounding each to float32 would cost what the guarantee of
-    `from_records` rests on: convert the total, once, at the end.
+    For uses that come one by one.
     """
     batch = check_records([record])
     if tuple(total.shape) != record.shape or total.dtype != torch.float64:
@@ -124,7 +123,8 @@ def _add_product(total: Tensor, product: Product, coefficients: Tensor) -> None:
             inputs = _selected(right[samples, part], c).flatten(0, 1)  # [tokens, columns]
             for rows in spans(num_rows, _ROWS_PER_GEMM):
                 scaled = _selected(left[samples, part, rows], c).mul_(c.view(-1, 1, 1))
-                matrix[rows].addmm_(scaled.flatten(0, 1).mT, inputs)
+                # Apart from the total: then no other GEMM's rounding knows of these samples.
+                matrix[rows] += scaled.flatten(0, 1).mT @ inputs
 
 
 def _add_lookup(total: Tensor, lookup: Lookup, coefficients: Tensor) -> None:
@@ -139,16 +139,16 @@ def _add_lookup(total: Tensor, lookup: Lookup, coefficients: Tensor) -> None:
 
 
 def _add_dense(total: Tensor, dense: Dense, coefficients: Tensor) -> None:
-    total.view(-1).add_(_of_dense(dense, coefficients, torch.float64))
+    total.view(-1).add_(_of_dense(dense, coefficients))
 
 
-def _of_dense(dense: Dense, coefficients: Tensor, dtype: torch.dtype) -> Tensor:  # [numel]
+def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
     batch, numel = len(dense.value), math.prod(dense.shape)
     if coefficients.shape != (batch,):
         raise BadInput(f"expected coefficients [{batch}], found {list(coefficients.shape)}")
     values = dense.value.reshape(batch, numel)
     coefficients = coefficients.to(device=values.device, dtype=torch.float64)
-    return weighted_sum(values, coefficients, values.new_empty(numel, dtype=dtype))
+    return weighted_sum(values, coefficients, values.new_empty(numel, dtype=torch.float64))
 
 
 def _selected(x: Tensor, coefficients: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
+# Samples × tokens that one float64 GEMM adds up. Few, and its rounding is small: see bounds.py.
+MOST_TERMS_TOGETHER = 4096
 # Sizes of tiles. They bound memory, and a GEMM of a few hundred tokens runs at full speed.
 TOKENS_PER_TILE = 256
 ROWS_PER_TILE = 256

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from unison.clip.bounds import SampleNorms
@@ -30,7 +29,6 @@ class UsedParameter:
         num_missing: Records that were dropped, and that a second pass has not made again yet.
         lent: Storage of its per-sample gradients.
         total: The float64 sum of records that have come again, while others are missing.
-        dtype: Of the result.
         clipped: Its clipped sum, where a second pass made it.
         is_fast: Whether compiled kernels take its records.
         is_waiting: Whether its per-sample gradients lie there, or its factors, not measured yet.
@@ -45,7 +43,6 @@ class UsedParameter:
     num_missing: int = 0
     lent: Tensor | None = None
     total: Tensor | None = None
-    dtype: torch.dtype = torch.float32
     clipped: Tensor | None = None
     is_fast: bool = False
     is_waiting: bool = False
@@ -66,15 +63,13 @@ class UsedParameter:
     @classmethod
     def of_kept(cls, name: str, value: Tensor) -> "UsedParameter":
         """A parameter that was used once, and whose per-sample gradients are kept."""
-        made = cls(name, [Dense(value)], [False], KEPT, is_fast=True, is_waiting=True)
-        made.dtype = torch.promote_types(value.dtype, torch.float32)
-        return made
+        return cls(name, [Dense(value)], [False], KEPT, is_fast=True, is_waiting=True)
 
     @classmethod
     def of_factors(cls, name: str, factors: Factors) -> "UsedParameter":
         """A parameter that was used once, and whose factors are kept."""
         made = cls(name, [factors.product], [False], CHOICE, is_fast=True, is_waiting=True)
-        made.factors, made.dtype = factors, torch.float32
+        made.factors = factors
         return made
 
     def refuse(self, what: str) -> NoReturn:

@@ -1,9 +1,15 @@
-"""What a collated batch looks like: where its records lie, and how it looks without any."""
+"""What a collated batch looks like: where its records lie, and how it looks without any.
+
+[Note: one shape] Kernels round otherwise at other shapes. So what a record computes depends on the
+shape of its batch, and that must not depend on other records: their number is the draw's, which
+knows of no record, and their rows have one public shape (`RowShapes`). docs/proof.md has the rest.
+"""
 
 import copy
 import dataclasses
 import numbers
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
@@ -82,6 +89,109 @@ class BatchLayout:
             BadInput: It has more or fewer, or is missing; naming the part.
         """
         _check(batch, self._root, num_records, self._rows, "batch")
+
+    def fitted(self, batch: Any, shapes: "RowShapes") -> Any:
+        """Return a batch whose rows have their public shapes; see `RowShapes`."""
+        return _fitted(batch, self._root, shapes.padding, shapes, "batch", None)
+
+
+PUBLIC = "public"
+_IGNORED = -100  # a label that losses leave out
+
+RowShape = str | Mapping[Any, int | Sequence[int]] | None
+"""How `make_private(row_shape=)` says which shape rows have."""
+
+
+class RowShapes:
+    """Sees to it that the rows of all records have one shape, which is public.
+
+    Args:
+        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
+            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
+            of one shape as they come.
+        padding: A batch of one record to take padding from; zeros unless given, and -100 for
+            `"labels"`.
+    """
+
+    def __init__(self, row_shape: RowShape = None, padding: Any = None) -> None:
+        if isinstance(row_shape, str):
+            check.one_of([PUBLIC], row_shape=row_shape)
+        self._are_public = row_shape == PUBLIC
+        given = row_shape if isinstance(row_shape, Mapping) else {}
+        self._wanted = {
+            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
+        }
+        self._known: dict[str, tuple[int, ...]] = {}
+        self.padding = padding
+
+    def fit(self, value: Any, dim: int, padding: Any, path: str, key: Any) -> Any:
+        """Return one part of a batch with rows of the shape that they should have.
+
+        Raises:
+            BadInput: If rows are longer, or of another shape than those before.
+        """
+        if not isinstance(value, Tensor | np.ndarray):
+            return value
+        wanted, found = self._wanted.get(key), _row_shape(value, dim)
+        if wanted is not None and wanted != found:
+            if len(wanted) != len(found) or any(map(gt, found, wanted)):
+                raise BadInput(
+                    f"rows of {path} have shape {list(found)}, and row_shape is {list(wanted)}: "
+                    "cut longer records in the data set, or give a larger row_shape"
+                )
+            value, found = _grown(value, dim, wanted, padding, key), wanted
+        known = self._known.setdefault(path, found)
+        if known != found and not self._are_public:
+            raise BadInput(
+                f"rows of {path} have shape {list(found)} in this batch and {list(known)} in "
+                "another: how long its neighbours are would show in how a record's gradient is "
+                "rounded. Pad all rows to one length (padding='max_length'), or let make_private "
+                f"do it: row_shape={{{key!r}: {list(map(max, found, known))}, ...}}; if lengths "
+                "are public, row_shape='public'"
+            )
+        return value
+
+
+def _row_shape(value: Any, dim: int) -> tuple[int, ...]:
+    shape = tuple(value.shape)
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _grown(value: Any, dim: int, wanted: tuple[int, ...], padding: Any, key: Any) -> Any:
+    """Return rows [records, ...] at the beginning of larger ones."""
+    rows = torch.as_tensor(value).movedim(dim, 0)
+    if padding is None:
+        grown = rows.new_full((len(rows), *wanted), _IGNORED if key == "labels" else 0)
+    else:
+        row = torch.as_tensor(padding).movedim(dim, 0)[:1]
+        if tuple(row.shape[1:]) != wanted:
+            raise BadInput(
+                f"padding_row has shape {list(row.shape[1:])} at {key!r}, and row_shape says "
+                f"{list(wanted)}"
+            )
+        grown = row.expand(len(rows), *wanted).clone()
+    grown[(slice(None), *map(slice, rows.shape[1:]))] = rows
+    grown = grown.movedim(0, dim)
+    return grown if isinstance(value, Tensor) else grown.numpy()
+
+
+def _fitted(value: Any, part: _Part, padding: Any, shapes: RowShapes, path: str, key: Any) -> Any:
+    match part:
+        case _Rows(dim):
+            return shapes.fit(value, dim, padding, path, key)
+        case _Fixed():
+            return value
+        case _Group(parts):
+            found, others = _parts(value) or {}, _parts(padding) or {}
+            made = {
+                name: _fitted(
+                    found[name], inner, others.get(name), shapes, f"{path}[{name!r}]", name
+                )
+                for name, inner in parts.items()
+                if name in found
+            }
+            changed = any(made[name] is not found[name] for name in made)
+            return _rebuilt(value, {**found, **made}, path) if changed else value
 
 
 def _learn(one: Any, two: Any, path: str, rows: int) -> _Part:

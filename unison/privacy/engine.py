@@ -31,6 +31,7 @@ from unison.privacy.arguments import (
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import noise_multiplier_for
 from unison.privacy.clip_rules import CLIP_RULES
+from unison.privacy.collate import RowShape, RowShapes
 from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
@@ -122,6 +123,7 @@ class PrivacyEngine:
         granule: int | None = None,
         rows_per_sample: int = 1,
         padding_row: Any = None,
+        row_shape: RowShape = None,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as torch names it
         seed: int | None = None,
         **unknown: Any,
@@ -168,6 +170,10 @@ class PrivacyEngine:
                 rank that is not full. Made up or public, never one of the data; as the data set
                 gives records. Zeros unless given, which not every model takes. It
                 counts for nothing.
+            row_shape: The shape of a record's row in tensors of the batch whose rows are not all of
+                one length, by name or place: `{"input_ids": 512, "labels": 512}`. Shorter rows are
+                padded, with what `padding_row` has there, or zeros, and -100 for `"labels"`. Rows
+                of several shapes are refused, unless lengths are public: `row_shape="public"`.
             compile: Whether the module's private passes go through `torch.compile`; a dictionary
                 has its backend, mode and options. They do so too if the module comes compiled. What
                 cannot be compiled runs as it is, and a warning says why.
@@ -233,6 +239,7 @@ class PrivacyEngine:
                 rows_per_record=rows_per_sample,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
+            loader.rows = RowShapes(row_shape, padding)
             compiled = check_compile(compile, backend, owner)
             ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
             batch_dim = 0 if batch_first else 1

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from unison import check
 from unison.errors import BadInput
-from unison.privacy.collate import BatchLayout
+from unison.privacy.collate import BatchLayout, RowShapes
 from unison.privacy.draws import Draws
 from unison.privacy.passes import PhysicalBatch, cut_passes, physical_batches
 from unison.privacy.refuse import refuse_contradiction, refuse_unknown_loader
@@ -51,6 +51,7 @@ class PrivateLoader:
         rows_per_record: Rows that `collate_fn` makes of each record, one after the other.
 
     Attributes:
+        rows: Sees to it that rows have one shape.
         current: What was handed out last; None before the first batch and after an epoch's end.
         present: Called with every batch and what it is; what it returns is handed out.
         after_use: Called when the user's code asks for the next batch.
@@ -97,6 +98,7 @@ class PrivateLoader:
         self._batch_size = data_loader.batch_size
         self._loader = _same_loader(data_loader, self._requests)
         self._layout: BatchLayout | None = None
+        self.rows = RowShapes()
         self._rows_per_record = rows_per_record
         self._next_step = 0
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
@@ -212,6 +214,12 @@ class PrivateLoader:
     def __repr__(self) -> str:
         return f"PrivateLoader({self.sampling!r}, next_step={self._next_step})"
 
+    @property
+    def _probes(self) -> Sequence[list[int]]:
+        """What is read before the first batch: records that may be longer than others are."""
+        last = self._draws.num_records - 1
+        return [*_PROBES, [last // 2], [last]]
+
     def _live(self) -> Generator[Any, None, None] | None:
         """The iteration that someone still holds and that has not ended."""
         iteration = self._iteration() if self._iteration is not None else None
@@ -224,18 +232,34 @@ class PrivateLoader:
         # n-th batch that comes back is of the n-th pass that holds records.
         passes, ahead = itertools.tee(self._passes())
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
-        probes = () if self._layout is not None else _PROBES
+        probes = () if self._layout is not None else self._probes
         self._requests.pending = itertools.chain(probes, wanted)
         self._loader.generator = self._seeds_of_workers()
         loaded = iter(self._loader)
         if self._layout is None:
-            self._layout = _learn_layout(loaded, self._rows_per_record)
+            with _kept_generators():
+                self._layout = _learn_layout(loaded, self._rows_per_record)
+                self._learn_shapes(self._layout, loaded)
         try:
             yield from self._loaded(passes, loaded)
         except GeneratorExit:  # the loop was left, perhaps with a batch that is yet to go backward
             if self.on_leave is not None:
                 self.on_leave()
             raise
+
+    def _learn_shapes(self, layout: BatchLayout, loaded: Iterator[Any]) -> None:
+        """Make sure that rows of record 0 and of some others have one shape, before any is drawn.
+
+        Raises:
+            BadInput: If they do not.
+        """
+        layout.fitted(layout.empty(), self.rows)  # of record 0
+        for _ in range(len(self._probes) - len(_PROBES)):
+            try:
+                batch = next(loaded)
+            except Exception:
+                continue
+            layout.fitted(batch, self.rows)
 
     def _loaded(
         self, passes: Iterator[PhysicalBatch], loaded: Iterator[Any]
@@ -246,6 +270,7 @@ class PrivateLoader:
                 self.before_draw(each.step)
             batch = next(loaded) if each.num_samples else self._layout.empty()
             self._layout.check(batch, each.num_samples)
+            batch = self._layout.fitted(batch, self.rows)
             self.current = each
             if each.is_last:
                 self._next_step = each.step + 1
@@ -298,15 +323,14 @@ def _same_loader(data_loader: DataLoader[Any], requests: _Requests) -> DataLoade
 
 
 def _learn_layout(loaded: Iterator[Any], rows_per_record: int) -> BatchLayout:
-    with _kept_generators():
-        try:
-            one, two = next(loaded), next(loaded)
-        except Exception as error:
-            error.add_note(
-                "Raised while record 0 was read once and twice, to learn where a batch holds its "
-                "records: Poisson sampling may draw one record, or none."
-            )
-            raise
+    try:
+        one, two = next(loaded), next(loaded)
+    except Exception as error:
+        error.add_note(
+            "Raised while record 0 was read once and twice, to learn where a batch holds its "
+            "records: Poisson sampling may draw one record, or none."
+        )
+        raise
     return BatchLayout(one, two, rows_per_record)
 
 

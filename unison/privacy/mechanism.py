@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unison import check
+from unison.clip.bounds import SUM_ERROR
 from unison.errors import BadInput
 from unison.privacy import sampling as samplings
 from unison.privacy.adaptive import AdaptiveClipping
@@ -20,6 +21,7 @@ from unison.rng.secure import GRID_BITS
 
 # The spacing of the secure noise's grid is a power of two below this part of the noise's std.
 GRID_SPACING = 2.0 ** (1 - GRID_BITS)
+FINER = 2.0**-4  # at most: the grid of sums (grid.py), where it is not the noise's, beside that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class Release:
         expected_batch_size: The public number that the noisy sum is divided by.
         count_noise_multiplier: Standard deviation of the noise on the statistic of adaptive
             clipping, whose sensitivity is ½; None without it.
-        sensitivity_factor: What one record can change in the sum that gets the noise, in units of
-            C: 1, or a little more where that sum is rounded to the noise's grid.
+        sensitivity_factor: What emptying one record can change in the sum that gets the noise, in
+            units of C: 1 and a little more, for the sum's roundings.
     """
 
     step: int
@@ -118,17 +120,22 @@ class Release:
 
 
 def sensitivity_factor(noise_multiplier: float, rounded_elements: int) -> float:
-    """How much the sensitivity grows when a sum is rounded to the secure noise's grid.
+    """How much the sensitivity grows by roundings, in units of C.
 
-    Rounding moves each element of either neighbour's sum by half a spacing at most (docs/rng.md,
-    "Secure normals"). The spacing lies between half of `GRID_SPACING` and all of it, depending on
-    σ·C; the larger is taken, so that a clip norm which moves does not move ε.
+    To the secure noise's grid: that moves each element of either neighbour's sum by half a spacing
+    at most (docs/rng.md, "Secure normals"). The spacing lies between half of `GRID_SPACING` and all
+    of it, depending on σ·C; the larger is taken, so that a clip norm which moves does not move ε.
+    Before that, to the grid on which sums over passes and ranks are made. And before that, where
+    samples are added up: `SUM_ERROR`, see [Note: proved sensitivity].
 
     Args:
         noise_multiplier: σ.
         rounded_elements: Number of elements of the noised gradient; 0 if the noise has no grid.
     """
-    return 1 + GRID_SPACING * noise_multiplier * math.sqrt(rounded_elements)
+    if rounded_elements == 0:
+        return 1.0
+    spacing = (1 + FINER) * GRID_SPACING * noise_multiplier
+    return 1 + SUM_ERROR + spacing * math.sqrt(rounded_elements)
 
 
 class Mechanism:

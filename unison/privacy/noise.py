@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.errors import BadInput
 from unison.kernels import many
 from unison.kernels.many.table import Sent, sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH
 from unison.privacy.cut import Gradients, empty_gradients
+from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.owners.base import Owned
 from unison.rng import (
@@ -42,8 +42,9 @@ _HOST = torch.device("cpu")
 
 
 def finalise(
-    total: Tensor,
+    integers: Tensor,
     *,
+    grid: Grid,
     name: str,
     key: Key,
     release: Release,
@@ -51,10 +52,11 @@ def finalise(
     dtype: torch.dtype,
     box: Box | None = None,
 ) -> Tensor:
-    """Turn a clipped sum into a private gradient; `total` is used up.
+    """Turn a clipped sum into a private gradient.
 
     Args:
-        total: Σ_b c_b · gradient_b, float32 or float64; of the box, if there is one.
+        integers: Σ_b c_b · gradient_b on a grid; of the box, if there is one.
+        grid: The grid.
         name: The parameter's canonical name, on which its noise hangs.
         key: The key of this step's noise.
         release: What this step applies.
@@ -62,12 +64,13 @@ def finalise(
         dtype: Of the gradient.
         box: Which part of the parameter `total` is; all of it unless given.
     """
+    total = grid.values(integers)
     if release.noise_std > 0:
         stream = Stream(key, name, step=release.step, purpose=PURPOSE, cipher=Cipher.CHACHA20)
         where = Box.whole(total.shape) if box is None else box
         noise = secure_normal(stream, where, release.noise_std, device=total.device)
         add_noise_(total, noise.view_as(total), noise_spacing(release.noise_std))
-    return total.div_(divisor).to(dtype)
+    return total.to(torch.promote_types(dtype, torch.float32)).div_(divisor).to(dtype)
 
 
 class Shares(NamedTuple):
@@ -77,8 +80,8 @@ class Shares(NamedTuple):
 
     Attributes:
         names: The parameters' canonical names.
-        values: [n, ...] each: per-sample gradients, or the one sum of them.
-        weights: [n] each: coefficients, or the number 1.
+        values: [n, ...] each: per-sample gradients, or the one sum of them, perhaps on a grid.
+        weights: [n] each: coefficients, or the number 1, or the grid's spacing.
         like: Parameters, of whose shapes and dtypes the gradients are.
         starts: First of the parameter's elements that this is.
     """
@@ -160,7 +163,7 @@ def recipes_for(
     """
     if release.noise_std == 0:
         return None
-    _check_on_grid(release, num_samples)
+    Grid.of(release, num_samples)
     return recipes_of(names, key, release, device)
 
 
@@ -191,16 +194,6 @@ def _blank_recipe(std: float, cipher: Cipher) -> np.ndarray:
     floats = (std / spacing, spacing)
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
     return np.array(blank.numbers(), np.int64)
-
-
-def _check_on_grid(release: Release, num_samples: int) -> None:
-    """Require the sum to lie on the grid that float64 can add exactly; no sample exceeds C."""
-    largest = max(1, num_samples) * release.max_grad_norm
-    if largest >= 2.0**50 * noise_spacing(release.noise_std):
-        raise BadInput(
-            f"{num_samples} samples of norm {release.max_grad_norm} are too much for the grid of a "
-            f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
-        )
 
 
 def _weights(shares: Shares) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from unison.clip.kept import SharesByName
 from unison.privacy.cut import Gradients
 from unison.privacy.given import Released
+from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
 from unison.privacy.owners import Owned, Owner
@@ -37,6 +38,11 @@ class Terms(NamedTuple):
     release: Release
     divisor: float
     num_samples: int
+
+    @property
+    def grid(self) -> Grid:
+        """On which sums over passes and ranks lie."""
+        return Grid.of(self.release, self.num_samples)
 
 
 class Releasing:
@@ -70,13 +76,13 @@ class Releasing:
         if shares is not None:
             gradients = _all_released(shares, terms)
             return self._by_name, _as_gradients(self._by_name, gradients, self._are_whole)
-        owned, values, weights = self._made_of(own)
+        owned, values, weights = self._made_of_own(own)
         gradients = _all_released(Shares.of(owned, values, weights), terms)
         return owned, _as_gradients(owned, gradients, _are_whole(owned))
 
     def _of_totals(self, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         key, release, divisor, _ = terms
-        all_owned, values, weights = self._made_of(None)
+        all_owned, values, weights = self._totals(terms.grid)
         shares = Shares.of(all_owned, values, weights)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
         if all(type(each) is Owned for each in all_owned) and can_release(shares):
@@ -87,6 +93,7 @@ class Releasing:
         for owned, total in zip(all_owned, values, strict=True):
             gradient = finalise(
                 total.squeeze(0),
+                grid=terms.grid,
                 name=owned.name,
                 key=key,
                 release=release,
@@ -108,7 +115,7 @@ class Releasing:
         key, release, divisor, num_samples = terms
         recipes = recipes_for(self._names, key, release, num_samples)
         found = graph.replay(
-            id(own), lambda: Shares.of(*self._made_of(own)), recipes=recipes, divisor=divisor
+            id(own), lambda: Shares.of(*self._made_of_own(own)), recipes=recipes, divisor=divisor
         )
         for owned, gradient in found:
             owned.parameter.grad = None  # what it held is trained on: nothing is added to it
@@ -121,19 +128,21 @@ class Releasing:
             return None
         return self._blank._replace(values=asked, weights=list(map(_weights_of, own.values())))
 
-    def _made_of(self, own: Own | None) -> Made:
+    def _made_of_own(self, own: Own) -> Made:
         """What this rank owns, and what the sums of it are made of: values and weights of each."""
-        if own is not None:
-            owned = self._owner.owned
-            made = [own.get(each.name) or _unused(each) for each in owned]
-            return owned, [values for values, _ in made], [weights for _, weights in made]
+        owned = self._owner.owned
+        made = [own.get(each.name) or _unused(each) for each in owned]
+        return owned, [values for values, _ in made], [weights for _, weights in made]
+
+    def _totals(self, grid: Grid) -> Made:
+        """The sums over passes and ranks, as integers of which each weighs a spacing."""
         found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
-        ones = {
-            device: torch.ones(1, dtype=torch.float64, device=device)
+        weights = {
+            device: torch.full((1,), grid.spacing, dtype=torch.float64, device=device)
             for device in {total.device for _, total in found}
         }
         totals = [total for _, total in found]
-        return [each for each, _ in found], totals, [ones[total.device] for total in totals]
+        return [each for each, _ in found], totals, [weights[total.device] for total in totals]
 
 
 _weights_of = itemgetter(1)

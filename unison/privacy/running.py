@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unison.capture import Capture, Surroundings
@@ -13,6 +14,7 @@ from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
+from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.passes import PhysicalBatch
 from unison.rng import Key
@@ -86,7 +88,16 @@ class RunningPass:
 
 
 class PassSums:
-    """Makes the clipped sums of a pass that has ended; see `MakeSums`."""
+    """Makes the clipped sums of a pass that has ended: integers, on a grid; see `MakeSums`.
+
+    Integers add without rounding: over granules, passes and ranks the sum is the same in any order,
+    and emptying a record changes it by what it changes in that record's own rows.
+
+    Attributes:
+        grid: On which they lie; set before they are made.
+    """
+
+    grid: Grid
 
     def __init__(self, parts: dict[int, RunningPart]) -> None:
         self._parts = dict(parts)
@@ -95,8 +106,14 @@ class PassSums:
         """Return this rank's clipped sums of these parameters, None for one not used."""
         part = self._parts[granule]
         assert part.coefficients is not None
-        sums = dict(part.clipping.clipped_sums(part.coefficients, names))
+        made = part.clipping.clipped_sums(part.coefficients, names)
+        sums = {name: self.grid.integers(total) for name, total in made}
         return [sums.get(name) for name in names]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sums."""
+        return self.grid.dtype
 
     def shares(self) -> SharesByName | None:
         """Hand out what the sums are made of, if all rows were computed together.

@@ -25,6 +25,7 @@ from unison.privacy.dealing import Dealing, Part, batch_mean, local_batch_mean, 
 from unison.privacy.diagnostics import BatchNorms, Diagnostics
 from unison.privacy.given import GivenGradients
 from unison.privacy.graph import GraphedPass, LossOf
+from unison.privacy.grid import Grid
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
@@ -254,6 +255,7 @@ class PrivateTraining:
             self.open_release(running)
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
+            sums.grid = Grid.of(running.release, batch.logical_size)
             self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
         if batch.is_last:

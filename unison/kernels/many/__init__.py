@@ -21,7 +21,7 @@ __all__ = ["Asked", "Facts", "NoiseDraw", "combine", "is_fast", "release", "squa
 
 
 def is_fast(values: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these tensors: on CUDA, bfloat16 or float32, samples contiguous."""
+    """Whether the kernels take these tensors: on CUDA, of a dtype in KINDS, samples contiguous."""
     if isinstance(values, Asked):
         return values.is_fast
     # Question by question, and not tensor by tensor: no line of Python runs for each of hundreds.
@@ -61,7 +61,8 @@ def combine(
     Args:
         values: X [samples, ...] of each.
         weights: [tensors, samples], float32. A sample of weight 0 is left out: it may hold NaN.
-        outs: Float32, contiguous, as many elements as one sample's X.
+        outs: Float32 or float64, contiguous, as many elements as one sample's X. The sum is made
+            in float64 and rounded once, to their dtype.
         add: Whether to add to what is there.
     """
     if is_fast(values):
@@ -90,10 +91,11 @@ def release(
     divisor: float,
     outs: Sequence[Tensor],
 ) -> None:
-    """Combine, round to the noise's grid, add the noise exactly, divide, and cast.
+    """Combine in float64, round to the noise's grid, add the noise exactly, divide, and cast.
 
     Args:
-        values: X [samples, ...] of each tensor; clipped sums are one sample of weight 1.
+        values: X [samples, ...] of each tensor; clipped sums are one sample of weight 1, or
+            integers of which each is worth the weight.
         weights: [tensors, samples], float32.
         noise: What to add; nothing, if it is not given.
         divisor: A public constant.

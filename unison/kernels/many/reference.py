@@ -18,14 +18,14 @@ def squares(values: Sequence[Tensor]) -> Tensor:
 
 
 def combine(values: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor], *, add: bool):
-    """Write Σ_b w_b X_b of every tensor to its float32 output, or add it.
+    """Write Σ_b w_b X_b of every tensor to its output, or add it; made in float64.
 
-    One sample after the other, as the kernel does: a matrix product might round to TF32.
+    One sample after the other, as the kernel does.
     """
     for each, row, out in zip(values, weights, outs, strict=True):
-        total = torch.zeros_like(out, dtype=torch.float32)
-        for x, weight in zip(each, row, strict=False):  # the row may be longer: zeros
-            total += weight * x.float().view_as(out).masked_fill(weight == 0, 0.0)
+        total = torch.zeros_like(out, dtype=torch.float64)
+        for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
+            total += weight * x.double().view_as(out).masked_fill(weight == 0, 0.0)
         out.copy_(out + total if add else total)
 
 
@@ -44,14 +44,15 @@ def release(
     outs: Sequence[Tensor],
 ) -> None:
     """Combine, add noise on its grid, divide, and cast to each output's dtype."""
-    totals = [torch.empty_like(out, dtype=torch.float32) for out in outs]
+    totals = [torch.empty_like(out, dtype=torch.float64) for out in outs]
     combine(values, weights, totals, add=False)
     if recipes is not None:
-        drawn = [torch.empty_like(total) for total in totals]
+        drawn = [torch.empty_like(total, dtype=torch.float32) for total in totals]
         noise(recipes, starts, drawn)
         for total, each, recipe in zip(totals, drawn, recipes.cpu(), strict=True):
             spacing = bits_float(int(recipe[FLOATS_AT + 1]))
-            on_grid = (total.double() / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
+            on_grid = (total / spacing + ROUND_MAGIC - ROUND_MAGIC) * spacing
             total.copy_(on_grid + each.double())
     for total, out in zip(totals, outs, strict=True):
-        out.copy_(total * torch.tensor(1.0 / divisor, dtype=torch.float32))
+        made = total if out.dtype == torch.float64 else total.float()
+        out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))

@@ -18,9 +18,14 @@ from unison.errors import UnsupportedOperation
 # Columns of the table, all int64.
 VALUES, STRIDE, NUMEL, OUT, FIRST, KIND, SAMPLES = range(7)
 WIDTH = 8
-HALF, SINGLE = 0, 1  # kinds: bfloat16 and float32 values
+HALF, SINGLE, INTEGER, LONG = range(4)  # kinds of values
 
-KINDS = {torch.bfloat16: HALF, torch.float32: SINGLE}
+KINDS = {
+    torch.bfloat16: HALF,
+    torch.float32: SINGLE,
+    torch.int32: INTEGER,
+    torch.int64: LONG,
+}
 
 
 def tile_map(numels: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ from unison.kernels.random.triton import _chacha, _inverse_tail, _weave8
 
 VALUES, STRIDE, NUMEL, OUT = (tl.constexpr(each) for each in (t.VALUES, t.STRIDE, t.NUMEL, t.OUT))
 FIRST, KIND, SAMPLES = (tl.constexpr(each) for each in (t.FIRST, t.KIND, t.SAMPLES))
-WIDTH, SINGLE = tl.constexpr(t.WIDTH), tl.constexpr(t.SINGLE)
+WIDTH, HALF = tl.constexpr(t.WIDTH), tl.constexpr(t.HALF)
+SINGLE, INTEGER = tl.constexpr(t.SINGLE), tl.constexpr(t.INTEGER)
 RECIPE, FLOATS_AT = tl.constexpr(RECIPE_LENGTH), tl.constexpr(FLOATS)
 MAGIC = tl.constexpr(ROUND_MAGIC)
 
@@ -104,21 +105,21 @@ def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
 
 @triton.jit
 def _share(values, weight, at, mask, TILE: tl.constexpr):
-    """Return w_b X_b of a tile, float32."""
+    """Return w_b X_b of a tile, float64: exact, of two float32 numbers."""
     # A sample of weight 0 is not read: it may hold NaN, or not be there.
     is_read = mask & (tl.zeros((TILE,), dtype=tl.float32) + weight != 0.0)
-    return weight * tl.load(values + at, mask=is_read, other=0.0).to(tl.float32)
+    return weight.to(tl.float64) * tl.load(values + at, mask=is_read, other=0).to(tl.float64)
 
 
 @triton.jit
 def _weighted(
     values, stride, samples, weights, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Return Σ_b w_b X_b of a tile, samples one after the other, float32.
+    """Return Σ_b w_b X_b of a tile, samples one after the other, float64.
 
     Some are read at once: a tile of one sample is too little to be waited for by itself.
     """
-    total = tl.zeros((TILE,), dtype=tl.float32)
+    total = tl.zeros((TILE,), dtype=tl.float64)
     if samples == 1:  # a sum, and not per-sample gradients
         total += _share(values, tl.load(weights), at, mask, TILE)
     else:
@@ -155,15 +156,22 @@ def release_kernel(
         mask = mask & (at >= 0)
     stride, own_weights = _number(row, STRIDE, ALIGNED), weights + tensor * batch
     samples = tl.load(row + SAMPLES).to(tl.int32)
-    if tl.load(row + KIND) == SINGLE:
-        singles = _pointer(row, VALUES, tl.float32, ALIGNED)
-        total = _weighted(singles, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
-    else:
+    kind = tl.load(row + KIND)
+    if kind == HALF:
         halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED)
         total = _weighted(halves, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
+    elif kind == SINGLE:
+        singles = _pointer(row, VALUES, tl.float32, ALIGNED)
+        total = _weighted(singles, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
+    elif kind == INTEGER:  # a sum in units of its weight
+        integers = _pointer(row, VALUES, tl.int32, ALIGNED)
+        total = _share(integers, tl.load(own_weights), at, mask, TILE)
+    else:
+        longs = _pointer(row, VALUES, tl.int64, ALIGNED)
+        total = _share(longs, tl.load(own_weights), at, mask, TILE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     if ADD:
-        total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(out + at, mask=mask, other=0.0).to(tl.float64)
     if NOISY:
         recipe = recipes + tensor * RECIPE
         spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
@@ -172,5 +180,7 @@ def release_kernel(
         # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number rounds
         # the sum to the grid, and subtracting it rounds the noise. Added up it is gone, exactly.
         magic = MAGIC * spacing
-        total = ((total.to(tl.float64) + magic) + (z * std - magic)).to(tl.float32)
+        total = (total + magic) + (z * std - magic)
+    if tl.float64 != DTYPE:
+        total = total.to(tl.float32)
     tl.store(out + at, (total * factor).to(DTYPE), mask=mask)

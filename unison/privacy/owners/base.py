@@ -1,11 +1,12 @@
 """What an owner of parameters does for private training."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture
@@ -16,10 +17,25 @@ from unison.shard.deal import BatchPlan
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import ShardedTensor
 
-MakeSums = Callable[[int, Sequence[str]], list[Tensor | None]]
-"""(granule, names) -> this rank's clipped sums of these parameters, None for one not used.
 
-It gives memory back as it goes: every name is asked for once per granule."""
+class MakeSums(Protocol):
+    """Makes this rank's clipped sums; it gives memory back as it goes.
+
+    Attributes:
+        dtype: Of the sums, integers; the same on every rank.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See above."""
+        ...
+
+    def __call__(self, granule: int, names: Sequence[str]) -> list[Tensor | None]:
+        """Return the sums of these parameters, None for one not used.
+
+        Every name is asked for once per granule.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +113,7 @@ class Owner(Protocol):
 
     Attributes:
         ranks: The ranks that share each logical batch, and hold other samples of it.
-        is_ordered: Whether sums are the same bits on any number of ranks.
+        is_ordered: Whether passes are cut into granules: the same bits on any number of ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
         can_compile: Whether the module's passes may go through torch.compile.

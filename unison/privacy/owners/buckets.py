@@ -13,7 +13,7 @@ from unison.shard.deal import BatchPlan
 from unison.shard.layout import FlatLayout, Piece, Slot
 from unison.shard.ranks import Axes, Ranks
 
-BYTES_PER_BUCKET = 64 << 20  # of float32 sums: large for the network, small beside a model
+BYTES_PER_BUCKET = 64 << 20  # of sums: large for the network, small beside a model
 
 Held = tuple[Owned, tuple[int, ...]]  # a parameter, and the shape of what this rank holds of it
 
@@ -45,10 +45,9 @@ class BucketedSums:
     Args:
         held: The parameters, in an order that every rank shares.
         ranks: The ranks whose sums are added; each has other samples.
-        is_ordered: Whether the result is the same bits on any number of ranks.
     """
 
-    def __init__(self, held: Sequence[Held], ranks: Ranks, *, is_ordered: bool) -> None:
+    def __init__(self, held: Sequence[Held], ranks: Ranks) -> None:
         axes = Axes(all=ranks, shard=Ranks(None), replicas=ranks)
         self._by_name = {owned.name: owned for owned, _ in held}
         self._groups = [
@@ -56,10 +55,9 @@ class BucketedSums:
                 _Bucket(
                     axes,
                     FlatLayout.of((owned.name, shape) for owned, shape in bucket),
-                    torch.promote_types(bucket[0][0].parameter.dtype, torch.float32),
+                    torch.int64,
                     bucket[0][0].parameter.device,
-                ),
-                is_ordered=is_ordered,
+                )
             )
             for bucket in _buckets(held)
         ]
@@ -69,9 +67,9 @@ class BucketedSums:
 
         def take_all(group: GroupSums) -> None:
             for granule in granules:
-                group.take(granule, make_sums(granule, group.names), plan.edges)
+                group.take(granule, make_sums(granule, group.names), make_sums.dtype)
 
-        exchange(self._groups, take_all, is_last=plan.closes_logical_batch)
+        exchange(self._groups, take_all)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out the sums over all ranks; see `Owner`."""

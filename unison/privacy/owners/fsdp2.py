@@ -91,11 +91,7 @@ class FSDP2(RecordsWhole):
                 continue  # of several modules that were given to fully_shard at once
             rows = list(rows_of(fsdp, names, axes.shard))
             if rows:
-                found.append(
-                    FSDP2Group(
-                        fsdp, rows, axes, is_ordered=self.is_ordered, has_children=has_children
-                    )
-                )
+                found.append(FSDP2Group(fsdp, rows, axes, has_children=has_children))
         return found
 
     @contextmanager
@@ -127,11 +123,10 @@ class FSDP2(RecordsWhole):
         def take_all(group: GroupSums) -> None:
             ours = by_sums[id(group)]
             for granule in granules:
-                lines = ours.lines(make_sums(granule, ours.names))
-                group.take(granule, [lines], plan.edges)
+                lines = ours.lines(make_sums(granule, ours.names), make_sums.dtype)
+                group.take(granule, [lines], make_sums.dtype)
 
-        every = [group.sums for group in self._groups]
-        exchange(every, take_all, is_last=plan.closes_logical_batch)
+        exchange([group.sums for group in self._groups], take_all)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out this rank's rows of the sums; see `Owner`."""

@@ -72,22 +72,19 @@ class FSDP2Group:
         fsdp: The `FSDPParamGroup`.
         rows: Its trainable parameters, at least one.
         axes: The ranks.
-        is_ordered: How sums are added up.
         has_children: Whether there are FSDP2 modules inside of the group's module.
     """
 
     can_repeat = False
 
-    def __init__(
-        self, fsdp: Any, rows: Sequence[Rows], axes: Axes, *, is_ordered: bool, has_children: bool
-    ) -> None:
+    def __init__(self, fsdp: Any, rows: Sequence[Rows], axes: Axes, *, has_children: bool) -> None:
         self.fsdp, self.rows, self.axes = fsdp, rows, axes
         self.names = [each.name for each in rows]
         self.device: torch.device = fsdp.device
-        self.reduce_dtype = torch.promote_types(rows[0].parameter.dtype, torch.float32)
+        self.reduce_dtype = torch.int64
         length = axes.shard.size * (rows[-1].column + rows[-1].width)
         self.layout: FlatLayout = _Lines((Slot("lines", (length,), 0),), length)
-        self.sums = GroupSums(self, is_ordered=is_ordered)
+        self.sums = GroupSums(self)
         self._has_children = has_children
         self._attributes = Attributes([[each.uses for each in rows]])
         self._captures: Mapping[int, Capture] = {}  # of the pass under way
@@ -108,9 +105,11 @@ class FSDP2Group:
         """This rank's line."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 
-    def lines(self, sums: Sequence[Tensor | None]) -> Tensor:  # [ranks * length of a line]
+    def lines(
+        self, sums: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> Tensor:  # [ranks * length of a line]
         """Lay the sums of the parameters out; zeros where one was not used."""
-        lines = torch.zeros(self.layout.length, dtype=self.reduce_dtype, device=self.device)
+        lines = torch.zeros(self.layout.length, dtype=dtype, device=self.device)
         size = self.ranks.size
         by_rank = lines.view(size, self.layout.shard_length(size))
         for each, total in zip(self.rows, sums, strict=True):

@@ -42,7 +42,7 @@ class Replicated(RecordsWhole):
         self.owned: Sequence[Owned] = _owned_by_all(module)
         _check_same(self.ranks, self.owned)
         held = [(each, each.shape) for each in self.owned]
-        self._sums = BucketedSums(held, self.ranks, is_ordered=is_ordered)
+        self._sums = BucketedSums(held, self.ranks)
         if self._ddp is not None:
             self._synced = self._ddp.require_backward_grad_sync
             self._ddp.require_backward_grad_sync = False

@@ -1,4 +1,8 @@
-"""Clipped sums of one flat group of parameters, added over granules, passes and ranks."""
+"""Clipped sums of one flat group of parameters, added over granules, passes and ranks.
+
+They are integers ([Note: sums on a grid] in grid.py), so that the order in which they are added
+does not matter: the backend's own is as good as any.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,7 +12,7 @@ from torch import Tensor
 
 from unison.shard.layout import FlatLayout, Piece, Slot
 from unison.shard.ranks import Axes, Ranks
-from unison.shard.reducers import FastReducer, OrderedReducer, Parts
+from unison.shard.reducers import FastReducer, Parts
 
 
 class Group(Protocol):
@@ -37,17 +41,15 @@ class Group(Protocol):
 class GroupSums:
     """The sums of one group: begun by `take`, exchanged by `start`, complete after `finish`.
 
-    The fast way exchanges after every pass and so never holds a whole gradient longer. The ordered
-    way adds in one tree over all granules of the logical batch, and exchanges once.
+    They are exchanged after every pass, so that no whole gradient is held longer.
 
     Args:
         group: The parameters.
-        is_ordered: Which way.
     """
 
-    def __init__(self, group: Group, *, is_ordered: bool) -> None:
-        self.group, self._is_ordered = group, is_ordered
-        self._reducer: FastReducer | OrderedReducer | None = None
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._reducer: FastReducer | None = None
         self.totals: Parts = [None] * len(group.slots)
 
     @property
@@ -55,28 +57,24 @@ class GroupSums:
         """Of the slots."""
         return [slot.name for slot in self.group.slots]
 
-    def take(self, granule: int, sums: Parts, edges: tuple[int, ...]) -> None:
-        """Take this rank's sums of one granule."""
-        sums = [each if each is None else each.to(self.group.reduce_dtype) for each in sums]
-        if self._is_ordered:
-            if self._reducer is None:
-                self._reducer = OrderedReducer(self.group, edges)  # type: ignore[arg-type]
-            self._reducer.take(granule, sums)
-        elif self.group.axes.all.size == 1:  # nothing to exchange
+    def take(self, granule: int, sums: Parts, dtype: torch.dtype) -> None:
+        """Take this rank's sums of one granule, integers of a dtype that all ranks share."""
+        self.group.reduce_dtype = dtype
+        if self.group.axes.all.size == 1:  # nothing to exchange
             self._add([each if each is None else each.reshape(-1) for each in sums])
-        else:
-            if self._reducer is None:
-                self._reducer = FastReducer(self.group)  # type: ignore[arg-type]
-            self._reducer.take(granule, sums)
+            return
+        if self._reducer is None:
+            self._reducer = FastReducer(self.group)  # type: ignore[arg-type]
+        self._reducer.take(granule, sums)
 
-    def start(self, *, is_last: bool) -> None:
-        """Begin to exchange what this pass, or the whole logical batch, has come to."""
-        if self._reducer is not None and (is_last or not self._is_ordered):
+    def start(self) -> None:
+        """Begin to exchange what this pass has come to."""
+        if self._reducer is not None:
             self._reducer.start()
 
-    def finish(self, *, is_last: bool) -> None:
+    def finish(self) -> None:
         """Wait for the exchange, and add its result to that of earlier passes."""
-        if self._reducer is not None and (is_last or not self._is_ordered):
+        if self._reducer is not None:
             self._add(self._reducer.finish())
             self._reducer = None
 
@@ -108,23 +106,22 @@ class GroupSums:
 MAX_IN_FLIGHT = 1  # exchanges beside the computation; each holds a group's sums
 
 
-def exchange(groups: Sequence[GroupSums], make: "TakeAll", *, is_last: bool) -> None:
+def exchange(groups: Sequence[GroupSums], make: "TakeAll") -> None:
     """Make the sums of one group after the other, while those of the one before are exchanged.
 
     Args:
         groups: In an order that every rank shares.
         make: Has a group take its sums.
-        is_last: Whether the logical batch is complete.
     """
     running: list[GroupSums] = []
     for group in groups:
         make(group)
         while len(running) >= MAX_IN_FLIGHT:
-            running.pop(0).finish(is_last=is_last)
-        group.start(is_last=is_last)
+            running.pop(0).finish()
+        group.start()
         running.append(group)
     for group in running:
-        group.finish(is_last=is_last)
+        group.finish()
 
 
 class TakeAll(Protocol):

@@ -116,8 +116,7 @@ class TensorParallel:
         self._check_same(whole)
         self._is_cut = {each.name: each.box.numel() < each.numel for each in self.owned}
         self._of_cut, self._of_whole = (
-            BucketedSums([_held(each) for each in some], self.ranks, is_ordered=is_ordered)
-            for some in (cut, whole)
+            BucketedSums([_held(each) for each in some], self.ranks) for some in (cut, whole)
         )
         self._num_checked = 0
         self._captures: Mapping[int, Capture] | None = None  # of the granules of a pass under way

@@ -60,8 +60,7 @@ class Units(RecordsWhole):
                 own = [names[id(piece)] for piece in group.pieces]
                 self._names[unit, index] = own
                 self._dtypes.append((group, group.reduce_dtype))
-                group.reduce_dtype = torch.promote_types(group.dtype, torch.float32)
-                self._sums.append((GroupSums(group, is_ordered=self.is_ordered), own))
+                self._sums.append((GroupSums(group), own))
                 places = group.piece_places()
                 for name, piece, place in zip(own, group.pieces, places, strict=True):
                     owned.append(Owned(name, piece, place.slot.shape, place.start, place.stop))
@@ -114,10 +113,9 @@ class Units(RecordsWhole):
 
         def take_all(group: GroupSums) -> None:
             for granule in granules:
-                group.take(granule, make_sums(granule, names[id(group)]), plan.edges)
+                group.take(granule, make_sums(granule, names[id(group)]), make_sums.dtype)
 
-        groups = [group for group, _ in self._sums]
-        exchange(groups, take_all, is_last=plan.closes_logical_batch)
+        exchange([group for group, _ in self._sums], take_all)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out this rank's parts of the sums; see `Owner`."""

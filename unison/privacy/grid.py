@@ -1,0 +1,69 @@
+"""The grid that clipped sums lie on: whole multiples of one spacing, which add without rounding.
+
+[Note: sums on a grid] The sum of the rows that are computed together, float64, is rounded to a
+public grid before it is added to any other. From there on sums are integers: over granules, passes
+and ranks they are the same in any order, by any reducer. Emptying a record changes the sum of its
+own rows, and no rounding elsewhere: so all that one record can change is what it changes there
+([Note: proved sensitivity] in unison/clip/bounds.py), and two roundings of each element.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unison.errors import BadInput
+from unison.privacy.mechanism import FINER, Release
+from unison.rng import noise_spacing
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Multiples of a spacing, as integers.
+
+    Attributes:
+        spacing: A power of two, a function of public numbers alone.
+        dtype: Of the integers: as narrow as the sum of a logical batch allows.
+    """
+
+    spacing: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, release: Release, num_samples: int) -> "Grid":
+        """The grid for a logical batch: as fine as the integers that hold its sum allow.
+
+        It is that of the noise, or at least 16 times as fine: a sum is rounded to the noise's grid
+        when it meets the noise, and `sensitivity_factor` counts both roundings.
+
+        Args:
+            release: What the step applies.
+            num_samples: Samples in the logical batch, none of which exceeds C.
+
+        Raises:
+            BadInput: If so many samples are too much for the noise's grid.
+        """
+        largest = max(1, num_samples) * release.max_grad_norm
+        exponent = math.frexp(largest)[1]  # largest < 2^exponent
+        finest = {torch.int32: 2.0 ** (exponent - 30), torch.int64: 2.0 ** (exponent - 50)}
+        if release.noise_std == 0:
+            return cls(finest[torch.int64], torch.int64)
+        spacing = noise_spacing(release.noise_std)
+        for dtype, finer in finest.items():
+            if finer <= spacing * FINER:
+                return cls(finer, dtype)
+            if finer <= spacing:
+                return cls(spacing, dtype)
+        raise BadInput(
+            f"{num_samples} samples of norm {release.max_grad_norm} are too much for the grid of a "
+            f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
+        )
+
+    def integers(self, total: Tensor) -> Tensor:
+        """Round a sum to the grid: how many spacings each element is."""
+        return (total.double() / self.spacing).round_().to(self.dtype)
+
+    def values(self, integers: Tensor) -> Tensor:
+        """What integers stand for, float64, exactly."""
+        return integers.double() * self.spacing
