@@ -63,7 +63,17 @@ def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
     Args:
         attributes: Each module's own.
     """
-    return any(COMPILED_CALL in own or hasattr(own.get("forward"), ORIGINAL) for own in attributes)
+    return any(
+        COMPILED_CALL in own
+        or hasattr(own.get("forward"), ORIGINAL)
+        or any(map(_is_compiled_wrapper, own["_modules"].values()))  # one may have come since
+        for own in attributes
+    )
+
+
+def _is_compiled_wrapper(module: Any) -> bool:
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return is_wrapper and hasattr(vars(module).get("forward"), ORIGINAL)
 
 
 def backend_of_caller() -> DynamoBackend | None:

@@ -122,7 +122,6 @@ class Attachment:
         if not (self._owner.can_compile and self._follows_loss):
             return
         backend = None
-        self.places.now()  # a compiled block may have taken the place of another
         if is_compiled(self.places.held.attributes):
             backend = uncompile(self.module, self._handles)
         if self._compiled is None:

@@ -13,7 +13,7 @@ from unison.privacy.accounting import (
     epsilon_of_events,
     without_truncation,
 )
-from unison.privacy.mechanism import GRID_SPACING, Mechanism
+from unison.privacy.mechanism import Mechanism, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
 from unison.privacy.spending import Event, spending_of
 
@@ -87,13 +87,15 @@ def noise_multiplier_for(
                 f"count_noise_multiplier must exceed {z / 2:.4g}, found {count_noise_multiplier}"
             )
         shift = math.sqrt(shift**2 - (0.5 / count_noise_multiplier) ** 2)
-    shift -= GRID_SPACING * math.sqrt(rounded_elements)
+    # The sensitivity factor is affine in σ.
+    least = sensitivity_factor(0.0, rounded_elements)
+    shift -= sensitivity_factor(1.0, rounded_elements) - least
     if shift <= 0:
         raise BadInput(
             f"rounding {rounded_elements:,} elements to the noise's grid alone spends more than "
             f"ε = {target_epsilon}; raise the target"
         )
-    return (1 + 1e-9) / shift  # the way back to z rounds; the little more keeps ε below
+    return (1 + 1e-9) * least / shift  # the way back to z rounds; the little more keeps ε below
 
 
 def calibrate(

@@ -69,7 +69,7 @@ class BucketedSums:
             for granule in granules:
                 group.take(granule, make_sums(granule, group.names), make_sums.dtype)
 
-        exchange(self._groups, take_all)
+        exchange(self._groups, take_all, is_last=plan.closes_logical_batch)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out the sums over all ranks; see `Owner`."""

@@ -126,7 +126,8 @@ class FSDP2(RecordsWhole):
                 lines = ours.lines(make_sums(granule, ours.names), make_sums.dtype)
                 group.take(granule, [lines], make_sums.dtype)
 
-        exchange([group.sums for group in self._groups], take_all)
+        every = [group.sums for group in self._groups]
+        exchange(every, take_all, is_last=plan.closes_logical_batch)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out this rank's rows of the sums; see `Owner`."""

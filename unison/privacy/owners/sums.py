@@ -41,7 +41,8 @@ class Group(Protocol):
 class GroupSums:
     """The sums of one group: begun by `take`, exchanged by `start`, complete after `finish`.
 
-    They are exchanged after every pass, so that no whole gradient is held longer.
+    Sharded ones are exchanged after every pass, so that no whole gradient is held longer. Where
+    every rank holds the whole gradient anyway, that is once per logical batch.
 
     Args:
         group: The parameters.
@@ -67,16 +68,20 @@ class GroupSums:
             self._reducer = FastReducer(self.group)  # type: ignore[arg-type]
         self._reducer.take(granule, sums)
 
-    def start(self) -> None:
-        """Begin to exchange what this pass has come to."""
-        if self._reducer is not None:
+    def start(self, *, is_last: bool) -> None:
+        """Begin to exchange what this pass, or the whole logical batch, has come to."""
+        if self._reducer is not None and (is_last or self._is_sharded):
             self._reducer.start()
 
-    def finish(self) -> None:
+    def finish(self, *, is_last: bool) -> None:
         """Wait for the exchange, and add its result to that of earlier passes."""
-        if self._reducer is not None:
+        if self._reducer is not None and (is_last or self._is_sharded):
             self._add(self._reducer.finish())
             self._reducer = None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.group.axes.shard.size > 1
 
     def _add(self, parts: Parts) -> None:
         for slot, part in enumerate(parts):
@@ -106,22 +111,23 @@ class GroupSums:
 MAX_IN_FLIGHT = 1  # exchanges beside the computation; each holds a group's sums
 
 
-def exchange(groups: Sequence[GroupSums], make: "TakeAll") -> None:
+def exchange(groups: Sequence[GroupSums], make: "TakeAll", *, is_last: bool) -> None:
     """Make the sums of one group after the other, while those of the one before are exchanged.
 
     Args:
         groups: In an order that every rank shares.
         make: Has a group take its sums.
+        is_last: Whether the logical batch is complete.
     """
     running: list[GroupSums] = []
     for group in groups:
         make(group)
         while len(running) >= MAX_IN_FLIGHT:
-            running.pop(0).finish()
-        group.start()
+            running.pop(0).finish(is_last=is_last)
+        group.start(is_last=is_last)
         running.append(group)
     for group in running:
-        group.finish()
+        group.finish(is_last=is_last)
 
 
 class TakeAll(Protocol):

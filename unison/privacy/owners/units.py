@@ -115,7 +115,8 @@ class Units(RecordsWhole):
             for granule in granules:
                 group.take(granule, make_sums(granule, names[id(group)]), make_sums.dtype)
 
-        exchange([group for group, _ in self._sums], take_all)
+        groups = [group for group, _ in self._sums]
+        exchange(groups, take_all, is_last=plan.closes_logical_batch)
 
     def totals(self) -> Iterator[tuple[Owned, Tensor]]:
         """Hand out this rank's parts of the sums; see `Owner`."""
