@@ -7,10 +7,13 @@ import pytest
 
 from unison.privacy.calibration import epsilon_for
 from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Stairs
+from unison.privacy.spending import ADJACENCY
 
+SECRET = Session(key_origin="operating system", sampling_source="unison", num_records=1000)
 PLAN = ["--delta", "1e-6", "--sample-rate", "0.1"]  # with much noise, for which PLD is fast
 
 
@@ -30,7 +33,8 @@ def run(tmp_path):
         max_grad_norm=0.5,
         expected_batch_size=100,
     )
-    with Ledger.open(tmp_path / "run" / "ledger.jsonl", mechanism=mechanism) as ledger:
+    path = tmp_path / "run" / "ledger.jsonl"
+    with Ledger.open(path, mechanism=mechanism, session=SECRET) as ledger:
         for step in range(10):
             ledger.intend(mechanism.release(step))
             if step < 9:
@@ -57,7 +61,10 @@ def test_a_ledger_is_checked_and_counted(account, run):
     assert found["sampling"] == "Poisson, q = 0.1"
     assert found["noise multiplier σ"] == "4 to 8"
     assert found["clip norm C"] == "0.5"
-    assert found["adjacency"] == "add or remove one record"
+    assert found["adjacency"] == ADJACENCY
+    assert (found["key from"], found["drawn by"]) == ("operating system", "unison")
+    assert found["data"] == "1,000 records, no commitment"
+    assert found["unit of privacy"] == "one row of the data set"
     result = json.loads(account("--ledger", run / "ledger.jsonl", "--delta", "1e-6", "--json")[1])
     for name in ("pld", "rdp"):
         assert found[f"ε at δ = 1e-06, {name.upper()}"] == f"{result['epsilon'][name]:.4f}"
@@ -185,7 +192,7 @@ def test_a_plan_of_no_step_at_all(account):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--delta", "1e-6"], "give --ledger for a run"),
+        (["--delta", "1e-6"], "name a RUN"),
         ([*PLAN, "--steps", "5"], "exactly two of"),
         (
             [*PLAN, "--steps", "5", "--epsilon", "1", "--noise-multiplier", "1"],
