@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -383,7 +382,7 @@ def train(
     work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
+        typer.echo(json.dumps(result.to_fields()))
 
 
 def _was_said(context: typer.Context, name: str) -> bool:

@@ -29,7 +29,7 @@ from unison.privacy import (
     Sampling,
     Shuffled,
     TruncatedPoisson,
-    epsilon_of,
+    epsilon_if_secret,
     noise_multiplier_for,
 )
 from unison.train.parallel import Parallel
@@ -222,6 +222,7 @@ class Private:
             median_norm=found.median_norm,
             clipped_fraction=found.clipped_fraction,
             num_dropped=found.num_dropped,
+            is_secure=self._privacy.secure_noise,
         )
 
     def _look_ahead(self, step: int) -> None:
@@ -232,19 +233,20 @@ class Private:
         spending = self._engine.ledger.spending.copy()
         for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
             spending.add(self._engine.mechanism.release(ahead))
-        epsilon = epsilon_of(spending, self._privacy.delta, self._privacy.accountant)
+        epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
         self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
 
     def result(self, budget_sentence: str | None) -> PrivacyResult:
         """See `Regime.result`."""
         privacy, ledger = self._privacy, self._engine.ledger
         assert self._noise_multiplier is not None
-        epsilon, *_ = self._world.agree(
-            partial(ledger.epsilon, privacy.delta), when=self._world.is_main
+        if_secret, *_ = self._world.agree(
+            partial(ledger.epsilon_if_secret, privacy.delta), when=self._world.is_main
         )
-        assert epsilon is not None
+        assert if_secret is not None
         return PrivacyResult(
-            epsilon=epsilon,
+            epsilon=math.inf if ledger.spending.num_seeded else if_secret,
+            epsilon_if_secret=if_secret,
             delta=privacy.delta,
             accountant=privacy.accountant,
             target_epsilon=privacy.epsilon,
