@@ -161,6 +161,7 @@ def train(
     accountant: options.AccountantName = options.Accountant(options.DEFAULT.accountant),
     secure_noise: options.SecureNoise = options.DEFAULT.secure_noise,
     unsafe_diagnostics: options.UnsafeDiagnostics = False,
+    data_salt: options.DataSalt = None,
     kfac: kfac_options.KfacFlag = False,
     damping: kfac_options.Damping = kfac_options.DEFAULT.damping,
     damping_form: kfac_options.DampingFormName = kfac_options.DampingForm(
@@ -360,6 +361,7 @@ def train(
         keep_checkpoints=keep_checkpoints,
         command=shlex.join(["unison", *sys.argv[1:]]),
         unsafe_diagnostics=unsafe_diagnostics,
+        data_salt=data_salt,
     )
     config = settings.TrainConfig(
         mechanism=mechanism,

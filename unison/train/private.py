@@ -130,7 +130,7 @@ class Private:
         mechanism, privacy = self._config.mechanism, self._privacy
         is_ordered = mechanism.reducer == "ordered"
         assert self._noise_multiplier is not None  # of `prepare`
-        is_shuffled = isinstance(self._sampling, Shuffled)
+        is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
         budget = None
         if privacy.epsilon is not None:
             budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
@@ -157,6 +157,9 @@ class Private:
                 granule=mechanism.granule if is_ordered else None,
                 compile=mechanism.compile,
                 seed=None if privacy.secure_noise else mechanism.seed,
+                data_salt=salt,
+                # The rank that writes the ledger reads the rows for it.
+                data_id=self._rows.digest() if salt and self._world.is_main else None,
             )
         try:
             if self._state is not None:
