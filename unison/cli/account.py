@@ -391,6 +391,10 @@ def _or_none(function: Callable[..., float], *args: Any) -> float | None:
         return function(*args)
     except UnsupportedOperation:
         return None
+    except BadInput:
+        raise
+    except (ValueError, ArithmeticError) as error:  # of dp-accounting, which takes any number
+        raise BadInput(f"dp-accounting cannot count such numbers: {error}") from None
 
 
 def _for_json(value: Any) -> Any:
