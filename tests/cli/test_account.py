@@ -204,6 +204,10 @@ def test_runs_on_different_data_are_not_added_up_unless_told(account, tmp_path):
     assert "--same-data" in err
     code, out, _ = account(*runs, "--delta", "1e-6", "--same-data", "--json")
     assert (code, json.loads(out)["linked"]) == (0, [])
+    write(runs[0], OTHER, steps=2)  # the same ledger goes on with other data
+    code, out, _ = account(runs[0], "--delta", "1e-6")
+    assert code == 0
+    assert "its sessions commit to different data" in out
 
 
 def test_what_cannot_be_added_up(account, tmp_path, run):

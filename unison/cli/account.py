@@ -317,7 +317,7 @@ def _link(found: list["LedgerFile"], *, same_data: bool) -> tuple[list[list[str]
         BadInput: If one ledger is named twice, or some commit to different data.
     """
     twins: dict[str, LedgerFile] = {}
-    first: tuple[LedgerFile, str] | None = None
+    committed: dict[str, Path] = {}  # the first ledger with each commitment
     groups: dict[str | None, list[str]] = {}
     for each in found:
         twin = twins.setdefault(each.head.sha256, each)
@@ -326,15 +326,16 @@ def _link(found: list["LedgerFile"], *, same_data: bool) -> tuple[list[list[str]
                 f"{twin.path} and {each.path} are one ledger, which would count twice; name it once"
             )
         said = {session.commitment for session in each.sessions}
-        for commitment in said - {None}:
-            first = first or (each, commitment)
-            if commitment != first[1] and len(found) > 1 and not same_data:
-                raise BadInput(
-                    f"{first[0].path} and {each.path} commit to different data, and ε is of one "
-                    "data set; account for them apart, or add --same-data if a record may be in "
-                    "both"
-                )
+        for commitment in said:
+            if commitment is not None:
+                committed.setdefault(commitment, each.path)
         groups.setdefault(said.pop() if len(said) == 1 else None, []).append(str(each.path))
+    if len(committed) > 1 and len(found) > 1 and not same_data:
+        first, second, *_ = committed.values()
+        raise BadInput(
+            f"{first} and {second} commit to different data, and ε is of one data set; account for "
+            "them apart, or add --same-data if a record may be in both"
+        )
     unlinked = groups.pop(None, [])
     unlinked += [path for group in groups.values() if len(group) == 1 for path in group]
     return [group for group in groups.values() if len(group) > 1], unlinked

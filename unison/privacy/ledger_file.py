@@ -313,6 +313,8 @@ class _Reader:
             found.notes.append(
                 f"{sessions} not say where the key came from: if that was a seed, ε is infinite"
             )
+        if len({each.commitment for each in found.sessions} - {None}) > 1:
+            found.notes.append("its sessions commit to different data")
         if self._num_left_out:
             found.problems.append(f"and {self._num_left_out} problems more")
         return found
@@ -455,7 +457,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         raise BadInput(f"expected a JSON object, found {_short(record)}")
     number, previous = record.get("line"), record.get("previous")
-    if not (_is_a(number, int) and number >= 1):
+    if not (isinstance(number, int) and _is_a(number, int) and number >= 1):
         raise BadInput(f"expected the number of a line, found {_short(number)}")
     if not (isinstance(previous, str) and _is_hash(previous)):
         raise BadInput(f"expected the hash of the line before, found {_short(previous)}")
@@ -517,7 +519,7 @@ def _release_of(found: Any) -> Release:
         raise BadInput(f"expected a release, found {_short(found)}")
     sampling = found.get("sampling")
     kind = sampling.get("kind") if isinstance(sampling, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not (isinstance(sampling, dict) and isinstance(kind, str) and kind in KINDS):
         raise BadInput(f"expected a sampling of kind {', '.join(KINDS)}, found {_short(sampling)}")
     _check_types(KINDS[kind], {k: v for k, v in sampling.items() if k != "kind"})
     _check_types(Release, {k: v for k, v in found.items() if k != "sampling"})
