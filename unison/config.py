@@ -302,6 +302,8 @@ class Output:
         command: The command line that started the run, for the record.
         unsafe_diagnostics: Whether files may hold what no ε covers: a private run's training loss,
             norms and clipped fractions.
+        data_salt: File beside the data that holds the salt under which a private run's ledger
+            commits to its rows; it is made if it is not there. None for no commitment.
     """
 
     folder: str
@@ -315,6 +317,7 @@ class Output:
     resume: bool = False
     command: str = ""
     unsafe_diagnostics: bool = False
+    data_salt: str | None = None
 
     def __post_init__(self) -> None:
         check.not_negative(eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)

@@ -1,16 +1,23 @@
 """`unison account` as a person runs it."""
 
 import json
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from unison.privacy.accounting import epsilon_of
 from unison.privacy.calibration import epsilon_for
 from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session, read_ledger
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Stairs
+from unison.privacy.spending import ADJACENCY
 
+SECRET = Session(key_origin="operating system", sampling_source="unison", num_records=1000)
 PLAN = ["--delta", "1e-6", "--sample-rate", "0.1"]  # with much noise, for which PLD is fast
 
 
@@ -21,21 +28,26 @@ def account(unison, monkeypatch):
     return partial(unison, "account")
 
 
-@pytest.fixture
-def run(tmp_path):
-    """The folder of a run whose ledger has 10 steps, the last without a commit."""
+def write(folder: Path, session: Session = SECRET, sigma: Any = 8.0, steps: int = 10) -> Path:
+    """The folder of a run, in whose ledger the last step has no commit."""
     mechanism = Mechanism(
         sampling=Poisson(rate=0.1),
-        noise_multiplier=Stairs(start=8.0, factor=0.5, every=5),
+        noise_multiplier=sigma,
         max_grad_norm=0.5,
         expected_batch_size=100,
     )
-    with Ledger.open(tmp_path / "run" / "ledger.jsonl", mechanism=mechanism) as ledger:
-        for step in range(10):
+    with Ledger.open(folder / "ledger.jsonl", mechanism=mechanism, session=session) as ledger:
+        for step in range(steps):
             ledger.intend(mechanism.release(step))
-            if step < 9:
+            if step < steps - 1:
                 ledger.commit(step)
-    return tmp_path / "run"
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run whose ledger has 10 steps, the last without a commit."""
+    return write(tmp_path / "run", sigma=Stairs(start=8.0, factor=0.5, every=5))
 
 
 def rows(out: str) -> dict[str, str]:
@@ -57,7 +69,10 @@ def test_a_ledger_is_checked_and_counted(account, run):
     assert found["sampling"] == "Poisson, q = 0.1"
     assert found["noise multiplier σ"] == "4 to 8"
     assert found["clip norm C"] == "0.5"
-    assert found["adjacency"] == "add or remove one record"
+    assert found["adjacency"] == ADJACENCY
+    assert (found["key from"], found["drawn by"]) == ("operating system", "unison")
+    assert found["data"] == "1,000 records, no commitment"
+    assert found["unit of privacy"] == "one row of the data set"
     result = json.loads(account("--ledger", run / "ledger.jsonl", "--delta", "1e-6", "--json")[1])
     for name in ("pld", "rdp"):
         assert found[f"ε at δ = 1e-06, {name.upper()}"] == f"{result['epsilon'][name]:.4f}"
@@ -101,6 +116,117 @@ def test_a_large_delta_is_one_sentence(account, run):
     assert code == 0
     assert err.count("\n") == 1
     assert err.startswith("unison: warning: delta = 0.001 is not below 1/N")
+
+
+def test_a_seeded_run_is_infinite_and_says_why(account, tmp_path):
+    secret = write(tmp_path / "secret")
+    seeded = write(tmp_path / "seeded", replace(SECRET, key_origin="seed"))
+    code, out, err = account(seeded, "--delta", "1e-6")
+    assert (code, err) == (0, "")
+    found = rows(out)
+    assert found["key from"] == "seed"
+    why = "the noise of 10 steps came from a seed, and whoever knows it can remove the noise"
+    assert why in " ".join(out.split())
+    result = json.loads(account(seeded, "--delta", "1e-6", "--json")[1])
+    assert (result["key_origin"], result["seeded"], result["why_infinite"]) == (["seed"], 10, why)
+    expected = json.loads(account(secret, "--delta", "1e-6", "--json")[1])
+    assert expected["epsilon"] == expected["epsilon_if_secret"] == result["epsilon_if_secret"]
+    assert expected["why_infinite"] is None
+    for name in ("pld", "rdp"):
+        assert found[f"ε at δ = 1e-06, {name.upper()}"] == "infinite"
+        assert result["epsilon"][name] == "inf"
+        if_secret = found[f"ε if it were secret, {name.upper()}"]
+        assert if_secret == f"{expected['epsilon'][name]:.4f}"
+    picture = tmp_path / "epsilon.png"
+    assert account(seeded, "--delta", "1e-6", "--plot", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_ledger_that_does_not_say_is_noted(account, tmp_path):
+    code, out, _ = account(write(tmp_path / "run", Session()), "--delta", "1e-6")
+    assert code == 0
+    assert "not say where the key came from: if that was a seed, ε is infinite" in " ".join(
+        out.split()
+    )
+
+
+# ---- several runs ----------------------------------------------------------------------------
+
+ONE, OTHER = (
+    replace(SECRET, commitment=each * 64, committed_to="number of records") for each in "12"
+)
+
+
+def test_runs_on_one_data_set_are_added_up(account, tmp_path):
+    tuned = write(tmp_path / "tuned", ONE, sigma=8.0)
+    final = write(tmp_path / "final", ONE, sigma=6.0)
+    code, out, err = account(tuned, final, "--delta", "1e-6")
+    assert (code, err) == (0, "")
+    shown = " ".join(out.split())
+    assert "on the same data" in shown
+    assert "their commitments say so" in shown
+    assert "not linked" not in shown
+    result = json.loads(account(tuned, "--ledger", final, "--delta", "1e-6", "--json")[1])
+    ledgers = [str(run / "ledger.jsonl") for run in (tuned, final)]
+    assert (result["linked"], result["unlinked"]) == ([ledgers], [])
+    assert [run["counted"] for run in result["runs"]] == [10, 10]
+    # One account of all events, which is less than the sum of two.
+    spent = epsilon_of(
+        [*read_ledger(tuned / "ledger.jsonl").releases, *read_ledger(ledgers[1]).releases], 1e-6
+    )
+    alone = [json.loads(account(r, "--delta", "1e-6", "--json")[1]) for r in (tuned, final)]
+    apart = [each["epsilon"]["pld"] for each in alone]
+    assert max(apart) < result["epsilon"]["pld"] == spent < sum(apart)
+    # A run with a seed makes all of it public.
+    seeded = write(tmp_path / "seeded", replace(ONE, key_origin="seed"), steps=1)
+    result = json.loads(account(tuned, seeded, "--delta", "1e-6", "--json")[1])
+    assert (result["epsilon"]["pld"], result["seeded"]) == ("inf", 1)
+    assert apart[0] < result["epsilon_if_secret"]["pld"] < spent
+
+
+def test_runs_that_nothing_links_are_added_up_and_named(account, tmp_path):
+    runs = [write(tmp_path / "a", ONE), write(tmp_path / "b"), write(tmp_path / "c", ONE, steps=3)]
+    code, out, _ = account(*runs, "--delta", "1e-6")
+    assert code == 0
+    assert "not linked" in out
+    result = json.loads(account(*runs, "--delta", "1e-6", "--json")[1])
+    a, b, c = (str(run / "ledger.jsonl") for run in runs)
+    assert (result["linked"], result["unlinked"]) == ([[a, c]], [b])
+    result = json.loads(account(*runs[:2], "--delta", "1e-6", "--json")[1])
+    assert (result["linked"], result["unlinked"]) == ([], [b, a])
+
+
+def test_runs_on_different_data_are_not_added_up_unless_told(account, tmp_path):
+    runs = [write(tmp_path / "a", ONE), write(tmp_path / "b", OTHER)]
+    code, out, err = account(*runs, "--delta", "1e-6")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "commit to different data" in err
+    assert "--same-data" in err
+    code, out, _ = account(*runs, "--delta", "1e-6", "--same-data", "--json")
+    assert (code, json.loads(out)["linked"]) == (0, [])
+    write(runs[0], OTHER, steps=2)  # the same ledger goes on with other data
+    code, out, _ = account(runs[0], "--delta", "1e-6")
+    assert code == 0
+    assert "its sessions commit to different data" in out
+
+
+def test_what_cannot_be_added_up(account, tmp_path, run):
+    for again in (run, run / "ledger.jsonl"):
+        code, out, err = account(run, again, "--delta", "1e-6")
+        assert (code, out) == (2, "")
+        assert "would count twice" in err
+    code, _, err = account(run, tmp_path / "nowhere", "--delta", "1e-6")
+    assert code == 2
+    assert "cannot read the ledger" in err
+    other = write(tmp_path / "other")
+    code, _, err = account(run, other, "--delta", "1e-6", "--plot", tmp_path / "curve.png")
+    assert (code, "--plot draws one run" in err) == (2, True)
+    ledger = run / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    code, out, err = account(other, run, "--delta", "1e-6")
+    assert code == 1
+    assert f"{ledger} is not as it was written" in err
+    assert "covers only the lines that are left" in out
 
 
 # ---- a plan ----------------------------------------------------------------------------------
@@ -185,7 +311,7 @@ def test_a_plan_of_no_step_at_all(account):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--delta", "1e-6"], "give --ledger for a run"),
+        (["--delta", "1e-6"], "name a RUN"),
         ([*PLAN, "--steps", "5"], "exactly two of"),
         (
             [*PLAN, "--steps", "5", "--epsilon", "1", "--noise-multiplier", "1"],

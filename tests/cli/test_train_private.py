@@ -1,6 +1,7 @@
 """`unison train --private` as a person runs it."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from unison.privacy import read_ledger
+from unison.train import read_result
 from unison.train.run_folder import checkpoints_of
 
 FAST = ["--steps", "4", "--batch-size", "16", "--row-length", "32", "--eval-rows", "8"]
@@ -82,7 +84,46 @@ def test_seeded_noise_is_called_what_it_is(unison, text, tmp_path):
     assert code == 0, err
     assert "noise and sampling come from seed 5" in out
     assert "seeded noise: nothing here is private" in out
+    assert "infinite: the noise came from a seed" in out
+    assert "seeded: ε if secret" in out
     assert "not covered by ε: loss" in out
+    saved = json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert saved["privacy"]["epsilon"] == "inf"
+    if_secret = saved["privacy"]["epsilon_if_secret"]
+    assert read_result(tmp_path / "run")[0].privacy.epsilon == math.inf
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"privacy/epsilon_if_secret"' in metrics
+    assert '"privacy/epsilon"' not in metrics
+    code, out, _ = unison("account", tmp_path / "run", "--delta", "1e-4", "--json")
+    accounted = json.loads(out)
+    assert (code, accounted["epsilon"]["rdp"]) == (0, "inf")
+    assert accounted["epsilon_if_secret"]["rdp"] == if_secret
+
+
+def test_runs_on_one_data_set_are_linked_by_its_salt(unison, text, tmp_path):
+    salt = text.with_suffix(".salt")
+    common = ["train", "--data", text, *FAST, *PRIVATE, "--noise-multiplier", "1"]
+    common += ["--steps", "1", "--data-salt"]
+    for name in ("a", "b"):
+        code, _, err = unison(*common, salt, "--out", tmp_path / name)
+        assert code == 0, err
+    code, out, _ = unison("account", tmp_path / "a", tmp_path / "b", "--delta", "1e-4", "--json")
+    result = json.loads(out)
+    assert (code, len(result["linked"][0]), result["unlinked"]) == (0, 2, [])
+    covered = [run["committed_to"] for run in result["runs"]]
+    assert covered == [["number of records and data_id"]] * 2
+    # Other rows are other data, under the same salt.
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text().replace("the", "one"))
+    common[2] = other
+    code, _, err = unison(*common, salt, "--out", tmp_path / "c")
+    assert code == 0, err
+    code, _, err = unison("account", tmp_path / "a", tmp_path / "c", "--delta", "1e-4")
+    assert code == 2
+    assert "commit to different data" in err
+    code, _, err = unison(*common, tmp_path / "d" / "salt", "--out", tmp_path / "d")
+    assert code == 2
+    assert "lies in the run's folder" in err
 
 
 @pytest.mark.full

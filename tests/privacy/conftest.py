@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.privacy.ledgers import make, take
+from tests.privacy.ledgers import SECRET, make, take
 from unison.privacy.ledger import Ledger
 
 
@@ -17,7 +17,7 @@ def path(tmp_path) -> Path:
 def written(path) -> Path:
     """A ledger of three steps; the last was not committed."""
     mechanism = make()
-    with Ledger.open(path, mechanism=mechanism) as ledger:
+    with Ledger.open(path, mechanism=mechanism, session=SECRET) as ledger:
         take(ledger, mechanism, 0, 1)
         ledger.intend(mechanism.release(2))
     return path

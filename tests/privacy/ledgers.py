@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.sampling import Poisson
 
 RATE = Poisson(rate=0.1)
+SECRET = Session(key_origin="operating system", sampling_source="unison", num_records=100)
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
-from unison.privacy import PrivacyEngine
+from unison.privacy import PrivacyEngine, step_graph
+from unison.privacy import noise as noises
 from unison.privacy.recorded import RecordedPass
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a seed")
@@ -74,6 +75,30 @@ def trained(
                 break
     assert engine.ledger.num_intents == engine.ledger.num_commits == num_steps
     return [each.detach().clone() for each in model.parameters()], engine.per_sample_norms()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("is_recorded", "with_optimizer"), [(False, False), (True, True)])
+def test_no_copy_of_a_key_stays_on_the_host(monkeypatch, is_recorded, with_optimizer):
+    copies = []
+
+    def kept(real):
+        def call(*args, **kwargs):
+            copies.append(real(*args, **kwargs))
+            return copies[-1]
+
+        return call
+
+    monkeypatch.setattr(noises, "to_send", kept(noises.to_send))
+    monkeypatch.setattr(noises, "words_of_streams", kept(noises.words_of_streams))
+    monkeypatch.setattr(step_graph, "erase", lambda *two: (copies.extend(two), noises.erase(*two)))
+    settings = {"batch_size": 4, "poisson_sampling": False, "noise": 1.0, "num_steps": 3}
+    trained(is_recorded=is_recorded, with_optimizer=with_optimizer, **settings)
+    torch.cuda.synchronize()
+    assert len(copies) >= 6
+    assert any(each.is_pinned() for each in copies if not each.is_cuda)
+    assert not any(each.any() for each in copies)
 
 
 def other_rate(num_done: int, optimizer) -> None:

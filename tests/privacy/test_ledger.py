@@ -15,7 +15,7 @@ from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.ledger import Ledger
 from unison.privacy.ledger_file import hash_of, head_file_of, read_ledger
 from unison.privacy.sampling import Shuffled
-from unison.privacy.spending import Event
+from unison.privacy.spending import ADJACENCY, Event
 from unison.rng import Key
 
 # ---- what is written -------------------------------------------------------------------------
@@ -65,11 +65,23 @@ def test_a_session_says_what_it_is_and_holds_no_secret(path):
         "created",
         "unison",
         "accountant",
+        "key_origin",
+        "adjacency",
+        "unit",
+        "rows_per_sample",
+        "sampling_source",
+        "num_records",
+        "commitment",
+        "committed_to",
+        "device",
+        "fingerprint",
         "mechanism",
         "next",
         "previous",
     }
-    assert record["format"] == "unison-ledger/1"
+    assert record["format"] == "unison-ledger/2"
+    assert (record["key_origin"], record["adjacency"]) == ("unknown", ADJACENCY)
+    assert record["unit"] == "one row of the data set"
     assert record["mechanism"] == {
         "sampling": {"kind": "poisson", "rate": 0.1},
         "noise_multiplier": 2.0,

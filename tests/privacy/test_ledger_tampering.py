@@ -90,9 +90,9 @@ def test_what_is_no_ledger_is_not_taken_for_one(path, text):
 
 
 def test_another_format_is_refused(written):
-    lines = [line.replace(b"unison-ledger/1", b"unison-ledger/2") for line in lines_of(written)]
+    lines = [line.replace(b"unison-ledger/2", b"unison-ledger/3") for line in lines_of(written)]
     rewrite(written, lines)
-    assert any("expected format unison-ledger/1" in each for each in read_ledger(written).problems)
+    assert any("expected format unison-ledger/2" in each for each in read_ledger(written).problems)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------

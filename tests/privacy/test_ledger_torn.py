@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.privacy.ledgers import RATE, lines_of, make, rewrite, take
+from tests.privacy.ledgers import RATE, SECRET, lines_of, make, rewrite, take
 from unison.errors import BadInput
 from unison.privacy.ledger import Ledger
 from unison.privacy.ledger_file import Head, hash_of, head_file_of, read_ledger
@@ -51,7 +51,7 @@ def test_a_torn_commit_is_no_intent(written, num_bytes):
 def test_a_line_that_lacks_only_its_end_is_whole(written):
     written.write_bytes(written.read_bytes()[:-1])
     assert read_ledger(written).num_intents == 3
-    Ledger.open(written, mechanism=make(), step=3).close()
+    Ledger.open(written, mechanism=make(), step=3, session=SECRET).close()
     found = read_ledger(written)
     assert (found.problems, found.notes, found.head.num_lines) == ([], [], 7)
 

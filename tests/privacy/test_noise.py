@@ -1,5 +1,6 @@
 """Noise: how much, how often, never twice; and what is kept across a save and a load."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ RELEASE = Release(
     noise_multiplier=3.0,
     expected_batch_size=8,
 )
+
+
+BITS = [0.8143844604492188, -1.0659046173095703, 0.5176925659179688]
 
 
 def noise_of(num_elements: int, step: int = 4, name: str = "w") -> Tensor:
@@ -76,6 +80,51 @@ def test_noise_is_once_per_element_per_logical_batch(monkeypatch):
         (name, step, each.numel()) for step in range(3) for name, each in module.named_parameters()
     ]
     assert drawn == expected
+
+
+def test_no_copy_of_a_key_stays_in_host_memory(monkeypatch):
+    copies: list[Tensor] = []
+
+    def kept(real):
+        def call(*args, **kwargs):
+            copies.append(real(*args, **kwargs))
+            return copies[-1]
+
+        return call
+
+    monkeypatch.setattr(Recipe, "pack", kept(Recipe.pack))
+    for name in ("words_of_streams", "to_send"):
+        monkeypatch.setattr(noises, name, kept(getattr(noises, name)))
+    noise_of(5)
+    shares = noises.Shares(
+        ["w"], [torch.zeros(1, 5)], [torch.ones(1)], [nn.Parameter(torch.zeros(5))], [0]
+    )
+    made = noises.release_all(
+        shares, key=Key.from_seed(1), release=RELEASE, divisor=1.0, num_samples=1
+    )
+    assert made[0].equal(noise_of(5))  # the key was there as long as it was needed
+    assert len(copies) >= 4
+    noises.erase(copies[0].fill_(7), torch.zeros_like(copies[0]))  # where another device has it
+    assert not any(each.any() for each in copies)
+
+
+def test_no_parameter_has_the_noise_of_the_count(monkeypatch):
+    key, streams, real = Key.from_seed(1), [], noises.secure_normal
+
+    def seen(stream, *args, **kwargs):
+        streams.append(stream)
+        return real(stream, *args, **kwargs)
+
+    monkeypatch.setattr(noises, "secure_normal", seen)
+    counted = noises.noisy_count(
+        0.0, key=key, release=replace(RELEASE, count_noise_multiplier=RELEASE.noise_std)
+    )
+    (stream,) = streams
+    assert counted != float(noise_of(1, name=stream.name))
+    # Names can be anything; what a stream is for cannot.
+    assert stream.purpose != noises.PURPOSE
+    # The bits of a parameter's noise are those of before.
+    assert noise_of(3, name="w").tolist() == BITS
 
 
 def test_the_sum_is_divided_after_the_noise():

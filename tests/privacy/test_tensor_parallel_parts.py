@@ -111,7 +111,7 @@ def run_with_ledger(world: World, path: str) -> float:
         optimizer.zero_grad()
         unison.batch_mean(losses(model, ids)).backward()
         optimizer.step()
-    return engine.get_epsilon(1e-3)
+    return engine.epsilon_if_secret(1e-3)
 
 
 @pytest.mark.full

@@ -23,6 +23,8 @@ Accountant = StrEnum("Accountant", list(ACCOUNTANTS))
 Kind = StrEnum("Kind", ["poisson", "truncated", "shuffled"])
 
 LEDGER_FILE = "ledger.jsonl"
+_SAID = ("key_origin", "unit", "rows_per_sample", "sampling_source", "num_records")
+_SAID += ("commitment", "committed_to", "device")
 _NUM_POINTS = 8  # of a curve; an ε by PLD takes about a second
 
 
@@ -39,10 +41,21 @@ _out = partial(_panel, "Output")
 def account(
     context: typer.Context,
     delta: Annotated[float, typer.Option("--delta", help="δ, below 1 / number of records.")],
-    ledger: Annotated[
-        Path | None,
-        _run("--ledger", metavar="FILE", help="A ledger, or the folder of a run that has one."),
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Ledgers, or folders of runs. What several have spent on one data set is added "
+            "up: name every one that was trained on it, tuning included.",
+        ),
     ] = None,
+    ledger: Annotated[
+        Path | None, _run("--ledger", metavar="FILE", help="The same as naming one RUN.")
+    ] = None,
+    same_data: Annotated[
+        bool,
+        _run("--same-data", help="Add up runs that say they were trained on different data."),
+    ] = False,
     epsilon: Annotated[float | None, _plan("--epsilon", help="ε that may be spent.")] = None,
     noise_multiplier: Annotated[
         float | None,
@@ -83,10 +96,12 @@ def account(
     """Say what privacy a run has spent, or how much noise a plan needs.
 
     The ledger's chain of hashes is checked first; the exit code is 1 if lines were edited or
-    removed. ε comes from dp-accounting, by PLD and by RDP; both are upper bounds.
+    removed, and 2 if the file is no ledger. ε comes from dp-accounting, by PLD and by RDP; both are
+    upper bounds.
 
     \b
-    unison account --ledger runs/notes --delta 1e-6
+    unison account runs/notes --delta 1e-6
+    unison account runs/tuning-* runs/notes --delta 1e-6
     unison account --epsilon 3 --delta 1e-6 --sample-rate 0.001 --steps 10000
     unison account --noise-multiplier 1 --delta 1e-6 --sample-rate 0.001 --steps 10000
     """
@@ -109,12 +124,15 @@ def account(
     said = [name for name, value in options.items() if value is not None]
     said += [f"--{name}" for name in ("sampling", "accountant") if _was_said(context, name)]
     with errors.status("asking dp-accounting"), _warnings_as_sentences():
-        if ledger is not None:
+        named = [*(runs or ()), *([] if ledger is None else [ledger])]
+        if named:
             if said:
                 raise BadInput(
-                    f"--ledger says by itself what was applied; leave {', '.join(said)} out"
+                    f"a ledger says by itself what was applied; leave {', '.join(said)} out"
                 )
-            result = _account_run(ledger, delta, has_curve=plot is not None)
+            if len(named) > 1 and plot is not None:
+                raise BadInput("--plot draws one run; leave it out, or name one")
+            result = _account_runs(named, delta, has_curve=plot is not None, same_data=same_data)
         else:
             way = _sampling(sampling, sample_rate, batch_size, num_records, capacity)
             result = _account_plan(
@@ -127,9 +145,14 @@ def account(
         typer.echo(json.dumps(_for_json(result), allow_nan=False))
     else:
         show(screen, result)
-    for problem in result.get("problems", ()):
-        typer.echo(f"unison: {ledger} is not as it was written: {problem}", err=True)
-    if result.get("problems"):
+    problems = [
+        (run["ledger"], problem)
+        for run in result.get("runs", [result])
+        for problem in run.get("problems", ())
+    ]
+    for path, problem in problems:
+        typer.echo(f"unison: {path} is not as it was written: {problem}", err=True)
+    if problems:
         raise typer.Exit(1)
 
 
@@ -169,8 +192,7 @@ def _sampling(
     if rate is None:
         if batch_size is None or num_records is None:
             raise BadInput(
-                "give --ledger for a run, or --sample-rate (or --batch-size and --num-records) "
-                "for a plan"
+                "name a RUN, or give --sample-rate (or --batch-size and --num-records) for a plan"
             )
         rate = batch_size / num_records
     if kind == "poisson":
@@ -239,28 +261,91 @@ def _account_plan(plan: _Plan) -> dict[str, Any]:
     }
 
 
-def _account_run(ledger: Path, delta: float, *, has_curve: bool) -> dict[str, Any]:
-    """What a ledger holds."""
-    from unison.privacy import epsilon_of, read_ledger
+def _account_runs(
+    paths: list[Path], delta: float, *, has_curve: bool, same_data: bool
+) -> dict[str, Any]:
+    """What a ledger holds, or several on the same data together."""
+    from unison.privacy import epsilon_if_secret, epsilon_of
 
-    found = read_ledger(ledger / LEDGER_FILE if ledger.is_dir() else ledger)
-    spent = {name: _or_none(epsilon_of, found.spending, delta, name) for name in ACCOUNTANTS}
-    result = _facts(found) | {
+    found = [_read(path) for path in paths]
+    linked, unlinked = _link(found, same_data=same_data)
+    spending = found[0].spending.copy()
+    for each in found[1:]:
+        spending.join(each.spending)
+    result = {
         "delta": delta,
-        "adjacency": found.spending.adjacency,
-        "epsilon": spent,
-        "problems": found.problems,
-        "notes": found.notes,
+        "adjacency": spending.adjacency,
+        "epsilon": {n: _or_none(epsilon_of, spending, delta, n) for n in ACCOUNTANTS},
+        "epsilon_if_secret": {
+            n: _or_none(epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
+        },
+        "seeded": spending.num_seeded,
+        "why_infinite": None,
     }
-    if has_curve:
-        result["curve"] = _curve(
-            found.num_intents,
-            lambda n, name: epsilon_of(found.spending_after(n), delta, name),
+    if spending.num_seeded:
+        result["why_infinite"] = (
+            f"the noise of {spending.num_seeded:,} steps came from a seed, and whoever knows it "
+            "can remove the noise"
         )
-    return result
+    if len(found) > 1:
+        runs = [_facts(each) for each in found]
+        return {"runs": runs, "linked": linked, "unlinked": unlinked, **result}
+    if has_curve:
+        # Of seeded runs as well: infinity has no curve.
+        result["curve"] = _curve(
+            found[0].num_intents,
+            lambda n, name: epsilon_if_secret(found[0].spending_after(n), delta, name),
+        )
+    return _facts(found[0]) | result
+
+
+def _read(path: Path) -> "LedgerFile":
+    from unison.privacy import read_ledger
+
+    found = read_ledger(path / LEDGER_FILE if path.is_dir() else path)
+    if found.malformed is not None:
+        raise BadInput(f"{found.path} is no ledger: {found.malformed}")
+    if not (found.sessions or found.problems):
+        raise BadInput(f"{found.path} is no ledger yet: a crash cut its first line short")
+    return found
+
+
+def _link(found: list["LedgerFile"], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
+    """Ledgers that commit to the same data set, in groups; and those that nothing links.
+
+    Raises:
+        BadInput: If one ledger is named twice, or some commit to different data.
+    """
+    twins: dict[str, LedgerFile] = {}
+    committed: dict[str, Path] = {}  # the first ledger with each commitment
+    groups: dict[str | None, list[str]] = {}
+    for each in found:
+        twin = twins.setdefault(each.head.sha256, each)
+        if twin is not each:
+            raise BadInput(
+                f"{twin.path} and {each.path} are one ledger, which would count twice; name it once"
+            )
+        said = {session.commitment for session in each.sessions}
+        for commitment in said:
+            if commitment is not None:
+                committed.setdefault(commitment, each.path)
+        groups.setdefault(said.pop() if len(said) == 1 else None, []).append(str(each.path))
+    if len(committed) > 1 and len(found) > 1 and not same_data:
+        first, second, *_ = committed.values()
+        raise BadInput(
+            f"{first} and {second} commit to different data, and ε is of one data set; account for "
+            "them apart, or add --same-data if a record may be in both"
+        )
+    unlinked = groups.pop(None, [])
+    unlinked += [path for group in groups.values() if len(group) == 1 for path in group]
+    return [group for group in groups.values() if len(group) > 1], unlinked
 
 
 def _facts(found: "LedgerFile") -> dict[str, Any]:
+    def said(name: str) -> list[Any]:
+        """What the sessions say, each once."""
+        return list(dict.fromkeys(getattr(session, name) for session in found.sessions))
+
     samplings = {release.sampling: release for release in found.releases}
     ranges = {}
     for name in (
@@ -282,7 +367,10 @@ def _facts(found: "LedgerFile") -> dict[str, Any]:
         "torn": found.num_torn,
         "counted": found.num_intents,
         "sampling": [release.to_fields()["sampling"] for release in samplings.values()],
+        **{name: said(name) for name in _SAID},
         **ranges,
+        "problems": found.problems,
+        "notes": found.notes,
     }
 
 
@@ -304,6 +392,10 @@ def _or_none(function: Callable[..., float], *args: Any) -> float | None:
         return function(*args)
     except UnsupportedOperation:
         return None
+    except BadInput:
+        raise
+    except (ValueError, ArithmeticError) as error:  # of dp-accounting, which takes any number
+        raise BadInput(f"dp-accounting cannot count such numbers: {error}") from None
 
 
 def _for_json(value: Any) -> Any:

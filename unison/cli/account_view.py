@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from unison.errors import BadInput
 
 if TYPE_CHECKING:
@@ -16,14 +18,20 @@ _BAR_WIDTH = 32
 
 def show(screen: "Console", result: dict[str, Any]) -> None:
     """Print what was found as tables."""
-    rows = _run_rows(result) if "ledger" in result else _plan_rows(result)
+    if "runs" in result:
+        rows = _sum_rows(result)
+    else:
+        rows = _run_rows(result) if "ledger" in result else _plan_rows(result)
     table = _table("", "")
     for name, value in rows:
         table.add_row(name, value)
     screen.print(table)
-    for note in result.get("notes", ()):
-        screen.print(f"note: {note}", style="yellow", highlight=False)
-    if result.get("problems"):
+    runs = result.get("runs", [result])
+    for run in runs:
+        of = f"{run['ledger']}: " if len(runs) > 1 else ""
+        for note in run.get("notes", ()):
+            screen.print(f"note: {of}{note}", style="yellow", highlight=False, markup=False)
+    if any(run.get("problems") for run in runs):
         screen.print(
             "the ledger is not whole: this ε covers only the lines that are left",
             style="bold red",
@@ -57,20 +65,74 @@ def _plan_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _ledger_row(run: dict[str, Any]) -> tuple[str, str]:
+    state = "[bold red]edited or cut[/]" if run["problems"] else "[green]chain intact[/]"
+    return (
+        "ledger",
+        f"{escape(run['ledger'])}: {run['lines']:,} lines, "
+        f"{run['sessions']} session{'s' * (run['sessions'] != 1)}, {state}",
+    )
+
+
+def _sum_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What several runs have spent together."""
+    rows = []
+    for run in result["runs"]:
+        rows += [
+            _ledger_row(run),
+            ("", f"{run['counted']:,} steps counted, key from {_said(run['key_origin'])}"),
+        ]
+    for group in result["linked"]:
+        rows.append(("on the same data", f"{escape(', '.join(group))}: their commitments say so"))
+    if result["unlinked"]:
+        paths = escape(", ".join(result["unlinked"]))
+        rows.append(("not linked", f"{paths}: added up because you named them together"))
+    return rows + _epsilon_rows(result)
+
+
+def _said(values: list[Any]) -> str:
+    """What the sessions of a run say, if they say anything."""
+    return escape(" and ".join(map(str, values))) or "unknown"
+
+
+def _data_words(run: dict[str, Any]) -> str:
+    sizes = [f"{size:,} records" for size in run["num_records"] if size is not None]
+    if not any(run["commitment"]):
+        return ", ".join([*sizes, "no commitment"])
+    known = ", ".join("none" if each is None else each[:16] for each in run["commitment"])
+    covers = _said([each for each in run["committed_to"] if each is not None])
+    return f"{', '.join(sizes)}, commitment {known} to the {covers}"
+
+
+def _epsilon_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The adjacency, and ε under it."""
+    rows = [("adjacency", result["adjacency"])]
+    for name, value in result["epsilon"].items():
+        title = f"ε at δ = {result['delta']:g}, {name.upper()}"
+        rows.append((title, f"[bold]{_epsilon_words(value)}[/]"))
+    if result["why_infinite"]:
+        rows.append(("why", f"[bold red]{result['why_infinite']}[/]"))
+        for name, value in result["epsilon_if_secret"].items():
+            rows.append((f"ε if it were secret, {name.upper()}", _epsilon_words(value)))
+    return rows
+
+
 def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    state = "[bold red]edited or cut[/]" if result["problems"] else "[green]chain intact[/]"
     rows = [
-        (
-            "ledger",
-            f"{result['ledger']}: {result['lines']:,} lines, "
-            f"{result['sessions']} session{'s' * (result['sessions'] != 1)}, {state}",
-        ),
+        _ledger_row(result),
         ("steps committed", f"{result['committed']:,}"),
         ("intents without commit", f"{result['uncommitted']:,}" + _counted(result["uncommitted"])),
     ]
     if result["torn"]:
         rows.append(("lines cut short", f"{result['torn']:,}{_counted(result['torn'])}"))
     rows += [("sampling", _sampling_words(sampling)) for sampling in result["sampling"]]
+    rows += [
+        ("drawn by", _said(result["sampling_source"])),
+        ("key from", _said(result["key_origin"])),
+        ("data", _data_words(result)),
+        ("unit of privacy", _unit_words(result)),
+        ("device", _said(result["device"])),
+    ]
     for title, name in (
         ("noise multiplier σ", "noise_multiplier"),
         ("count noise σ_b", "count_noise_multiplier"),
@@ -81,11 +143,12 @@ def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         if result[name] is not None and is_news:
             low, high = result[name]
             rows.append((title, f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"))
-    rows.append(("adjacency", result["adjacency"]))
-    for name, value in result["epsilon"].items():
-        title = f"ε at δ = {result['delta']:g}, {name.upper()}"
-        rows.append((title, f"[bold]{_epsilon_words(value)}[/]"))
-    return rows
+    return rows + _epsilon_rows(result)
+
+
+def _unit_words(run: dict[str, Any]) -> str:
+    rows = [f"{number} rows of a batch" for number in run["rows_per_sample"] if number != 1]
+    return ", ".join([_said(run["unit"]), *rows])
 
 
 def _counted(number: int) -> str:
@@ -172,7 +235,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     if target is not None:
         axes.axhline(target, color="#e45756", linestyle="--", linewidth=1, label=f"ε = {target:g}")
     axes.set_xlabel("steps")
-    axes.set_ylabel(f"ε at δ = {result['delta']:g}")
+    seeded = ", if the seed were secret" if result.get("why_infinite") else ""
+    axes.set_ylabel(f"ε at δ = {result['delta']:g}{seeded}")
     axes.set_title("Privacy spent")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -85,7 +85,18 @@ UnsafeDiagnostics = Annotated[
     ),
 ]
 
-_ELSEWHERE = ("clipping", "unsafe_diagnostics")  # in other groups of settings
+DataSalt = Annotated[
+    str | None,
+    _option(
+        "--data-salt",
+        metavar="FILE",
+        help="A small secret file that stays beside the data, made if it is not there. With it the "
+        "ledger commits to the rows, so that `unison account RUN RUN...` knows runs on one data "
+        "set.",
+    ),
+]
+
+_ELSEWHERE = ("clipping", "unsafe_diagnostics", "data_salt")  # in other groups of settings
 
 
 def said_of_privacy(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -162,6 +161,7 @@ def train(
     accountant: options.AccountantName = options.Accountant(options.DEFAULT.accountant),
     secure_noise: options.SecureNoise = options.DEFAULT.secure_noise,
     unsafe_diagnostics: options.UnsafeDiagnostics = False,
+    data_salt: options.DataSalt = None,
     kfac: kfac_options.KfacFlag = False,
     damping: kfac_options.Damping = kfac_options.DEFAULT.damping,
     damping_form: kfac_options.DampingFormName = kfac_options.DampingForm(
@@ -361,6 +361,7 @@ def train(
         keep_checkpoints=keep_checkpoints,
         command=shlex.join(["unison", *sys.argv[1:]]),
         unsafe_diagnostics=unsafe_diagnostics,
+        data_salt=data_salt,
     )
     config = settings.TrainConfig(
         mechanism=mechanism,
@@ -383,7 +384,7 @@ def train(
     work = partial(run, on_stderr=as_json)
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
+        typer.echo(json.dumps(result.to_fields()))
 
 
 def _was_said(context: typer.Context, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Differential privacy: sampling, clipping, noise, and a ledger of what was applied."""
 
-from unison.privacy.accounting import epsilon_of
+from unison.privacy.accounting import epsilon_if_secret, epsilon_of
 from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
 from unison.privacy.calibration import (
@@ -12,7 +12,7 @@ from unison.privacy.calibration import (
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.engine import PrivacyEngine
 from unison.privacy.ledger import Ledger
-from unison.privacy.ledger_file import LedgerFile, read_ledger
+from unison.privacy.ledger_file import LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import Mechanism, Release
@@ -37,11 +37,13 @@ __all__ = [
     "Release",
     "Sampling",
     "Schedule",
+    "Session",
     "Shuffled",
     "Stairs",
     "TruncatedPoisson",
     "calibrate",
     "epsilon_for",
+    "epsilon_if_secret",
     "epsilon_of",
     "noise_multiplier_for",
     "public",

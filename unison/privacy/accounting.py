@@ -84,6 +84,7 @@ def epsilon_of(source: Source, delta: float, accountant: str = "pld") -> float:
 
     Guarantees:
         An upper bound: dp-accounting's, with every intent counted whether it was committed or not.
+        Infinite if the noise of a release came from a seed: whoever knows it can draw it again.
 
     Args:
         source: A ledger, a `Spending`, or releases in the order of their steps.
@@ -92,6 +93,19 @@ def epsilon_of(source: Source, delta: float, accountant: str = "pld") -> float:
 
     Raises:
         UnsupportedOperation: If that accountant has no bound for the sampling.
+    """
+    spending = spending_of(source)
+    if spending.num_seeded:
+        check_accountant(accountant)
+        check_delta(delta, spending.num_records)
+        return math.inf
+    return epsilon_if_secret(spending, delta, accountant)
+
+
+def epsilon_if_secret(source: Source, delta: float, accountant: str = "pld") -> float:
+    """ε at δ as it would be had every key been secret: what budgets and tests of seeded runs use.
+
+    The same as `epsilon_of` where every key was; arguments and errors are its own.
     """
     spending = spending_of(source)
     check_delta(delta, spending.num_records)

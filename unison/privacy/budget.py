@@ -1,4 +1,4 @@
-"""A budget that is never exceeded: the step that would exceed it is refused before it is taken."""
+"""A bound on what one ledger counts: the step that would exceed it is refused, and not taken."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -61,7 +61,8 @@ class BudgetGuard:
     more than what it found to fit. If a release is not what was announced, it computes anew.
 
     Guarantees:
-        A step that passes leaves `epsilon_of(ledger, budget.delta)` at or below `budget.epsilon`.
+        A step that passes leaves `epsilon_if_secret(ledger, budget.delta)`, which is ε unless the
+        run is seeded, at or below `budget.epsilon`.
 
     Args:
         budget: What may be spent.

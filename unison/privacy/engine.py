@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -36,11 +37,12 @@ from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
 from unison.privacy.graph import LossOf
-from unison.privacy.ledger import Ledger
+from unison.privacy.ledger import DataSalt, Ledger
+from unison.privacy.ledger_file import Session
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.owners import full_shapes, owner_of
-from unison.privacy.ranks import open_on_ranks, show_shards
+from unison.privacy.ranks import fingerprint, open_on_ranks, show_shards
 from unison.privacy.recorded import RecordedPass
 from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling, usual_batch_size
@@ -77,7 +79,7 @@ class PrivacyEngine:
     Args:
         accountant: `"pld"` or `"rdp"`.
         secure_noise: Whether noise and sampling come from a secret key of the operating system's.
-            False needs `seed=` in `make_private`, and is for experiments.
+            False needs `seed=` in `make_private`, and is for experiments: ε is infinite then.
         ledger: File to write the ledger to, usually RUN/ledger.jsonl. Without one it lives in
             memory and dies with the process.
     """
@@ -126,6 +128,8 @@ class PrivacyEngine:
         row_shape: RowShape = None,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as torch names it
         seed: int | None = None,
+        data_salt: DataSalt | None = None,
+        data_id: str | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Return the same module and optimizer, now private, and a loader that samples for them.
@@ -177,7 +181,13 @@ class PrivacyEngine:
             compile: Whether the module's private passes go through `torch.compile`; a dictionary
                 has its backend, mode and options. They do so too if the module comes compiled. What
                 cannot be compiled runs as it is, and a warning says why.
-            seed: Makes noise and sampling repeatable. Needs `secure_noise=False`.
+            seed: Makes noise and sampling repeatable, and ε infinite. Needs `secure_noise=False`.
+            data_salt: Lets the ledger commit to the data set, so that `unison account RUN RUN ...`
+                can tell which runs it adds up were on the same data: 16 secret bytes or more, or a
+                file that holds them. It lives with the data, not with the run, and is made if it
+                is not there.
+            data_id: What the commitment covers beside the number of records, such as a hash of
+                the data's files. It is not written itself.
             unknown: Raises, and says what is meant where it is a name of Opacus's.
 
         Raises:
@@ -241,7 +251,25 @@ class PrivacyEngine:
             padding = None if padding_row is None else loader.collate_fn([padding_row])
             loader.rows = RowShapes(row_shape, padding)
             compiled = check_compile(compile, backend, owner)
-            ledger = open_on_ranks(self._ledger_path, mechanism, self.accountant, owner.everyone)
+            device = owner.owned[0].parameter.device if owner.owned else torch.device("cpu")
+            ledger = open_on_ranks(
+                self._ledger_path,
+                mechanism,
+                self.accountant,
+                owner.everyone,
+                Session(
+                    key_origin=key.origin,
+                    rows_per_sample=rows_per_sample,
+                    sampling_source="unison",
+                    num_records=len(loader.dataset),  # type: ignore[arg-type]
+                    device=str(device),
+                    fingerprint=fingerprint(
+                        granule=granule, device=device, is_compiled=compiled is not None
+                    ),
+                ),
+                data_salt=data_salt,
+                data_id=data_id,
+            )
             batch_dim = 0 if batch_first else 1
             self._training = PrivateTraining(
                 own,
@@ -394,9 +422,26 @@ class PrivacyEngine:
         return RecordedPass(self._attached, loss_of, example, with_optimizer=with_optimizer)
 
     def get_epsilon(self, delta: float) -> float:
-        """Return ε at δ of what the ledger holds."""
+        """Return ε at δ of what the ledger holds.
+
+        It is infinite, and a warning says why, if noise came from a seed: `epsilon_if_secret` is
+        what tests and experiments with seeds look at.
+        """
         check_delta(delta, len(self._attached.loader.dataset))  # type: ignore[arg-type]
-        return self._attached.ledger.epsilon(delta)
+        ledger = self._attached.ledger
+        if ledger.spending.num_seeded:
+            warnings.warn(
+                f"ε is infinite: the noise of {ledger.spending.num_seeded} steps came from a seed, "
+                "and whoever knows it can remove it. engine.epsilon_if_secret(delta) is the ε that "
+                "the same steps would have under a secret key",
+                stacklevel=2,
+            )
+        return ledger.epsilon(delta)
+
+    def epsilon_if_secret(self, delta: float) -> float:
+        """Return ε at δ as if every key had been secret; of a seeded run, no guarantee."""
+        check_delta(delta, len(self._attached.loader.dataset))  # type: ignore[arg-type]
+        return self._attached.ledger.epsilon_if_secret(delta)
 
     def plan(self) -> Plan:
         """Return which methods clipping uses for each parameter: `print(engine.plan())`.

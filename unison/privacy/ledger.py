@@ -9,18 +9,31 @@ or a removed line shows. Removed *last* lines do not, so a small file beside the
 knows how many there are. docs/privacy.md describes both files.
 """
 
+import hashlib
+import hmac
 import json
 import os
+import secrets
+import stat
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from unison.errors import BadInput
-from unison.privacy.accounting import check_accountant, epsilon_of
-from unison.privacy.ledger_file import FORMAT, START, Head, hash_of, head_file_of, read_ledger
+from unison.privacy.accounting import check_accountant, epsilon_if_secret, epsilon_of
+from unison.privacy.ledger_file import (
+    FORMAT,
+    START,
+    Head,
+    Session,
+    hash_of,
+    head_file_of,
+    open_regular,
+    read_ledger,
+)
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.spending import Spending
 
@@ -37,13 +50,14 @@ class Ledger:
         path: The file; None for a ledger in memory, which does not survive its process.
         accountant: The accountant that `epsilon` uses unless told otherwise.
         spending: What the intents come to, those of earlier sessions included.
+        session: What the session that is being written says of itself.
         is_copy: Whether another rank writes the file of which this ledger, in memory, counts all.
     """
 
     is_copy = False
 
-    def __init__(self, path: Path | None, accountant: str) -> None:
-        self.path, self.accountant = path, accountant
+    def __init__(self, path: Path | None, accountant: str, session: Session) -> None:
+        self.path, self.accountant, self.session = path, accountant, session
         self.spending = Spending()
         self._descriptor: int | None = None
         self._before_next = b""
@@ -62,6 +76,7 @@ class Ledger:
         mechanism: Mechanism,
         accountant: str = "pld",
         step: int = 0,
+        session: Session | None = None,
     ) -> "Ledger":
         """Begin a ledger, or go on with one after checking all of it.
 
@@ -70,12 +85,14 @@ class Ledger:
             mechanism: What the session applies; its description begins the session.
             accountant: "pld" or "rdp".
             step: The step that comes next.
+            session: Where the key comes from, and what else the session says of itself; that it
+                is not known unless given.
 
         Raises:
             BadInput: If lines of the ledger were edited or removed, or another process writes it.
         """
         check_accountant(accountant)
-        ledger = cls(None if path is None else Path(path), accountant)
+        ledger = cls(None if path is None else Path(path), accountant, session or Session())
         try:
             if ledger.path is not None:
                 ledger._take_up(ledger.path)
@@ -85,7 +102,7 @@ class Ledger:
             raise
         return ledger
 
-    def renew(self, mechanism: Mechanism, *, step: int) -> None:
+    def renew(self, mechanism: Mechanism, *, step: int, key_origin: str | None = None) -> None:
         """Begin a new session, in which records are drawn under another key.
 
         Steps of one session only go up. To repeat one in the same process, renew the keys first and
@@ -95,17 +112,21 @@ class Ledger:
         Args:
             mechanism: What the session applies.
             step: The step that comes next.
+            key_origin: Where the other key comes from (`Key.origin`); as before unless given.
         """
+        if key_origin is not None:
+            self.session = replace(self.session, key_origin=key_origin)
         self._append(
             "open",
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             unison=_version(),
             accountant=self.accountant,
+            **self.session.to_fields(),
             mechanism=mechanism.describe(),
             next=mechanism.release(step).to_fields(),
         )
-        self.spending.begin_session()
+        self.spending.begin_session(is_seeded=self.session.is_seeded)
         self._pending, self._last_step = None, -1
 
     def intend(self, release: Release) -> None:
@@ -149,8 +170,12 @@ class Ledger:
         return self._num_commits
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
-        """ε at δ of all intents."""
+        """ε at δ of all intents: infinite if the noise of one came from a seed."""
         return epsilon_of(self.spending, delta, accountant or self.accountant)
+
+    def epsilon_if_secret(self, delta: float, accountant: str | None = None) -> float:
+        """ε at δ of all intents as if every key had been secret."""
+        return epsilon_if_secret(self.spending, delta, accountant or self.accountant)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint should hold, as values that JSON can hold."""
@@ -215,7 +240,13 @@ class Ledger:
         """Open and lock the file; check and count what it holds."""
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(path, flags, 0o644)
+        except OSError as error:
+            raise BadInput(f"cannot write the ledger {path}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            raise BadInput(f"the ledger {path} is no ordinary file; give the run another one")
         _lock(self._descriptor, path)
         if is_new:
             _sync_folder(path.parent)
@@ -297,6 +328,81 @@ def _sync_folder(folder: Path) -> None:
 def _write_head(path: Path, head: Head) -> None:
     # Not synced: it witnesses lines that are on the disk already, and may lag behind them.
     target = head_file_of(path)
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_text(json.dumps(asdict(head)) + "\n")
+    # A name that nobody can foresee, and only a file of ours: a link in its place would lead the
+    # write to whatever it points at.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    _write_new(partial, json.dumps(asdict(head)).encode() + b"\n", mode=0o644)
     partial.replace(target)
+
+
+def _write_new(path: Path, data: bytes, *, mode: int) -> None:
+    """Write a file that is not there yet, not even as a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, mode), "wb") as file:
+        file.write(data)
+
+
+# ---- the data set --------------------------------------------------------------------------------
+
+DataSalt = bytes | str | os.PathLike[str]
+
+
+def commit_to_data(
+    session: Session,
+    *,
+    salt: DataSalt | None,
+    data_id: str | None,
+    ledger: str | os.PathLike[str] | None,
+) -> Session:
+    """Return the session with a commitment to its data set, if there is a salt for it.
+
+    Runs on one data set have one commitment, so that what they spend can be added up. Without the
+    salt, which stays with the data, nobody can try what it was made of.
+
+    Args:
+        session: It knows how many records there are.
+        salt: 16 bytes or more; or a file that holds them, which is made if it is not there.
+        data_id: What else names the data set, such as a hash of its files.
+        ledger: The run's ledger, beside which the salt must not lie.
+
+    Raises:
+        BadInput: If the salt is too short, or lies in the run's folder; or an id has no salt.
+    """
+    if salt is None:
+        if data_id is not None:
+            raise BadInput("data_id= is written under a salt: give data_salt= too")
+        return session
+    if not isinstance(salt, bytes):
+        folder = None if ledger is None else Path(ledger).resolve().parent
+        salt = _read_salt(Path(salt), folder)
+    if len(salt) < 16:
+        raise BadInput(f"data_salt must have 16 bytes or more, found {len(salt)}")
+    message = json.dumps(["unison-data/1", session.num_records, data_id]).encode()
+    return replace(
+        session,
+        commitment=hmac.new(salt, message, hashlib.sha256).hexdigest(),
+        committed_to="number of records" + (" and data_id" if data_id is not None else ""),
+    )
+
+
+def _read_salt(path: Path, run_folder: Path | None) -> bytes:
+    if run_folder is not None and run_folder in path.resolve().parents:
+        raise BadInput(
+            f"the salt {path} lies in the run's folder, where whoever gets the ledger finds it: "
+            "put it beside the data"
+        )
+    try:
+        if not path.exists():
+            # Complete at once, whoever else begins a run at this moment.
+            partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+            _write_new(partial, secrets.token_hex(32).encode() + b"\n", mode=0o600)
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                pass
+            finally:
+                partial.unlink()
+        with open_regular(path) as file:
+            return file.read(1 << 16).strip()
+    except OSError as error:
+        raise BadInput(f"cannot read or make the salt {path}: {error.strerror}") from None

@@ -1,25 +1,111 @@
 """A ledger on disk: its lines, and whether they are all there as they were written.
 
-docs/privacy.md describes the format.
+docs/privacy.md describes the format. A file may come from anybody: what is no ledger is told apart
+from a ledger that was edited, and nothing in it is believed before its type and range are known.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, BinaryIO, NoReturn, get_args, get_origin, get_type_hints
 
 from unison.errors import BadInput
 from unison.privacy.mechanism import Release
-from unison.privacy.spending import Spending
+from unison.privacy.sampling import KINDS
+from unison.privacy.spending import ADJACENCY, Spending
+from unison.rng.keys import FROM_SEED, FROM_SYSTEM
 
-FORMAT = "unison-ledger/1"
+FORMAT = "unison-ledger/2"
+_FORMAT_1 = "unison-ledger/1"  # its sessions do not say where their key comes from
 START = "0" * 64  # what stands for the hash of the line before the first
 _INTENT = b'{"kind": "intent", '  # how every intent begins; a torn line may be cut in it
 _OPEN = b'{"kind": "open", '
+_COMMIT = b'{"kind": "commit", '
 _MAX_PROBLEMS = 20  # a file that is no ledger has as many as lines
+_MAX_LINE = 1 << 20  # bytes; ours have a few thousand
+_LARGEST = 2.0**53  # of any number in it: beyond that, floats do not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a session says of itself, beside its mechanism; all of it is public.
+
+    Attributes:
+        key_origin: Where noise and sampling come from: `"operating system"`; `"seed"`, which
+            whoever knows it can draw again; or `"unknown"`.
+        adjacency: Between which data sets ε holds.
+        unit: What is protected.
+        rows_per_sample: Rows of a batch that `collate_fn` makes of one such unit.
+        sampling_source: Who draws the records: `"unison"`, or `"user"`, whom nobody has checked.
+        num_records: Size of the data set, if known.
+        commitment: Hash of what `committed_to` says, under a salt that lies with the data. Equal
+            ones are of the same data; None is no commitment.
+        committed_to: What the commitment covers.
+        device: Where the parameters lie.
+        fingerprint: What the bits depend on besides the settings; see `unison.fingerprint`.
+    """
+
+    key_origin: str = "unknown"
+    adjacency: str = ADJACENCY
+    unit: str = "one row of the data set"
+    rows_per_sample: int = 1
+    sampling_source: str = "user"
+    num_records: int | None = None
+    commitment: str | None = None
+    committed_to: str | None = None
+    device: str = "unknown"
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the session's key comes from a seed."""
+        return self.key_origin == FROM_SEED
+
+    def to_fields(self) -> dict[str, Any]:
+        """The session as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Session":
+        """The session that a line begins.
+
+        Raises:
+            BadInput: If it describes none.
+        """
+        if record.get("format") == _FORMAT_1:
+            return cls()
+        if record.get("format") != FORMAT:
+            found = _short(record.get("format"))
+            raise BadInput(f"expected format {FORMAT} or {_FORMAT_1}, found {found}")
+        names = {each.name for each in fields(cls)}
+        _check_types(cls, {name: record[name] for name in names & record.keys()})
+        if missing := sorted(names - record.keys()):
+            raise BadInput(f"it does not say its {missing[0]}")
+        session = cls(**{name: record[name] for name in names})
+        choices = {
+            "key_origin": (FROM_SYSTEM, FROM_SEED, "unknown"),
+            "adjacency": (ADJACENCY,),
+            "sampling_source": ("unison", "user"),
+        }
+        for name, known in choices.items():
+            if getattr(session, name) not in known:
+                raise BadInput(f"its {name} is {_short(getattr(session, name))}")
+        if session.commitment is not None and not _is_hash(session.commitment):
+            raise BadInput(f"its commitment is no hash: {_short(session.commitment)}")
+        for name in ("unit", "committed_to", "device"):  # they are printed
+            value = getattr(session, name)
+            if value is not None and not (value.isprintable() and len(value) <= 200):
+                raise BadInput(f"its {name} cannot be shown: {_short(value)}")
+        if session.rows_per_sample < 1 or (session.num_records or 0) < 0:
+            raise BadInput("its numbers of rows are negative")
+        return session
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +142,7 @@ class LedgerFile:
 
     Attributes:
         path: The file.
-        sessions: The line that began each session.
+        sessions: What each session says of itself.
         releases: What was intended, in order.
         num_commits: How many of them were committed.
         uncommitted: Steps of the intents without a commit; they count.
@@ -65,12 +151,14 @@ class LedgerFile:
         spending: What all of it comes to.
         head: How far the file goes.
         problems: Why it cannot be trusted: lines edited or removed. Empty if it can.
+        malformed: The first problem that no edit of a line explains: this is no ledger. None if
+            it is one.
         notes: What a reader should know besides.
         ends_with_newline: False after a crash in the middle of a write.
     """
 
     path: Path
-    sessions: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     num_commits: int = 0
     uncommitted: list[int] = field(default_factory=list)
@@ -78,10 +166,12 @@ class LedgerFile:
     spending: Spending = field(default_factory=Spending)
     head: Head = field(default_factory=lambda: Head(0, START))
     problems: list[str] = field(default_factory=list)
+    malformed: str | None = None
     notes: list[str] = field(default_factory=list)
     ends_with_newline: bool = True
     _hashes: dict[int, str] = field(default_factory=dict, repr=False)
-    _counted: list[Release | None] = field(default_factory=list, repr=False)  # None: a new session
+    # In order; a session begins the next pass over shuffled data, and so does None.
+    _counted: list[Release | Session | None] = field(default_factory=list, repr=False)
 
     @property
     def num_intents(self) -> int:
@@ -91,13 +181,13 @@ class LedgerFile:
     def spending_after(self, num_intents: int) -> Spending:
         """What the first intents come to."""
         spending, num_left = Spending(), num_intents
-        for release in self._counted:
-            if release is None:
-                spending.begin_session()
+        for each in self._counted:
+            if not isinstance(each, Release):
+                spending.begin_session(is_seeded=None if each is None else each.is_seeded)
             elif num_left == 0:
                 break
             else:
-                spending.add(release)
+                spending.add(each)
                 num_left -= 1
         return spending
 
@@ -116,24 +206,42 @@ def read_ledger(path: str | os.PathLike[str]) -> LedgerFile:
     """Read a ledger, check its chain and its head file, and count what it holds.
 
     Lines that were edited or removed are reported in `problems`, not raised: what is left can still
-    be looked at.
+    be looked at. What is no ledger at all is told in `malformed` as well.
 
     Raises:
         BadInput: If there is no such file.
     """
     path = Path(path)
+    reader = _Reader(path)
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            for line in _lines(file):
+                reader.take(line)
     except OSError as error:
         raise BadInput(f"cannot read the ledger {path}: {error.strerror}") from None
-    reader = _Reader(path)
-    lines = data.split(b"\n")
-    reader.found.ends_with_newline = not lines[-1]
-    if not lines[-1]:
-        lines.pop()
-    for line in lines:
-        reader.take(line)
     return reader.end()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, if it is one: a pipe would wait, and a device never end.
+
+    Raises:
+        OSError: If it cannot be opened.
+        BadInput: If it is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadInput(f"{path} is no ordinary file; name the file itself")
+    return os.fdopen(descriptor, "rb")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines with their ends, each cut where it is longer than any that we write."""
+    while line := file.readline(_MAX_LINE + 1):
+        yield line
+        if len(line) > _MAX_LINE:
+            return
 
 
 class _Reader:
@@ -147,51 +255,73 @@ class _Reader:
         self._num_left_out = 0
         self._unreadable: int | None = None  # the first of the lines just before that are torn
 
-    def take(self, line: bytes) -> None:
-        record = _parse(line)
+    def take(self, ended: bytes) -> None:
+        """Take a line with its end, which the last one may lack."""
+        line = ended.removesuffix(b"\n")
+        self.found.ends_with_newline = line is not ended
+        try:
+            record = _parse(line)
+        except BadInput as error:
+            self._take_rubbish(line, str(error))
+            return
         if record is None:
             self._take_torn(line)
             return
         self._check_chain(record)
         self._advance(record["line"], hash_of(line))
+        kind = record.get("kind")
+        if not self.found.sessions and kind != "open":
+            what = f"line {record['line']} belongs to no session"
+            self._object(what, is_malformed=record["line"] == 1)  # or lines before it are missing
         try:
-            match record["kind"]:
+            match kind:
                 case "open":
                     self._take_open(record)
                 case "intent":
                     self._take_intent(record)
                 case "commit":
                     self._take_commit(record)
-                case kind:
-                    self._object(f"line {record['line']} is of an unknown kind, {kind!r}")
-        except (BadInput, KeyError, TypeError) as error:
-            self._object(f"line {record['line']} cannot be understood ({error})")
+                case _:
+                    raise BadInput(f"its kind is {_short(kind)}")
+        except BadInput as error:
+            self._object(f"line {record['line']} cannot be understood: {error}", is_malformed=True)
 
     def end(self) -> LedgerFile:
         found = self.found
         self._forget_pending()
         found.spending = found.spending_after(found.num_intents)
-        if not found.sessions and self._unreadable is None:
-            self._object(f"it does not begin as a ledger of format {FORMAT}")
         head_file = head_file_of(found.path)
         try:
-            known = Head(**json.loads(head_file.read_text()))
-            problem = found.missing(known, head_file.name)
+            problem = found.missing(_read_head(head_file), head_file.name)
             if problem:
                 self._object(problem)
         except FileNotFoundError:
             found.notes.append(
                 f"there is no {head_file.name} beside it, so removed last lines would not show"
             )
-        except (OSError, ValueError, TypeError):
+        except (OSError, BadInput):
             found.notes.append(
                 f"{head_file.name} cannot be read, so removed last lines would not show"
             )
+        if not found.sessions and self._unreadable is None:
+            # Unless lines are missing, in which case it may have been one.
+            is_malformed = not found.problems
+            self._object(f"it does not begin as a ledger of format {FORMAT}", is_malformed)
+        num_unknown = sum(each.key_origin == "unknown" for each in found.sessions)
+        if num_unknown:
+            sessions = "a session does" if num_unknown == 1 else f"{num_unknown} sessions do"
+            found.notes.append(
+                f"{sessions} not say where the key came from: if that was a seed, ε is infinite"
+            )
+        if len({each.commitment for each in found.sessions} - {None}) > 1:
+            found.notes.append("its sessions commit to different data")
         if self._num_left_out:
             found.problems.append(f"and {self._num_left_out} problems more")
         return found
 
-    def _object(self, problem: str) -> None:
+    def _object(self, problem: str, is_malformed: bool = False) -> None:
+        if is_malformed and self.found.malformed is None:
+            self.found.malformed = problem
         if len(self.found.problems) < _MAX_PROBLEMS:
             self.found.problems.append(problem)
         else:
@@ -203,7 +333,7 @@ class _Reader:
 
     def _check_chain(self, record: Mapping[str, Any]) -> None:
         number, expected = record["line"], self.found.head.num_lines + 1
-        if self._unreadable is not None and record["kind"] != "open":
+        if self._unreadable is not None and record.get("kind") != "open":
             self._object(f"line {self._unreadable} was changed after it was written: no record")
         self._unreadable = None
         if number > expected:
@@ -222,44 +352,61 @@ class _Reader:
         A crash can also cut the first line of the session that would have followed it.
         """
         found, number = self.found, self.found.head.num_lines + 1
-        self._advance(number, hash_torn(found.head.sha256, line))
-        if not found.sessions and not (line.startswith(_OPEN) or _OPEN.startswith(line)):
-            self._object(f"line {number} is no record")
+        if not found.sessions and not _begins(line, _OPEN):
+            self._take_rubbish(line, "it is no record")
             return
+        self._advance(number, hash_torn(found.head.sha256, line))
         if self._unreadable is None:
             self._unreadable = number
         found.notes.append(f"line {number} was cut short by a crash")
-        if found.sessions and (line.startswith(_INTENT) or _INTENT.startswith(line)):
+        if found.sessions and _begins(line, _INTENT):
             assert self._strictest is not None  # every session begins with a release
             found.num_torn += 1
             found.notes[-1] += "; it may have been an intent and counts as one"
             # Its step is not known: a pass of its own.
             found._counted += [None, self._strictest, None]
 
+    def _take_rubbish(self, line: bytes, why: str) -> None:
+        """Take a line that neither we nor a crash can have written."""
+        number = self.found.head.num_lines + 1
+        self._advance(number, hash_torn(self.found.head.sha256, line))
+        if self._unreadable is None and self.found.sessions:
+            self._unreadable = number
+        self._object(f"line {number} cannot be understood: {why}", is_malformed=True)
+
     def _take_open(self, record: dict[str, Any]) -> None:
-        if record["format"] != FORMAT:
-            raise BadInput(f"expected format {FORMAT}, found {record['format']!r}")
+        session, announced = Session.from_record(record), _release_of(record.get("next"))
         self._forget_pending()
         self._last_step = -1
-        self.found.sessions.append(record)
-        self.found._counted.append(None)
-        self._remember(Release.from_fields(record["next"]))
+        self.found.sessions.append(session)
+        self.found._counted.append(session)
+        self._remember(announced)
 
     def _take_intent(self, record: dict[str, Any]) -> None:
-        fields = {k: v for k, v in record.items() if k not in ("kind", "line", "previous")}
-        release = Release.from_fields(fields)
+        release = _release_of(
+            {k: v for k, v in record.items() if k not in ("kind", "line", "previous")}
+        )
         self._forget_pending()
         self._pending = release.step
         self.found.releases.append(release)
         self.found._counted.append(release)
         self._remember(release)
         if release.step <= self._last_step:
-            raise BadInput(f"step {release.step} does not come after step {self._last_step}")
+            self._object(
+                f"line {record['line']} has step {release.step}, which does not come after step "
+                f"{self._last_step}"
+            )
         self._last_step = release.step
 
     def _take_commit(self, record: dict[str, Any]) -> None:
-        if record["step"] != self._pending:
-            raise BadInput(f"it commits step {record['step']}, which was not intended before it")
+        step = record.get("step")
+        if record.keys() - {"kind", "line", "previous"} != {"step"} or not _is_a(step, int):
+            raise BadInput(f"a commit has one step, found {_short(record)}")
+        if step != self._pending:
+            self._object(
+                f"line {record['line']} commits step {step}, which was not intended before it"
+            )
+            return
         self._pending = None
         self.found.num_commits += 1
 
@@ -280,12 +427,140 @@ class _Reader:
             self._strictest = release
 
 
+# ---- what a line may hold ------------------------------------------------------------------------
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if there is none."""
+    """The record in a line; None if a crash has cut the line short.
+
+    Raises:
+        BadInput: If it is neither.
+    """
+    if len(line) > _MAX_LINE:
+        raise BadInput(f"it is longer than {_MAX_LINE:,} bytes")
+    if _is_cut_short(line):
+        return None
     try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("line"), int):
-        return None
-    return record if {"kind", "previous"} <= record.keys() else None
+        record = json.loads(
+            line.decode("ascii"),  # as we write it
+            object_pairs_hook=_without_repeats,
+            parse_constant=_refuse_constant,
+        )
+    except BadInput:
+        raise
+    except UnicodeDecodeError:
+        raise BadInput("it is no ASCII text") from None
+    except RecursionError:
+        raise BadInput("it is nested too deeply") from None
+    except ValueError:  # also an integer of thousands of digits
+        raise BadInput("it is no JSON") from None
+    if not isinstance(record, dict):
+        raise BadInput(f"expected a JSON object, found {_short(record)}")
+    number, previous = record.get("line"), record.get("previous")
+    if not (isinstance(number, int) and _is_a(number, int) and number >= 1):
+        raise BadInput(f"expected the number of a line, found {_short(number)}")
+    if not (isinstance(previous, str) and _is_hash(previous)):
+        raise BadInput(f"expected the hash of the line before, found {_short(previous)}")
+    return record
+
+
+def _begins(line: bytes, kind: bytes) -> bool:
+    """Whether a line that was cut short may have been of a kind."""
+    line = line.rstrip(b"\0")  # what some file systems leave where a write had no time to end
+    return line.startswith(kind) or kind.startswith(line)
+
+
+def _is_cut_short(line: bytes) -> bool:
+    """Whether a line may be the beginning of one of ours: an object that does not end."""
+    line = line.rstrip(b"\0")
+    if not any(_begins(line, kind) for kind in (_OPEN, _INTENT, _COMMIT)):
+        return False
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', b"", line, flags=re.DOTALL)  # of strings
+    return not line or len(re.findall(rb"[{[]", outside)) > len(re.findall(rb"[}\]]", outside))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise BadInput("it holds a name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadInput(f"{name} is no number")
+
+
+def _read_head(path: Path) -> Head:
+    """The head in a file.
+
+    Raises:
+        OSError: If it cannot be read.
+        BadInput: If it holds none.
+    """
+    with open_regular(path) as file:
+        data = file.read(4096)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadInput("it is no JSON") from None
+    if not isinstance(found, dict) or found.keys() != {"num_lines", "sha256"}:
+        raise BadInput(f"expected a head, found {_short(found)}")
+    _check_types(Head, found)
+    return Head(**found)
+
+
+def _release_of(found: Any) -> Release:
+    """The release that fields describe.
+
+    Raises:
+        BadInput: If a name is missing or unknown, or a value has another type or is out of range.
+    """
+    if not isinstance(found, dict):
+        raise BadInput(f"expected a release, found {_short(found)}")
+    sampling = found.get("sampling")
+    kind = sampling.get("kind") if isinstance(sampling, dict) else None
+    if not (isinstance(sampling, dict) and isinstance(kind, str) and kind in KINDS):
+        raise BadInput(f"expected a sampling of kind {', '.join(KINDS)}, found {_short(sampling)}")
+    _check_types(KINDS[kind], {k: v for k, v in sampling.items() if k != "kind"})
+    _check_types(Release, {k: v for k, v in found.items() if k != "sampling"})
+    try:
+        return Release.from_fields(found)
+    except BadInput as error:
+        raise BadInput(_cut(str(error))) from None
+
+
+def _check_types(cls: type, values: Mapping[str, Any]) -> None:
+    """Require values read from JSON to be of the types that a dataclass declares.
+
+    Raises:
+        BadInput: Naming the first that is not, or that the class does not have.
+    """
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name not in hints:
+            raise BadInput(f"there is no {_short(name)} in it")
+        hint = hints[name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+        if not any(_is_a(value, kind) for kind in kinds):
+            raise BadInput(f"{name} is {_short(value)}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type; numbers are no booleans, finite, and of a size that counts."""
+    if kind is int or kind is float:
+        is_number = type(value) is int or (kind is float and type(value) is float)
+        return is_number and abs(value) <= _LARGEST
+    return type(value) is kind
+
+
+def _is_hash(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
+
+
+def _short(value: Any) -> str:
+    """A value in an error message, which a hostile one must not fill."""
+    return _cut(reprlib.repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:120]}…"

@@ -37,7 +37,7 @@ from unison.rng import (
 )
 
 PURPOSE = "noise"
-_COUNT = "number of samples below the clip norm"  # the name of a stream that no parameter has
+_COUNT_PURPOSE = "count noise"  # of its own: any name may be a parameter's
 _HOST = torch.device("cpu")
 
 
@@ -128,9 +128,26 @@ def release_all(
     """
     device = shares.values[0].device
     recipes = recipes_for(shares.names, key, release, num_samples, device)
-    if recipes is not None:
-        recipes = sent(recipes, device)
-    return release_by(shares, recipes, divisor)
+    if recipes is None:
+        return release_by(shares, None, divisor)
+    on_device = sent(recipes, device)
+    made = release_by(shares, on_device, divisor)
+    erase(recipes, on_device)
+    return made
+
+
+def erase(recipes: Tensor, on_device: Tensor) -> None:
+    """Overwrite the host's copy of recipes, without waiting for the device.
+
+    The device may have yet to read it, so the zeros come from there: in stream order, after the
+    copy to the device and after `release_by`, which leaves zeros in what it used.
+
+    Args:
+        recipes: On the host, in pinned memory if the device is another one.
+        on_device: What was made of them, zeros by now.
+    """
+    if on_device is not recipes:
+        recipes.copy_(on_device, non_blocking=True)
 
 
 def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradients:
@@ -184,6 +201,7 @@ def recipes_of(
     table = made.numpy()
     table[:] = _blank_recipe(release.noise_std, cipher)
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
+    words.zero_()
     return made
 
 
@@ -228,7 +246,9 @@ def noisy_count(statistic: float, *, key: Key, release: Release) -> float:
     assert std is not None
     if std == 0:
         return statistic
-    stream = Stream(key, _COUNT, step=release.step, purpose=PURPOSE, cipher=Cipher.CHACHA20)
+    stream = Stream(
+        key, "below the clip norm", release.step, purpose=_COUNT_PURPOSE, cipher=Cipher.CHACHA20
+    )
     spacing = noise_spacing(std)
     noise = secure_normal(stream, (1,), std, spacing=spacing, dtype=torch.float64)
     on_grid = round_to_grid(torch.tensor([statistic], dtype=torch.float64), spacing)

@@ -7,16 +7,25 @@ import torch
 import torch.distributed as dist
 
 from unison.errors import BadInput
-from unison.privacy.ledger import Ledger
+from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
+from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
+from unison.shard.digest import fingerprint
 from unison.shard.dtensors import show_shards
 from unison.shard.ranks import Ranks
 
-__all__ = ["Ranks", "open_on_ranks", "show_shards"]
+__all__ = ["Ranks", "fingerprint", "open_on_ranks", "show_shards"]
 
 
 def open_on_ranks(
-    path: str | os.PathLike[str] | None, mechanism: Mechanism, accountant: str, ranks: Ranks
+    path: str | os.PathLike[str] | None,
+    mechanism: Mechanism,
+    accountant: str,
+    ranks: Ranks,
+    session: Session,
+    *,
+    data_salt: DataSalt | None = None,
+    data_id: str | None = None,
 ) -> Ledger:
     """Open the ledger on the first rank, and copies of what it holds on the others; a collective.
 
@@ -27,6 +36,9 @@ def open_on_ranks(
         mechanism: What the session applies.
         accountant: The accountant.
         ranks: The ranks that train together.
+        session: What the session says of itself.
+        data_salt: See `commit_to_data`; only the first rank looks at it.
+        data_id: The same.
 
     Raises:
         BadInput: On every rank, if the first one cannot open the file.
@@ -34,7 +46,8 @@ def open_on_ranks(
     ledger, error = None, ""
     if ranks.rank == 0:
         try:
-            ledger = Ledger.open(path, mechanism=mechanism, accountant=accountant)
+            session = commit_to_data(session, salt=data_salt, data_id=data_id, ledger=path)
+            ledger = Ledger.open(path, mechanism=mechanism, accountant=accountant, session=session)
         except Exception as found:
             if ranks.size == 1:
                 raise
@@ -49,7 +62,7 @@ def open_on_ranks(
     if "error" in state:
         raise BadInput(f"the first rank could not open the ledger: {state['error']}")
     if ledger is None:
-        ledger = Ledger.open(None, mechanism=mechanism, accountant=accountant)
+        ledger = Ledger.open(None, mechanism=mechanism, accountant=accountant, session=session)
         ledger.load_state_dict(state)
         ledger.is_copy = not state["is_in_memory"]
     return ledger

@@ -1,7 +1,7 @@
 """How a step chooses its records: what the loader does and what the accountant counts.
 
-Adjacency is add/remove one record for the Poisson kinds. Shuffled batches have a fixed size, so
-there a record is replaced by one that contributes nothing ("zero-out").
+Adjacency is zero-out for all of them: a record is replaced by an empty one that is still drawn at
+the same positions, so that the size of the data set is public (`spending.ADJACENCY`).
 """
 
 import math

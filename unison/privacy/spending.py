@@ -10,6 +10,9 @@ from unison.privacy import sampling as samplings
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 
+ADJACENCY = "zero-out: one record replaced by an empty one in the same place"
+"""Between which data sets every ε of unison holds, in words; docs/privacy.md says why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -46,23 +49,23 @@ class Spending:
         events: How often each event took place.
         num_records: Size of the data set as far as the releases tell; for Poisson sampling the
             expected batch size divided by the rate.
+        num_seeded: Releases whose noise came from a seed: with one of them, ε is infinite.
+        adjacency: Between which data sets ε holds, in words.
     """
+
+    adjacency = ADJACENCY
 
     def __init__(self) -> None:
         self.events: Counter[Event] = Counter()
         self.num_records: float | None = None
+        self.num_seeded = 0
+        self._is_seeded = False  # the session that releases are added to
         self._pass: _Pass | None = None
-
-    @property
-    def adjacency(self) -> str:
-        """Between which data sets ε holds, in words."""
-        if has_passes(self.events):
-            return "zero-out: one record replaced by one that contributes nothing"
-        return "add or remove one record"
 
     def add(self, release: Release) -> None:
         """Count a release."""
         z, sampling = release.effective_noise_multiplier, release.sampling
+        self.num_seeded += self._is_seeded
         match sampling:
             case Shuffled():
                 self.num_records = sampling.num_records
@@ -77,15 +80,30 @@ class Spending:
             case _:
                 raise BadInput(f"expected a sampling of unison.privacy, found {sampling!r}")
 
-    def begin_session(self) -> None:
-        """Forget the pass over shuffled data that has begun; the next step begins another."""
+    def begin_session(self, *, is_seeded: bool | None = None) -> None:
+        """Forget the pass over shuffled data that has begun; the next step begins another.
+
+        Args:
+            is_seeded: Whether the session's key comes from a seed; as before unless given.
+        """
         self._pass = None
+        if is_seeded is not None:
+            self._is_seeded = is_seeded
+
+    def join(self, other: "Spending") -> None:
+        """Count what another run on the same data has spent as well."""
+        self.begin_session()
+        self.events.update(other.events)
+        self.num_seeded += other.num_seeded
+        sizes = [size for size in (self.num_records, other.num_records) if size is not None]
+        self.num_records = max(sizes, default=None)
 
     def copy(self) -> "Spending":
         """A copy that can be added to."""
         copied = Spending()
         copied.events = self.events.copy()
         copied.num_records = self.num_records
+        copied.num_seeded, copied._is_seeded = self.num_seeded, self._is_seeded
         copied._pass = self._pass and _Pass(**vars(self._pass))
         return copied
 
@@ -93,6 +111,7 @@ class Spending:
         """The events as values that JSON can hold; a pass that has begun is not continued."""
         return {
             "num_records": self.num_records,
+            "num_seeded": self.num_seeded,
             "events": [
                 {
                     "sampling": event.sampling and samplings.to_fields(event.sampling),
@@ -107,6 +126,7 @@ class Spending:
         """Replace the events by those of a state."""
         self._pass = None
         self.num_records = state["num_records"]
+        self.num_seeded = state.get("num_seeded", 0)  # states of before did not say
         self.events = Counter()
         for fields in state["events"]:
             sampling = fields["sampling"] and samplings.from_fields(fields["sampling"])
@@ -131,7 +151,7 @@ class Spending:
 
 
 def has_passes(events: Mapping[Event, int]) -> bool:
-    """Whether passes over shuffled data are among the events, which hold for zero-out only."""
+    """Whether passes over shuffled data are among the events, which have no add/remove bound."""
     return any(event.sampling is None for event in events)
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from unison.errors import UnsupportedOperation
 from unison.kernels.many.table import Tables, tables_kept
-from unison.privacy.noise import Shares, release_by
+from unison.privacy.noise import Shares, erase, release_by
 from unison.privacy.owners import Owned
 
 
@@ -89,10 +89,15 @@ class StepGraph:
         if found is None or not _is_of(found, numbers, tensors):
             self._recordings.pop(source, None)  # its memory, first
             found = self._recordings[source] = self._record(shares(), recipes, divisor, numbers)
-        if recipes is not None:
+        if recipes is None:
+            found.graph.replay()
+        else:
             assert found.recipes is not None
-            found.recipes.copy_(recipes.pin_memory(), non_blocking=True)
-        found.graph.replay()
+            pinned = recipes.pin_memory()
+            recipes.zero_()
+            found.recipes.copy_(pinned, non_blocking=True)
+            found.graph.replay()
+            erase(pinned, found.recipes)  # in which the graph has left zeros
         return zip(self._owned, found.gradients, strict=True)
 
     def _record(

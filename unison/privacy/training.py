@@ -476,4 +476,4 @@ class PrivateTraining:
             self._clock.renew(self._owner.everyone.group)
             self._key = Key.shared(self._owner.everyone.group)
             self.loader.renew(self._key)
-        self.ledger.renew(self.mechanism, step=self.loader.next_step)
+        self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)

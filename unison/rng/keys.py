@@ -19,6 +19,7 @@ import torch.distributed as dist
 from unison.errors import BadInput
 
 KEY_BYTES = 32
+FROM_SYSTEM, FROM_SEED = "operating system", "seed"  # where a key may come from
 _PERSON = b"unison.rng.v1"  # domain of the hash; at most 16 bytes
 
 
@@ -71,6 +72,15 @@ class Key:
     def is_reproducible(self) -> bool:
         """Whether the key comes from a seed, so that anyone can make it again."""
         return self._is_reproducible
+
+    @property
+    def origin(self) -> str:
+        """Where the key comes from: `"operating system"`, or `"seed"`.
+
+        >>> Key.from_seed(1).child("noise").origin, Key.from_entropy().origin
+        ('seed', 'operating system')
+        """
+        return FROM_SEED if self._is_reproducible else FROM_SYSTEM
 
     def agree(self, group: dist.ProcessGroup | None = None) -> "Key":
         """Return the key that the group's first rank holds, on every rank (a collective).

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
             plot_losses(
                 read_metrics(folder), folder / CURVE_FILE, unigram_entropy=rows.unigram_entropy
             )
-            write_json(folder / RESULT_FILE, asdict(result.published(config)))
+            write_json(folder / RESULT_FILE, result.published(config).to_fields())
     if console is not None:
         report.say_end(console, config, result)
     return result.published(config)

@@ -14,7 +14,15 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 
-COVERED = frozenset({"train/lr", "train/grad_norm", "eval/loss", "privacy/epsilon"})
+COVERED = frozenset(
+    {
+        "train/lr",
+        "train/grad_norm",
+        "eval/loss",
+        "privacy/epsilon",
+        "privacy/epsilon_if_secret",  # instead of it, where noise comes from a seed
+    }
+)
 """What the files of a private run may hold: what depends on the training rows through noisy
 gradients only. `eval/loss` depends on held-out rows too, which are other records than the protected
 ones. A speed is not here, since the time of a step tells how many rows it drew."""

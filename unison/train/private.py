@@ -29,7 +29,7 @@ from unison.privacy import (
     Sampling,
     Shuffled,
     TruncatedPoisson,
-    epsilon_of,
+    epsilon_if_secret,
     noise_multiplier_for,
 )
 from unison.train.parallel import Parallel
@@ -130,7 +130,7 @@ class Private:
         mechanism, privacy = self._config.mechanism, self._privacy
         is_ordered = mechanism.reducer == "ordered"
         assert self._noise_multiplier is not None  # of `prepare`
-        is_shuffled = isinstance(self._sampling, Shuffled)
+        is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
         budget = None
         if privacy.epsilon is not None:
             budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
@@ -157,6 +157,9 @@ class Private:
                 granule=mechanism.granule if is_ordered else None,
                 compile=mechanism.compile,
                 seed=None if privacy.secure_noise else mechanism.seed,
+                data_salt=salt,
+                # The rank that writes the ledger reads the rows for it.
+                data_id=self._rows.digest() if salt and self._world.is_main else None,
             )
         try:
             if self._state is not None:
@@ -222,6 +225,7 @@ class Private:
             median_norm=found.median_norm,
             clipped_fraction=found.clipped_fraction,
             num_dropped=found.num_dropped,
+            is_secure=self._privacy.secure_noise,
         )
 
     def _look_ahead(self, step: int) -> None:
@@ -232,19 +236,20 @@ class Private:
         spending = self._engine.ledger.spending.copy()
         for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
             spending.add(self._engine.mechanism.release(ahead))
-        epsilon = epsilon_of(spending, self._privacy.delta, self._privacy.accountant)
+        epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
         self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
 
     def result(self, budget_sentence: str | None) -> PrivacyResult:
         """See `Regime.result`."""
         privacy, ledger = self._privacy, self._engine.ledger
         assert self._noise_multiplier is not None
-        epsilon, *_ = self._world.agree(
-            partial(ledger.epsilon, privacy.delta), when=self._world.is_main
+        if_secret, *_ = self._world.agree(
+            partial(ledger.epsilon_if_secret, privacy.delta), when=self._world.is_main
         )
-        assert epsilon is not None
+        assert if_secret is not None
         return PrivacyResult(
-            epsilon=epsilon,
+            epsilon=math.inf if ledger.spending.num_seeded else if_secret,
+            epsilon_if_secret=if_secret,
             delta=privacy.delta,
             accountant=privacy.accountant,
             target_epsilon=privacy.epsilon,

@@ -136,7 +136,8 @@ class _Bar(Progress):
 
 
 def _epsilon_words(privacy: PrivacyFacts) -> str:
-    return f"ε {'=' if privacy.is_exact else '≤'} {privacy.epsilon:.3f}"
+    what = "ε" if privacy.is_secure else "seeded: ε if secret"
+    return f"{what} {'=' if privacy.is_exact else '≤'} {privacy.epsilon:.3f}"
 
 
 def _not_covered(loss: float, privacy: PrivacyFacts) -> str:

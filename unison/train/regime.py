@@ -21,7 +21,9 @@ class PrivacyFacts:
     """What is known of privacy after a step.
 
     Attributes:
-        epsilon: ε so far, at most. It is computed now and then, and then for the steps ahead.
+        epsilon: ε so far, at most, if the key is secret. It is computed now and then, and then for
+            the steps ahead.
+        is_secure: Whether it is; if noise and sampling come from a seed, ε is infinite.
         is_exact: Whether `epsilon` is that of the steps up to this one.
         median_norm: Median of the rows' gradient norms before clipping; no ε covers it.
         clipped_fraction: Part of the rows whose gradient was clipped; no ε covers it.
@@ -33,6 +35,7 @@ class PrivacyFacts:
     median_norm: float
     clipped_fraction: float
     num_dropped: int
+    is_secure: bool = True
 
     def metrics(self) -> dict[str, float]:
         """The same by the names of metrics; ε where it is that of the step."""
@@ -41,7 +44,8 @@ class PrivacyFacts:
             "privacy/clipped_fraction": self.clipped_fraction,
             "privacy/num_dropped": self.num_dropped,
         }
-        return found | ({"privacy/epsilon": self.epsilon} if self.is_exact else {})
+        name = "privacy/epsilon" if self.is_secure else "privacy/epsilon_if_secret"
+        return found | ({name: self.epsilon} if self.is_exact else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,8 @@ class PrivacyResult:
     """What a private run applied and spent. All of it is public.
 
     Attributes:
-        epsilon: ε of everything that the ledger counts.
+        epsilon: ε of everything that the ledger counts; infinite if the key came from a seed.
+        epsilon_if_secret: What it would be under a secret key, which is what a budget bounds.
         delta: The δ it is taken at.
         accountant: Whose bound it is.
         target_epsilon: ε that the noise was chosen for; None if the noise was given.
@@ -66,6 +71,7 @@ class PrivacyResult:
     """
 
     epsilon: float
+    epsilon_if_secret: float
     delta: float
     accountant: str
     target_epsilon: float | None

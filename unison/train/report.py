@@ -1,6 +1,7 @@
 """What a run says at its start and end, to the folder and to the person."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,6 +55,13 @@ class TrainResult:
         if self.privacy is None or config.output.unsafe_diagnostics:
             return self
         return replace(self, train_loss_before=None, train_loss_after=None)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The result as values that JSON can hold; it has no number for infinity."""
+        found = asdict(self)
+        if self.privacy is not None and self.privacy.epsilon == math.inf:
+            found["privacy"]["epsilon"] = "inf"
+        return found
 
 
 # Of private rows, what they come to beyond their number.
@@ -187,8 +195,10 @@ def read_result(folder: Path) -> tuple[TrainResult, int]:
     saved = json.loads((folder / RESULT_FILE).read_text())
     privacy = saved.pop("privacy", None)
     try:
-        result = TrainResult(**saved, privacy=privacy and PrivacyResult(**privacy))
-    except TypeError as error:
+        if privacy is not None:
+            privacy = PrivacyResult(**privacy | {"epsilon": float(privacy["epsilon"])})
+        result = TrainResult(**saved, privacy=privacy)
+    except (TypeError, KeyError) as error:
         raise BadInput(
             f"{folder / RESULT_FILE} cannot be read by this unison ({error}); train again"
         ) from None
@@ -228,7 +238,11 @@ def _privacy_table(result: TrainResult, privacy: PrivacyResult, num_planned: int
     table.add_section()
     allowed = "" if privacy.target_epsilon is None else f", of {privacy.target_epsilon:g} allowed"
     by = f"by {privacy.accountant.upper()}"
-    table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{allowed}, {by}")
+    if privacy.epsilon == math.inf:
+        table.add_row("ε spent", "[bold red]infinite[/]: the noise came from a seed")
+        table.add_row("ε if secret", f"{privacy.epsilon_if_secret:.3f}{allowed}, {by}")
+    else:
+        table.add_row("ε spent", f"[bold green]{privacy.epsilon:.3f}[/]{allowed}, {by}")
     table.add_row("δ", f"{privacy.delta:g}")
     table.add_row("noise multiplier σ", f"{privacy.noise_multiplier:.4g}")
     table.add_row("clip norm C", f"{privacy.max_grad_norm:g}, {privacy.clip_rule}")

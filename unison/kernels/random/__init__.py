@@ -122,7 +122,9 @@ def fill_rows(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int)
         )
     if out.numel() == 0 or out.device.type == "meta":
         return
-    _random_fill(out.detach(), recipe.pack(), starts.contiguous(), run)
+    packed = recipe.pack()
+    _random_fill(out.detach(), packed, starts.contiguous(), run)
+    packed.zero_()  # it holds the key
 
 
 def fuses(x: torch.Tensor, first: int) -> bool:

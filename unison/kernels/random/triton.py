@@ -328,7 +328,10 @@ def fill(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int) -> N
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         # non_blocking: pageable memory is staged before the call returns, so the source may go,
         # and the host does not wait for the stream (noise is drawn while a backward pass runs).
-        numbers = recipe.pack().to(out.device, non_blocking=True)
+        packed = recipe.pack()
+        numbers = packed.to(out.device, non_blocking=True)
+        if numbers is not packed:
+            packed.zero_()  # it holds the key
         coefficients = table(shape, out.device)
         for row in range(0, len(starts), rows_at_once):
             begin = starts[row : row + rows_at_once].to(out.device, non_blocking=True)
