@@ -232,6 +232,7 @@ def test_padding_is_the_public_rows():
 
 def test_lengths_that_are_public():
     assert len({batch["labels"].shape[1] for batch in first_batches([1, 2, 3, 9], "public")}) == 2
+    assert RowShapes("public").unit == "one row of the data set, but not its length"
     with pytest.raises(BadInput, match="row_shape"):
         RowShapes("secret")
 

@@ -124,6 +124,11 @@ class RowShapes:
         self._known: dict[str, tuple[int, ...]] = {}
         self.padding = padding
 
+    @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return "one row of the data set" + (", but not its length" if self._are_public else "")
+
     def fit(self, value: Any, dim: int, padding: Any, path: str, key: Any) -> Any:
         """Return one part of a batch with rows of the shape that they should have.
 

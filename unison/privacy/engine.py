@@ -259,6 +259,7 @@ class PrivacyEngine:
                 owner.everyone,
                 Session(
                     key_origin=key.origin,
+                    unit=loader.rows.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
