@@ -11,6 +11,7 @@ knows how many there are. docs/privacy.md describes both files.
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -68,7 +69,7 @@ class Ledger:
         Args:
             path: The file, usually RUN/ledger.jsonl; None keeps the ledger in memory.
             mechanism: What the session applies; its description begins the session.
-            accountant: "pld" or "rdp".
+            accountant: "pld", "rdp" or "odometer".
             step: The step that comes next.
 
         Raises:
@@ -96,16 +97,25 @@ class Ledger:
             mechanism: What the session applies.
             step: The step that comes next.
         """
+        plan = mechanism.describe()
         self._append(
             "open",
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             unison=_version(),
             accountant=self.accountant,
-            mechanism=mechanism.describe(),
+            mechanism=plan,
             next=mechanism.release(step).to_fields(),
         )
-        self.spending.begin_session()
+        was_chosen = self.spending.is_chosen
+        self.spending.begin_session(plan)
+        if self.spending.is_chosen and not was_chosen and self.accountant != "odometer":
+            warnings.warn(
+                "this run applies another noise multiplier or sampling than the ledger's last "
+                "session, which may have been chosen from what came out: ε is an odometer's now "
+                "(docs/privacy.md); go on with the same, or give the run a ledger of its own",
+                stacklevel=3,
+            )
         self._pending, self._last_step = None, -1
 
     def intend(self, release: Release) -> None:

@@ -81,7 +81,8 @@ class LedgerFile:
     notes: list[str] = field(default_factory=list)
     ends_with_newline: bool = True
     _hashes: dict[int, str] = field(default_factory=dict, repr=False)
-    _counted: list[Release | None] = field(default_factory=list, repr=False)  # None: a new session
+    # None or what a session applies: a new session
+    _counted: list[Release | Mapping[str, Any] | None] = field(default_factory=list, repr=False)
 
     @property
     def num_intents(self) -> int:
@@ -92,8 +93,8 @@ class LedgerFile:
         """What the first intents come to."""
         spending, num_left = Spending(), num_intents
         for release in self._counted:
-            if release is None:
-                spending.begin_session()
+            if not isinstance(release, Release):
+                spending.begin_session(release)
             elif num_left == 0:
                 break
             else:
@@ -171,6 +172,10 @@ class _Reader:
         found = self.found
         self._forget_pending()
         found.spending = found.spending_after(found.num_intents)
+        if found.spending.is_chosen:
+            found.notes.append(
+                "the noise could be chosen from what came out, so an odometer counts it"
+            )
         if not found.sessions and self._unreadable is None:
             self._object(f"it does not begin as a ledger of format {FORMAT}")
         head_file = head_file_of(found.path)
@@ -242,7 +247,7 @@ class _Reader:
         self._forget_pending()
         self._last_step = -1
         self.found.sessions.append(record)
-        self.found._counted.append(None)
+        self.found._counted.append(dict(record["mechanism"]))
         self._remember(Release.from_fields(record["next"]))
 
     def _take_intent(self, record: dict[str, Any]) -> None:

@@ -10,6 +10,9 @@ from unison.privacy import sampling as samplings
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 
+# Of a session's settings, those that decide what its steps cost.
+_COSTS = ("sampling", "noise_multiplier", "adaptive")
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -46,22 +49,35 @@ class Spending:
         events: How often each event took place.
         num_records: Size of the data set as far as the releases tell; for Poisson sampling the
             expected batch size divided by the rate.
+        is_chosen: Whether what was applied may have been chosen from what came out before: σ could
+            be set, was set (in ledgers of versions that allowed it), or is another one than in the
+            session before.
+        num_draws: Values of secure noise that were drawn.
     """
 
     def __init__(self) -> None:
         self.events: Counter[Event] = Counter()
         self.num_records: float | None = None
+        self.is_chosen = False
+        self.num_draws = 0
+        self._plan: Mapping[str, Any] = {}  # what the session said that it would apply
         self._pass: _Pass | None = None
 
     @property
     def adjacency(self) -> str:
         """Between which data sets ε holds, in words."""
-        if has_passes(self.events):
+        if any(not isinstance(event.sampling, Poisson) for event in self.events):
             return "zero-out: one record replaced by one that contributes nothing"
         return "add or remove one record"
 
     def add(self, release: Release) -> None:
         """Count a release."""
+        sigma = self._plan.get("noise_multiplier")
+        self.is_chosen |= release.is_chosen
+        self.is_chosen |= isinstance(sigma, float) and sigma != release.noise_multiplier
+        # Ledgers of older versions have the number of elements in the session's first line alone.
+        elements = release.rounded_elements or self._plan.get("rounded_elements", 0)
+        self.num_draws += elements + (release.count_noise_multiplier is not None)
         z, sampling = release.effective_noise_multiplier, release.sampling
         match sampling:
             case Shuffled():
@@ -77,15 +93,27 @@ class Spending:
             case _:
                 raise BadInput(f"expected a sampling of unison.privacy, found {sampling!r}")
 
-    def begin_session(self) -> None:
-        """Forget the pass over shuffled data that has begun; the next step begins another."""
+    def begin_session(self, plan: Mapping[str, Any] | None = None) -> None:
+        """Forget the pass over shuffled data that has begun; the next step begins another.
+
+        Args:
+            plan: What the session is going to apply (`Mechanism.describe`). One that costs
+                something else than that of the session before was chosen after it.
+        """
         self._pass = None
+        if plan is None:
+            return
+        if self.events:
+            self.is_chosen |= any(self._plan.get(name) != plan.get(name) for name in _COSTS)
+        self._plan = plan
 
     def copy(self) -> "Spending":
         """A copy that can be added to."""
         copied = Spending()
         copied.events = self.events.copy()
         copied.num_records = self.num_records
+        copied.is_chosen, copied.num_draws = self.is_chosen, self.num_draws
+        copied._plan = self._plan
         copied._pass = self._pass and _Pass(**vars(self._pass))
         return copied
 
@@ -93,6 +121,8 @@ class Spending:
         """The events as values that JSON can hold; a pass that has begun is not continued."""
         return {
             "num_records": self.num_records,
+            "is_chosen": self.is_chosen,
+            "num_draws": self.num_draws,
             "events": [
                 {
                     "sampling": event.sampling and samplings.to_fields(event.sampling),
@@ -107,6 +137,7 @@ class Spending:
         """Replace the events by those of a state."""
         self._pass = None
         self.num_records = state["num_records"]
+        self.is_chosen, self.num_draws = state.get("is_chosen", False), state.get("num_draws", 0)
         self.events = Counter()
         for fields in state["events"]:
             sampling = fields["sampling"] and samplings.from_fields(fields["sampling"])
@@ -130,7 +161,7 @@ class Spending:
             begun.noise_multiplier = z
 
 
-def has_passes(events: Mapping[Event, int]) -> bool:
+def has_passes(events: Iterable[Event]) -> bool:
     """Whether passes over shuffled data are among the events, which hold for zero-out only."""
     return any(event.sampling is None for event in events)
 
