@@ -313,22 +313,19 @@ def _pld_of_truncated(
     taken, empty, record = last_place(sampling)
     if empty + record >= 1:
         return plain
-    # Losses beyond those of a normal value at 10 have probability below e^-50.
-    farthest = (0.5 + 10 * z) / z**2
-    most = math.ceil(farthest / interval)
-    most_without = math.ceil(-math.log(empty + (1 - empty) * math.exp(-farthest)) / interval)
-    epsilons = np.arange(max(most, most_without) + 1) * interval
-    present, absent = last_place_deltas(empty, record, z, epsilons)
+    # A normal value at 10 loses so much; what is beyond has probability below e^-50.
+    epsilons = np.arange(math.ceil((0.5 + 10 * z) / z**2 / interval) + 1) * interval
+    deltas = last_place_deltas(empty, record, z, epsilons)
+    ends = [min(int((each > math.exp(-50)).sum()), len(each) - 1) for each in deltas]
 
-    def pmf(low: int, high: int, here: np.ndarray, there: np.ndarray) -> pld_pmf.PLDPmf:
+    def pmf(order: int) -> pld_pmf.PLDPmf:
         # δ(−ε) = 1 − e^−ε + e^−ε·δ'(ε), with δ' of the pair in the other order.
-        below = -np.expm1(-epsilons) + np.exp(-epsilons) * there
-        deltas = np.concatenate([below[low:0:-1], here[: high + 1]])
-        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -low, high, deltas)
+        below = -np.expm1(-epsilons) + np.exp(-epsilons) * deltas[1 - order]
+        low, high = ends[1 - order], ends[order]
+        values = np.concatenate([below[low:0:-1], deltas[order][: high + 1]])
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -low, high, values)
 
-    crowded = privacy_loss_distribution.PrivacyLossDistribution(
-        pmf(most_without, most, present, absent), pmf(most, most_without, absent, present)
-    )
+    crowded = privacy_loss_distribution.PrivacyLossDistribution(pmf(0), pmf(1))
     return crowded.compute_mixture(plain, taken)
 
 

@@ -16,6 +16,7 @@ from unison.privacy.accounting import (
 from unison.privacy.mechanism import GRID_SPACING, Mechanism, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
 from unison.privacy.spending import Event, spending_of
+from unison.rng.secure import DRAW_DISTANCE
 
 _MOST_NOISE_MULTIPLIER = 2.0**20
 _SHORTFALL = 0.01  # what a calibration may leave of its target
@@ -79,6 +80,11 @@ def noise_multiplier_for(
     check.positive(steps=steps)
     check_delta(target_delta, _num_records(sampling, num_records))
     num_draws = steps * (rounded_elements + (count_noise_multiplier is not None))
+    if num_draws * DRAW_DISTANCE >= target_delta:
+        raise BadInput(
+            f"{num_draws:,} values of noise may be {num_draws * DRAW_DISTANCE:.2g} away from ideal "
+            f"ones, which is no less than {target_delta=:g}; choose a larger one, or fewer steps"
+        )
     z = _least_noise(
         lambda z: (_equal_steps(sampling, z, steps), num_draws),
         target_epsilon,

@@ -1,7 +1,7 @@
 """How a step chooses its records: what the loader does and what the accountant counts.
 
-Adjacency is add/remove one record for the Poisson kinds. Shuffled batches have a fixed size, so
-there a record is replaced by one that contributes nothing ("zero-out").
+Adjacency is add/remove one record for `Poisson`. Where the size of the data set is public, a record
+is replaced by one that is drawn like it and contributes nothing ("zero-out").
 """
 
 import math
