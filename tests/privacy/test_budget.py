@@ -9,7 +9,7 @@ import pytest
 
 from tests.privacy.accounts import ALL, DELTA, make, releases
 from unison.errors import BadInput
-from unison.privacy.accounting import epsilon_of, epsilon_of_events
+from unison.privacy.accounting import epsilon_of, epsilon_of_spending
 from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
 from unison.privacy.ledger import Ledger
@@ -75,9 +75,9 @@ def test_a_budget_asks_dp_accounting_seldom(monkeypatch):
 
     def count(*args, **kwargs):
         asked["times"] += 1
-        return epsilon_of_events(*args, **kwargs)
+        return epsilon_of_spending(*args, **kwargs)
 
-    monkeypatch.setattr("unison.privacy.budget.epsilon_of_events", count)
+    monkeypatch.setattr("unison.privacy.budget.epsilon_of_spending", count)
     guard = BudgetGuard(Budget(epsilon=1.2, delta=DELTA), accountant="rdp")
     ledger = run_to_the_end(make(ALL, 150.0), guard)
     assert ledger.num_intents > 1000
@@ -93,15 +93,15 @@ def test_a_budget_asks_dp_accounting_seldom(monkeypatch):
 
 
 def test_a_release_that_was_not_announced_is_computed_anew():
-    mechanism = make(Poisson(rate=0.05), 4.0)
+    mechanism = make(Poisson(rate=0.05), 6.0, is_chosen=True)
     guard = BudgetGuard(Budget(epsilon=1.0, delta=DELTA), accountant="rdp")
     spending = Spending()
     guard.check(spending, mechanism.release, 0)
     spending.add(mechanism.release(0))
     mechanism.noise_multiplier = 0.7  # one such step is too much
-    with pytest.raises(BudgetSpent, match=r"step 1 would spend ε = .* budget of 1;"):
+    with pytest.raises(BudgetSpent, match=r"step 1 would spend ε = .* by odometer.* budget of 1;"):
         guard.check(spending, mechanism.release, 1)
-    mechanism.noise_multiplier = 5.0
+    mechanism.noise_multiplier = 8.0
     guard.check(spending, mechanism.release, 1)
 
 

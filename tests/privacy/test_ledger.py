@@ -43,6 +43,8 @@ def test_lines_hold_what_was_applied_and_chain(written):
         "expected_batch_size": 10,
         "count_noise_multiplier": None,
         "sensitivity_factor": 1.0,
+        "rounded_elements": 0,
+        "is_chosen": False,
         "previous": None,
     }
     assert json.loads(head_file_of(written).read_text()) == {
@@ -89,6 +91,7 @@ def test_a_session_says_what_it_is_and_holds_no_secret(path):
         "expected_batch_size": 10,
         "adaptive": {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 3.0},
         "rounded_elements": 7,
+        "is_chosen": False,
     }
 
 

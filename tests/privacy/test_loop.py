@@ -395,13 +395,18 @@ def test_a_state_of_another_mechanism_is_refused(other, words):
 
 
 def test_a_state_whose_noise_was_changed_goes_on_with_it():
-    engine, module, optimizer, private = attach()
+    engine, module, optimizer, private = attach(accountant="odometer")
     train(module, optimizer, private, 1)
     engine.mechanism.noise_multiplier = 3.0
     state = engine.state_dict()
-    resumed, *_ = attach()
+    resumed, *_ = attach(accountant="odometer")
     resumed.load_state_dict(state)
     assert resumed.mechanism.noise_multiplier == 3.0
+    assert resumed.ledger.spending.is_chosen
+    assert resumed.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+    resumed, *_ = attach()
+    with pytest.raises(BadInput, match="is_chosen True"):
+        resumed.load_state_dict(state)
 
 
 # ---- the optimizer at every step -----------------------------------------------------------------

@@ -95,6 +95,8 @@ def test_a_release_survives_json_exactly(sampling):
         expected_batch_size=10.1,
         count_noise_multiplier=2 / 7,
         sensitivity_factor=1 + 1e-9,
+        rounded_elements=12,
+        is_chosen=True,
     )
     assert Release.from_fields(json.loads(json.dumps(release.to_fields()))) == release
     assert from_fields(json.loads(json.dumps(to_fields(sampling)))) == sampling
@@ -111,6 +113,8 @@ def test_a_release_survives_json_exactly(sampling):
         {"expected_batch_size": 0},
         {"count_noise_multiplier": -1.0},
         {"sensitivity_factor": 0.99},
+        {"rounded_elements": -1},
+        {"is_chosen": 1},
         {"sampling": {"kind": "magic"}},
         {"sampling": {"kind": "poisson", "rate": 0.1, "extra": 1}},
         {"sampling": None},
@@ -210,7 +214,7 @@ def test_adaptive_clipping_asks_for_what_it_needs():
 
 
 def test_nothing_changes_during_a_step():
-    mechanism = make()
+    mechanism = make(is_chosen=True)
     release = mechanism.begin(4)
     for change in (
         lambda: setattr(mechanism, "noise_multiplier", 5.0),
@@ -249,8 +253,25 @@ def test_steps_end_as_they_began():
     mechanism.finish(0)
 
 
-def test_a_setting_that_cannot_be_used_changes_nothing():
+def test_sigma_is_fixed_unless_it_is_said_to_be_chosen():
     mechanism = make()
+    with pytest.raises(BadInput, match=r"fixed: PLD and RDP hold for plans.*'odometer'"):
+        mechanism.noise_multiplier = 5.0
+    assert mechanism.release(0).noise_multiplier == 1.0
+    assert not mechanism.release(0).is_chosen
+    mechanism.max_grad_norm = 7.0  # the noise follows it, and the cost stays
+    assert mechanism.release(0).effective_noise_multiplier == 1.0
+    chosen = make(is_chosen=True)
+    assert chosen.release(0).is_chosen  # before anything was set: it could have been
+    with pytest.raises(BadInput, match="is_chosen True, and make_private was given False"):
+        make().load_state_dict(chosen.state_dict())
+    state = make().state_dict()
+    del state["made_with"]["is_chosen"]  # of an older version
+    make().load_state_dict(state)
+
+
+def test_a_setting_that_cannot_be_used_changes_nothing():
+    mechanism = make(is_chosen=True)
     for name, value in (("noise_multiplier", -1.0), ("max_grad_norm", 0.0)):
         with pytest.raises(BadInput, match=name):
             setattr(mechanism, name, value)

@@ -1,26 +1,31 @@
-"""What releases cost: their (ε, δ), computed by dp-accounting and by nothing else.
+"""What releases cost: their (ε, δ), composed by dp-accounting.
 
-What a ledger says was applied is all that enters. docs/privacy.md says what ε covers.
+What a ledger says was applied is all that enters. docs/privacy.md says what ε covers, and proves
+what is not dp-accounting's own: the odometer, and the pair that truncated sampling comes to.
 """
 
 import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, TruncatedPoisson
-from unison.privacy.spending import Event, Source, has_passes, spending_of
+from unison.privacy.spending import Event, Source, Spending, has_passes, spending_of
+from unison.rng.secure import DRAW_DISTANCE
 
 if TYPE_CHECKING:
     import dp_accounting
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-ACCOUNTANTS = ("pld", "rdp")
+ACCOUNTANTS = ("pld", "rdp", "odometer")
 
 # Above this many different noise multipliers, each is counted as the next lower one of a lattice
 # with so many levels to an octave: dp-accounting takes a tenth of a second for each, and less noise
@@ -39,22 +44,19 @@ _EVENT_WIDTH = 22.0
 _TOTAL_WIDTH = 100.0
 _COARSEST_INTERVAL = 0.1  # taken for an ε of 10^5; beyond that PLD is not asked any more
 
+# The Rényi orders of the odometer, fixed before anything is seen. δ is shared out among them, so
+# more of them cost more; dense where sampled steps have their best one.
+ODOMETER_ORDERS = (1.2, 1.5, 2, 3, 4, 5, 6, 8, 11, 16, 24, 40, 80, 160)
+# The part of δ that the odometer sets aside for the noise's distance, however many steps follow.
+_ODOMETER_RESERVE = 2.0**-7
+
 
 def event_of(release: Release) -> "dp_accounting.DpEvent":
     """The dp-accounting event of one release by itself."""
-    return dp_event_of(spending_of([release]).events)
-
-
-def dp_event_of(events: Mapping[Event, int]) -> "dp_accounting.DpEvent":
-    """All events, composed, in dp-accounting's words."""
+    ((event, count),) = spending_of([release]).events.items()
     import dp_accounting
 
-    # In one order, so that equal events give equal bits whatever order they took place in.
-    ordered = sorted(events.items(), key=lambda item: (item[0].noise_multiplier, repr(item[0])))
-    parts: list[dp_accounting.DpEvent] = [
-        dp_accounting.SelfComposedDpEvent(_dp_event(event), count) for event, count in ordered
-    ]
-    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+    return dp_accounting.SelfComposedDpEvent(_dp_event(event), count)
 
 
 def _dp_event(event: Event) -> "dp_accounting.DpEvent":
@@ -83,16 +85,16 @@ def epsilon_of(source: Source, delta: float, accountant: str = "pld") -> float:
     """ε at δ of what a ledger or a sequence of releases holds.
 
     Guarantees:
-        An upper bound: dp-accounting's, with every intent counted whether it was committed or not.
-        Infinite if the noise of a release came from a seed: whoever knows it can draw it again.
+        An upper bound, with every intent counted whether it was committed or not, and the distance
+        of the noise from an ideal one taken off δ. By PLD and RDP it holds for a plan (σ, sampling
+        and number of steps) that was fixed before the first step; releases that say that they were
+        chosen on the way are counted by the odometer whichever accountant is asked for. Infinite
+        if the noise of a release came from a seed: whoever knows it can draw it again.
 
     Args:
         source: A ledger, a `Spending`, or releases in the order of their steps.
         delta: δ, above 0 and below 1. A warning says if it is 1/N or more.
-        accountant: "pld" or "rdp".
-
-    Raises:
-        UnsupportedOperation: If that accountant has no bound for the sampling.
+        accountant: "pld", "rdp" or "odometer".
     """
     spending = spending_of(source)
     if spending.num_seeded:
@@ -109,7 +111,28 @@ def epsilon_if_secret(source: Source, delta: float, accountant: str = "pld") -> 
     """
     spending = spending_of(source)
     check_delta(delta, spending.num_records)
-    return epsilon_of_events(spending.events, delta, accountant)
+    distance = spending.num_draws * DRAW_DISTANCE
+    if distance >= delta:
+        warnings.warn(
+            f"ε is infinite at delta = {delta:g}: {spending.num_draws:,} values of noise may be "
+            f"{distance:.2g} away from ideal ones, which is no less; choose a larger delta",
+            stacklevel=2,
+        )
+    return epsilon_of_spending(spending, delta, accountant)
+
+
+def epsilon_of_spending(
+    spending: Spending, delta: float, accountant: str, *, max_distinct: int = MAX_DISTINCT
+) -> float:
+    """See `epsilon_of`, without warnings; `max_distinct` as in `epsilon_of_events`."""
+    check_accountant(accountant)
+    return epsilon_of_events(
+        spending.events,
+        delta,
+        "odometer" if spending.is_chosen else accountant,
+        num_draws=spending.num_draws,
+        max_distinct=max_distinct,
+    )
 
 
 def epsilon_of_events(
@@ -117,6 +140,7 @@ def epsilon_of_events(
     delta: float,
     accountant: str,
     *,
+    num_draws: int = 0,
     max_distinct: int = MAX_DISTINCT,
 ) -> float:
     """ε at δ of events, without a look at the size of the data set.
@@ -124,7 +148,8 @@ def epsilon_of_events(
     Args:
         events: How often each took place.
         delta: δ.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
+        num_draws: Values of secure noise, whose distance from ideal ones is taken off δ.
         max_distinct: Number of different events above which they are rounded; see `MAX_DISTINCT`.
     """
     check_accountant(accountant)
@@ -133,14 +158,23 @@ def epsilon_of_events(
         return 0.0
     if any(event.noise_multiplier < LEAST_NOISE_MULTIPLIER for event in events):
         return math.inf
+    distance = num_draws * DRAW_DISTANCE
+    if accountant == "odometer":
+        # How many steps follow is not known, so the same part of δ is set aside at every one.
+        is_near, left = distance <= delta * _ODOMETER_RESERVE, delta * (1 - _ODOMETER_RESERVE)
+    else:
+        is_near, left = distance < delta, delta - distance
+    if not is_near:
+        return math.inf
     events = _with_fewer_levels(events, max_distinct)
+    if accountant == "odometer":
+        return _odometer(events, left)
     if accountant == "rdp":
-        return _epsilon(events, delta, _fresh_rdp(events), accountant)
-    interval = _interval(events, delta)
+        return _epsilon_by_rdp(events, left)
+    interval = _interval(events, left)
     if interval > _COARSEST_INTERVAL:
-        is_bounded = _fresh_rdp(events).supports(dp_event_of(events))
-        return epsilon_of_events(events, delta, "rdp") if is_bounded else math.inf
-    return _epsilon(events, delta, _fresh_pld(events, interval), accountant)
+        return _epsilon_by_rdp(events, left)
+    return _epsilon_by_pld(events, left, interval)
 
 
 def check_accountant(accountant: str) -> None:
@@ -174,36 +208,176 @@ def check_delta(delta: float, num_records: float | None = None) -> None:
 # ---- how dp-accounting is asked ------------------------------------------------------------------
 
 
-def _epsilon(
-    events: Mapping[Event, int],
-    delta: float,
-    fresh: "dp_accounting.PrivacyAccountant",
-    accountant: str,
-) -> float:
-    composed = dp_event_of(events)
-    if not fresh.supports(composed):
-        kinds = {type(event.sampling).__name__ for event in events if event.sampling}
-        raise UnsupportedOperation(
-            f"dp-accounting's {accountant} accountant has no bound for {' and '.join(kinds)} "
-            "sampling; use accountant='pld'"
-        )
-    with _quiet():
-        return float(fresh.compose(composed).get_epsilon(delta))
+def _ordered(events: Mapping[Event, int]) -> list[tuple[Event, int]]:
+    """Events in one order, so that equal ones give equal bits whatever order they came in."""
+    return sorted(events.items(), key=lambda item: (item[0].noise_multiplier, repr(item[0])))
 
 
-def _fresh_pld(events: Mapping[Event, int], interval: float) -> "dp_accounting.PrivacyAccountant":
+def _epsilon_by_pld(events: Mapping[Event, int], delta: float, interval: float) -> float:
     from dp_accounting import pld
 
-    return pld.PLDAccountant(_relation(events), value_discretization_interval=interval)
+    accountant = pld.PLDAccountant(_relation(events), value_discretization_interval=interval)
+    for event, count in _ordered(events):
+        if isinstance(event.sampling, TruncatedPoisson):
+            one = _pld_of_truncated(event.sampling, event.noise_multiplier, interval)
+            accountant._pld = accountant._pld.compose(one.self_compose(count))
+        else:
+            accountant.compose(_dp_event(event), count)
+    return float(accountant.get_epsilon(delta))
 
 
-def _fresh_rdp(events: Mapping[Event, int]) -> "dp_accounting.PrivacyAccountant":
+def _epsilon_by_rdp(events: Mapping[Event, int], delta: float) -> float:
     from dp_accounting import rdp
 
-    return rdp.RdpAccountant(neighboring_relation=_relation(events))
+    orders = rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS
+    with _quiet():
+        return float(rdp.compute_epsilon(orders, _rdp(events, orders).tolist(), delta)[0])
 
 
-def _relation(events: Mapping[Event, int]) -> "dp_accounting.NeighboringRelation":
+def _odometer(events: Mapping[Event, int], delta: float) -> float:
+    """ε that holds at δ wherever a run ends, whoever chose its steps from whatever came out.
+
+    For one order a, exp((a − 1)·(loss − Σ rdp)) is a supermartingale, and so no more than 1 on
+    average wherever it is stopped. With δ' for one of the orders, which were fixed in advance,
+    that is δ' for ε = Σ rdp + log(1 − 1/a) − log(a·δ')/(a − 1): see docs/privacy.md.
+    """
+    share = delta / len(ODOMETER_ORDERS)
+    spent = zip(ODOMETER_ORDERS, _rdp(events, ODOMETER_ORDERS), strict=True)
+    return max(
+        0.0,
+        min(float(rdp) + math.log1p(-1 / a) - math.log(a * share) / (a - 1) for a, rdp in spent),
+    )
+
+
+def _rdp(events: Mapping[Event, int], orders: Sequence[float]) -> np.ndarray:
+    """Rényi divergences of all events, composed, at each order."""
+    total = np.zeros(len(orders))
+    for event, count in _ordered(events):
+        total += count * _rdp_of(event, orders)
+    return total
+
+
+def _rdp_of(event: Event, orders: Sequence[float]) -> np.ndarray:
+    from dp_accounting import rdp
+
+    sampling, z = event.sampling, event.noise_multiplier
+    if not isinstance(sampling, TruncatedPoisson):
+        with _quiet():
+            accountant = rdp.RdpAccountant(orders, _relation([event]))
+            return accountant.compose(_dp_event(event))._rdp
+    # As if it were told whether the others fill a batch, and of those whether the record is in.
+    plain = _rdp_of(Event(Poisson(rate=sampling.rate), z), orders)
+    others, capacity = _other_members(sampling), sampling.capacity
+    filled, kept = others.sf(capacity - 1), _kept_by_lot(sampling)
+    if not filled:
+        return plain
+    power = np.asarray(orders) - 1
+    with np.errstate(over="ignore", divide="ignore"):
+        within = np.log(kept) + power * (power + 1) / (2 * z**2)
+        mixed = np.logaddexp(np.log1p(-filled) + power * plain, np.log(filled - kept))
+        return np.logaddexp(mixed, within) / power
+
+
+def _other_members(sampling: TruncatedPoisson) -> Any:
+    """How many of the records beside one are drawn, before any are left out."""
+    from scipy.stats import binom
+
+    return binom(sampling.num_records - 1, sampling.rate)
+
+
+def _kept_by_lot(sampling: TruncatedPoisson) -> float:
+    """Probability that too many are drawn and that a given record is among those kept."""
+    from scipy.stats import binom
+
+    size = sampling.num_records
+    return float(binom.sf(sampling.capacity, size, sampling.rate)) * sampling.capacity / size
+
+
+def last_place(sampling: TruncatedPoisson) -> tuple[float, float, float]:
+    """Probability that all places but one are taken, and then of the last one's fates.
+
+    Returns:
+        Probability that so many of the other records are drawn; given that, probability that the
+        last place stays empty, and that the record is in it. Otherwise it is another's.
+
+    >>> last_place(TruncatedPoisson(rate=1.0, capacity=3, num_records=4))
+    (1.0, 0.0, 0.75)
+    """
+    others, rate = _other_members(sampling), sampling.rate
+    taken, exact = float(others.sf(sampling.capacity - 2)), float(others.pmf(sampling.capacity - 1))
+    if not taken:
+        return 0.0, 1.0, 0.0
+    record = (exact * rate + _kept_by_lot(sampling)) / taken
+    return taken, exact * (1 - rate) / taken, min(record, 1.0)
+
+
+def _pld_of_truncated(
+    sampling: TruncatedPoisson, z: float, interval: float
+) -> "PrivacyLossDistribution":
+    """The PLD of one step: a mixture of steps with one place left or none, and of others.
+
+    In a full batch a record has the place of another one, which may point the other way:
+    docs/sampling.md finds the worst. dp-accounting's own event takes a looser pair there.
+    """
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+
+    plain = privacy_loss_distribution.from_gaussian_mechanism(
+        z, value_discretization_interval=interval, sampling_prob=sampling.rate
+    )
+    taken, empty, record = last_place(sampling)
+    if empty + record >= 1:
+        return plain
+    # A normal value at 10 loses so much; what is beyond has probability below e^-50.
+    epsilons = np.arange(math.ceil((0.5 + 10 * z) / z**2 / interval) + 1) * interval
+    deltas = last_place_deltas(empty, record, z, epsilons)
+    ends = [min(int((each > math.exp(-50)).sum()), len(each) - 1) for each in deltas]
+
+    def pmf(order: int) -> pld_pmf.PLDPmf:
+        # δ(−ε) = 1 − e^−ε + e^−ε·δ'(ε), with δ' of the pair in the other order.
+        below = -np.expm1(-epsilons) + np.exp(-epsilons) * deltas[1 - order]
+        low, high = ends[1 - order], ends[order]
+        values = np.concatenate([below[low:0:-1], deltas[order][: high + 1]])
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -low, high, values)
+
+    crowded = privacy_loss_distribution.PrivacyLossDistribution(pmf(0), pmf(1))
+    return crowded.compute_mixture(plain, taken)
+
+
+def last_place_deltas(
+    empty: float, record: float, z: float, epsilons: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """δ at each ε ≥ 0 of a step in which one place is left for a record, in both orders.
+
+    With probabilities e, r and w of nothing, the record and another one in it, and in units of the
+    clip norm, the worst is e·N(0) + r·N(1) + w·N(−1) beside (e+r)·N(0) + w·N(−1), and in the other
+    order (e+r)·N(0) + w·N(1) beside e·N(0) + (r+w)·N(1).
+
+    Args:
+        empty: e.
+        record: r.
+        z: Noise multiplier.
+        epsilons: [n], at least 0.
+    """
+    from scipy.special import log_ndtr, ndtr
+
+    other = 1 - empty - record
+    past_one = -np.expm1(-epsilons)  # 1 − 1/α, where α = e^ε may be more than a float holds
+    with np.errstate(divide="ignore"):
+        # P > αQ beyond one threshold, which solves a quadratic equation in e^(−(y − ½)/z²).
+        nothing = record + empty * past_one
+        curve = past_one * np.exp(-epsilons - 1 / z**2) * other * record / nothing**2
+        y = 0.5 + z**2 * (epsilons + np.log(nothing / record * (1 + np.sqrt(1 + 4 * curve)) / 2))
+        present = record * ndtr((1 - y) / z) - np.exp(epsilons + log_ndtr(-y / z)) * nothing
+        present -= np.exp(epsilons + log_ndtr((-1 - y) / z)) * past_one * other
+        # Q > αP below one, if there is any.
+        left = record - empty * np.expm1(np.minimum(epsilons, 700.0))
+        something = record + other * past_one
+        y = 0.5 + z**2 * (np.log(np.maximum(left, 0) / something) - epsilons)
+        absent = left * ndtr(y / z) - np.exp(epsilons + log_ndtr((y - 1) / z)) * something
+    return np.clip(present, 0, 1), np.where(left > 0, np.clip(absent, 0, 1), 0)
+
+
+def _relation(events: Iterable[Event]) -> "dp_accounting.NeighboringRelation":
     """The adjacency for which all the events hold.
 
     Passes over shuffled data hold for zero-out only. A Poisson sample without a record and one in
@@ -243,12 +417,12 @@ def _interval(events: Mapping[Event, int], delta: float) -> float:
     interval = _INTERVAL * max(1.0, (0.5 / least**2 + 10 / least) / _EVENT_WIDTH)
     if sum(_crude_width(event, count) for event, count in events.items()) <= _TOTAL_WIDTH:
         return interval
-    total_width = epsilon_of_events(without_truncation(events), delta, "rdp")
+    total_width = _epsilon_by_rdp(without_truncation(events), delta)
     return max(interval, _INTERVAL * total_width / _TOTAL_WIDTH)
 
 
 def without_truncation(events: Mapping[Event, int]) -> Mapping[Event, int]:
-    """The events as if no batch were truncated: an order of magnitude where RDP has no bound."""
+    """The events as if no batch were truncated: an order of magnitude, sooner."""
     plain: Counter[Event] = Counter()
     for event, count in events.items():
         sampling = event.sampling and Poisson(rate=event.sampling.rate)

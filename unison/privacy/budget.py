@@ -1,7 +1,11 @@
-"""A bound on what one ledger counts: the step that would exceed it is refused, and not taken."""
+"""A bound on what one ledger counts: the step that would exceed it is refused, and not taken.
+
+It is a privacy filter. Under PLD and RDP the plan does not depend on what comes out, so how many
+steps fit is fixed before the first. Where σ is chosen on the way, the odometer counts.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -11,11 +15,11 @@ from unison.privacy.accounting import (
     MAX_DISTINCT,
     check_accountant,
     check_delta,
-    epsilon_of_events,
+    epsilon_of_spending,
 )
 from unison.privacy.calibration import largest_that_fits
 from unison.privacy.mechanism import Release
-from unison.privacy.spending import Event, Spending
+from unison.privacy.spending import Spending
 
 _MAX_AHEAD = 1 << 17
 
@@ -62,11 +66,13 @@ class BudgetGuard:
 
     Guarantees:
         A step that passes leaves `epsilon_if_secret(ledger, budget.delta)`, which is ε unless the
-        run is seeded, at or below `budget.epsilon`.
+        run is seeded, at or below `budget.epsilon`. So the run keeps (ε, δ) of the budget whenever
+        it ends, also if it ends because of what came out: what was released is a part of what the
+        budget allows.
 
     Args:
         budget: What may be spent.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
         horizon: Number of steps that are planned, if known; one computation then serves them all.
     """
 
@@ -77,9 +83,9 @@ class BudgetGuard:
         if horizon is not None:
             check.positive(horizon=horizon)
         self.budget, self.accountant, self._horizon = budget, accountant, horizon
-        self._approved: Mapping[Event, int] = {}
+        self._approved = Spending()
         self._num_ahead = 0
-        self._answers: dict[frozenset[tuple[Event, int]], bool] = {}
+        self._answers: dict[object, bool] = {}
         self._has_warned = False
 
     def check(self, spending: Spending, upcoming: Callable[[int], Release], step: int) -> None:
@@ -95,12 +101,12 @@ class BudgetGuard:
         """
         trial = spending.copy()
         trial.add(upcoming(step))
-        if _covers(self._approved, trial.events):
+        if _covers(self._approved, trial):
             return
         if not self._has_warned:
             check_delta(self.budget.delta, trial.num_records)
             self._has_warned = True
-        if not self._fits(trial.events):
+        if not self._fits(trial):
             self._refuse(spending, trial, step)
         self._look_ahead(spending, upcoming, step)
 
@@ -117,23 +123,26 @@ class BudgetGuard:
         found = largest_that_fits(lambda n: self._fits(coming.after(n)), limit=wanted)
         self._num_ahead, self._approved = found, coming.after(found)
 
-    def _fits(self, events: Mapping[Event, int]) -> bool:
-        known = frozenset(events.items())
+    def _fits(self, spending: Spending) -> bool:
+        events = frozenset(spending.events.items())
+        known = events, spending.is_chosen, spending.num_draws
         if known not in self._answers:
-            self._answers[known] = self._compute_fits(events)
+            self._answers[known] = self._compute_fits(spending)
         return self._answers[known]
 
-    def _compute_fits(self, events: Mapping[Event, int]) -> bool:
-        parts = [events]
-        if len(events) > 8:
+    def _compute_fits(self, spending: Spending) -> bool:
+        parts = [spending]
+        if len(spending.events) > 8:
             # The event with the least noise often says no by itself, and sooner.
-            strongest = min(events, key=lambda event: event.noise_multiplier)
-            parts = [{strongest: events[strongest]}, events]
+            strongest = min(spending.events, key=lambda event: event.noise_multiplier)
+            alone = spending.copy()
+            alone.events = Counter({strongest: spending.events[strongest]})
+            parts = [alone, spending]
         # Rounded sooner than what is reported: a part of what is approved may have more levels of
         # noise than the whole (a pass over shuffled data ends on its least), and must not be the
         # one that is rounded.
         return all(
-            epsilon_of_events(
+            epsilon_of_spending(
                 part, self.budget.delta, self.accountant, max_distinct=MAX_DISTINCT // 2
             )
             <= self.budget.epsilon
@@ -142,8 +151,9 @@ class BudgetGuard:
 
     def _refuse(self, spending: Spending, trial: Spending, step: int) -> NoReturn:
         delta, accountant = self.budget.delta, self.accountant
-        spent = epsilon_of_events(spending.events, delta, accountant)
-        would_spend = epsilon_of_events(trial.events, delta, accountant)
+        spent = epsilon_of_spending(spending, delta, accountant)
+        would_spend = epsilon_of_spending(trial, delta, accountant)
+        accountant = "odometer" if trial.is_chosen else accountant
         raise BudgetSpent(
             f"step {step} would spend ε = {would_spend:.8g} at δ = {delta:g} by {accountant}, more "
             f"than the budget of {self.budget.epsilon:g}; the steps before it spent {spent:.8g}. "
@@ -172,20 +182,22 @@ class _Coming:
                 break
         return min(wanted, len(self._releases))
 
-    def after(self, num_steps: int) -> Counter[Event]:
-        """The events of the ledger and of so many steps more, as far as they can be foreseen."""
+    def after(self, num_steps: int) -> Spending:
+        """What the ledger and so many steps more come to, as far as they can be foreseen."""
         trial = self._spending.copy()
         for release in self._releases[: self.up_to(num_steps)]:
             trial.add(release)
-        return trial.events
+        return trial
 
 
-def _covers(approved: Mapping[Event, int], events: Mapping[Event, int]) -> bool:
+def _covers(approved: Spending, spending: Spending) -> bool:
     """Whether every event has one of its own among the approved, with no more noise than itself."""
+    if spending.is_chosen != approved.is_chosen or spending.num_draws > approved.num_draws:
+        return False
     by_sampling: dict[object, list[tuple[float, int, int]]] = {}
-    for event, count in approved.items():
+    for event, count in approved.events.items():
         by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 0, count))
-    for event, count in events.items():
+    for event, count in spending.events.items():
         by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 1, count))
     for levels in by_sampling.values():
         free = 0

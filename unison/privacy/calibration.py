@@ -16,6 +16,7 @@ from unison.privacy.accounting import (
 from unison.privacy.mechanism import Mechanism, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
 from unison.privacy.spending import Event, spending_of
+from unison.rng.secure import DRAW_DISTANCE
 
 _MOST_NOISE_MULTIPLIER = 2.0**20
 _SHORTFALL = 0.01  # what a calibration may leave of its target
@@ -28,6 +29,7 @@ def epsilon_for(
     sampling: Sampling,
     steps: int,
     accountant: str = "pld",
+    rounded_elements: int = 0,
     num_records: int | None = None,
 ) -> float:
     """ε at δ of equal steps.
@@ -37,13 +39,16 @@ def epsilon_for(
         delta: δ.
         sampling: How each step chooses its records.
         steps: Number of logical steps.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
+        rounded_elements: As for `Mechanism`.
         num_records: Size of the data set, where the sampling does not know it: a δ that is too
             large for it is warned of.
     """
     check.not_negative(noise_multiplier=noise_multiplier, steps=steps)
     check_delta(delta, _num_records(sampling, num_records))
-    return epsilon_of_events(_equal_steps(sampling, noise_multiplier, steps), delta, accountant)
+    z = noise_multiplier / sensitivity_factor(noise_multiplier, rounded_elements)
+    events, num_draws = _equal_steps(sampling, z, steps), steps * rounded_elements
+    return epsilon_of_events(events, delta, accountant, num_draws=num_draws)
 
 
 def noise_multiplier_for(
@@ -64,7 +69,7 @@ def noise_multiplier_for(
         target_delta: δ.
         sampling: How each step chooses its records.
         steps: Number of logical steps.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
         count_noise_multiplier: Noise on the statistic of adaptive clipping, if there is one.
         rounded_elements: As for `Mechanism`.
         num_records: As for `epsilon_for`.
@@ -74,8 +79,17 @@ def noise_multiplier_for(
     """
     check.positive(steps=steps)
     check_delta(target_delta, _num_records(sampling, num_records))
+    num_draws = steps * (rounded_elements + (count_noise_multiplier is not None))
+    if num_draws * DRAW_DISTANCE >= target_delta:
+        raise BadInput(
+            f"{num_draws:,} values of noise may be {num_draws * DRAW_DISTANCE:.2g} away from ideal "
+            f"ones, which is no less than {target_delta=:g}; choose a larger one, or fewer steps"
+        )
     z = _least_noise(
-        lambda z: _equal_steps(sampling, z, steps), target_epsilon, target_delta, accountant
+        lambda z: (_equal_steps(sampling, z, steps), num_draws),
+        target_epsilon,
+        target_delta,
+        accountant,
     )
     if count_noise_multiplier is None and not rounded_elements:
         return z
@@ -126,18 +140,19 @@ def calibrate(
         target_epsilon: ε to land on, from below and within 1 %.
         target_delta: δ.
         steps: Number of logical steps, from step 0.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
 
     Raises:
         BadInput: If no parameter reaches the target.
     """
     check.positive(steps=steps)
 
-    def events(parameter: float) -> Mapping[Event, int]:
+    def spent(parameter: float) -> tuple[Mapping[Event, int], int]:
         mechanism = make_mechanism(parameter)
-        return spending_of(mechanism.release(step) for step in range(steps)).events
+        spending = spending_of(mechanism.release(step) for step in range(steps))
+        return spending.events, spending.num_draws
 
-    return _least_noise(events, target_epsilon, target_delta, accountant)
+    return _least_noise(spent, target_epsilon, target_delta, accountant)
 
 
 def steps_for(
@@ -147,6 +162,7 @@ def steps_for(
     sampling: Sampling,
     noise_multiplier: float,
     accountant: str = "pld",
+    rounded_elements: int = 0,
     num_records: int | None = None,
 ) -> int:
     """The largest number of equal steps that spend at most ε; 0 if one is too many.
@@ -156,15 +172,19 @@ def steps_for(
         target_delta: δ.
         sampling: How each step chooses its records.
         noise_multiplier: σ; for adaptive clipping the effective one.
-        accountant: "pld" or "rdp".
+        accountant: "pld", "rdp" or "odometer".
+        rounded_elements: As for `Mechanism`.
         num_records: As for `epsilon_for`.
     """
     check.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
     check_delta(target_delta, _num_records(sampling, num_records))
+    z = noise_multiplier / sensitivity_factor(noise_multiplier, rounded_elements)
 
     def fits(steps: int) -> bool:
-        events = _equal_steps(sampling, noise_multiplier, steps)
-        return epsilon_of_events(events, target_delta, accountant) <= target_epsilon
+        events = _equal_steps(sampling, z, steps)
+        num_draws = steps * rounded_elements
+        spent = epsilon_of_events(events, target_delta, accountant, num_draws=num_draws)
+        return spent <= target_epsilon
 
     return largest_that_fits(fits, limit=2**40)
 
@@ -205,21 +225,24 @@ def _equal_steps(sampling: Sampling, z: float, steps: int) -> dict[Event, int]:
 
 
 def _least_noise(
-    events_of: Callable[[float], Mapping[Event, int]],
+    spent_by: Callable[[float], tuple[Mapping[Event, int], int]],
     target_epsilon: float,
     target_delta: float,
     accountant: str,
 ) -> float:
-    """A parameter whose events spend between 99 % and 100 % of the target."""
+    """A parameter whose events, and draws of noise, spend between 99 % and 100 % of the target."""
     check.positive(target_epsilon=target_epsilon)
     check_delta(target_delta)
     check_accountant(accountant)
 
     def epsilon(parameter: float) -> float:
-        return epsilon_of_events(events_of(parameter), target_delta, accountant)
+        events, num_draws = spent_by(parameter)
+        return epsilon_of_events(events, target_delta, accountant, num_draws=num_draws)
 
     def crude_epsilon(parameter: float) -> float:
-        return epsilon_of_events(without_truncation(events_of(parameter)), target_delta, "rdp")
+        events, num_draws = spent_by(parameter)
+        plain = without_truncation(events)
+        return epsilon_of_events(plain, target_delta, "rdp", num_draws=num_draws)
 
     start = 2.0
     if accountant == "pld":

@@ -77,7 +77,8 @@ class PrivacyEngine:
         applied before the noise is drawn. Gradients that would go past this raise.
 
     Args:
-        accountant: `"pld"` or `"rdp"`.
+        accountant: `"pld"` or `"rdp"`, for a plan that is fixed in advance; `"odometer"` if σ or
+            the number of steps is chosen from what comes out (docs/privacy.md).
         secure_noise: Whether noise and sampling come from a secret key of the operating system's.
             False needs `seed=` in `make_private`, and is for experiments: ε is infinite then.
         ledger: File to write the ledger to, usually RUN/ledger.jsonl. Without one it lives in
@@ -235,6 +236,7 @@ class PrivacyEngine:
                 expected_batch_size=expected_batch_size or batch_size_of(data_loader),
                 adaptive=adaptive_clipping,
                 rounded_elements=sum(each.numel for each in owner.owned),
+                is_chosen=self.accountant == "odometer",
             )
             ranks = owner.ranks
             key = make_key(seed, owner.everyone.group, is_secure=self.secure_noise)

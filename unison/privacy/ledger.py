@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import stat
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -83,7 +84,7 @@ class Ledger:
         Args:
             path: The file, usually RUN/ledger.jsonl; None keeps the ledger in memory.
             mechanism: What the session applies; its description begins the session.
-            accountant: "pld" or "rdp".
+            accountant: "pld", "rdp" or "odometer".
             step: The step that comes next.
             session: Where the key comes from, and what else the session says of itself; that it
                 is not known unless given.
@@ -116,6 +117,7 @@ class Ledger:
         """
         if key_origin is not None:
             self.session = replace(self.session, key_origin=key_origin)
+        plan = mechanism.describe()
         self._append(
             "open",
             format=FORMAT,
@@ -123,10 +125,18 @@ class Ledger:
             unison=_version(),
             accountant=self.accountant,
             **self.session.to_fields(),
-            mechanism=mechanism.describe(),
+            mechanism=plan,
             next=mechanism.release(step).to_fields(),
         )
-        self.spending.begin_session(is_seeded=self.session.is_seeded)
+        was_chosen = self.spending.is_chosen
+        self.spending.begin_session(plan, is_seeded=self.session.is_seeded)
+        if self.spending.is_chosen and not was_chosen and self.accountant != "odometer":
+            warnings.warn(
+                "this run applies another noise multiplier or sampling than the ledger's last "
+                "session, which may have been chosen from what came out: ε is an odometer's now "
+                "(docs/privacy.md); go on with the same, or give the run a ledger of its own",
+                stacklevel=3,
+            )
         self._pending, self._last_step = None, -1
 
     def intend(self, release: Release) -> None:

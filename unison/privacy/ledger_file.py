@@ -170,8 +170,10 @@ class LedgerFile:
     notes: list[str] = field(default_factory=list)
     ends_with_newline: bool = True
     _hashes: dict[int, str] = field(default_factory=dict, repr=False)
-    # In order; a session begins the next pass over shuffled data, and so does None.
-    _counted: list[Release | Session | None] = field(default_factory=list, repr=False)
+    # In order; a session, with what it applies, begins another pass over shuffled data, as None does.
+    _counted: list[Release | tuple[Session, Mapping[str, Any]] | None] = field(
+        default_factory=list, repr=False
+    )
 
     @property
     def num_intents(self) -> int:
@@ -182,8 +184,11 @@ class LedgerFile:
         """What the first intents come to."""
         spending, num_left = Spending(), num_intents
         for each in self._counted:
-            if not isinstance(each, Release):
-                spending.begin_session(is_seeded=None if each is None else each.is_seeded)
+            if each is None:
+                spending.begin_session()
+            elif not isinstance(each, Release):
+                session, plan = each
+                spending.begin_session(plan, is_seeded=session.is_seeded)
             elif num_left == 0:
                 break
             else:
@@ -290,6 +295,10 @@ class _Reader:
         found = self.found
         self._forget_pending()
         found.spending = found.spending_after(found.num_intents)
+        if found.spending.is_chosen:
+            found.notes.append(
+                "the noise could be chosen from what came out, so an odometer counts it"
+            )
         head_file = head_file_of(found.path)
         try:
             problem = found.missing(_read_head(head_file), head_file.name)
@@ -379,7 +388,7 @@ class _Reader:
         self._forget_pending()
         self._last_step = -1
         self.found.sessions.append(session)
-        self.found._counted.append(session)
+        self.found._counted.append((session, _plan_of(record.get("mechanism"))))
         self._remember(announced)
 
     def _take_intent(self, record: dict[str, Any]) -> None:
@@ -527,6 +536,20 @@ def _release_of(found: Any) -> Release:
         return Release.from_fields(found)
     except BadInput as error:
         raise BadInput(_cut(str(error))) from None
+
+
+def _plan_of(found: Any) -> Mapping[str, Any]:
+    """What a session was going to apply, of which σ, sampling and a number of elements are read.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    if not isinstance(found, dict):
+        raise BadInput(f"expected the settings of a mechanism, found {_short(found)}")
+    elements = found.get("rounded_elements", 0)
+    if not _is_a(elements, int) or not 0 <= elements <= 2**53:
+        raise BadInput(f"its rounded_elements are {_short(elements)}")
+    return found
 
 
 def _check_types(cls: type, values: Mapping[str, Any]) -> None:

@@ -39,6 +39,10 @@ class Release:
             clipping, whose sensitivity is ½; None without it.
         sensitivity_factor: What emptying one record can change in the sum that gets the noise, in
             units of C: 1 and a little more, for the sum's roundings.
+        rounded_elements: Elements of the noised gradient, if its noise lies on the secure grid:
+            each is a draw whose distance from an ideal one is taken off δ.
+        is_chosen: Whether σ may have been chosen from what earlier steps released. No accountant of
+            fixed plans holds then; the account is an odometer's.
     """
 
     step: int
@@ -48,6 +52,8 @@ class Release:
     expected_batch_size: float
     count_noise_multiplier: float | None = None
     sensitivity_factor: float = 1.0
+    rounded_elements: int = 0
+    is_chosen: bool = False
 
     def __post_init__(self) -> None:
         check.not_negative(step=self.step, noise_multiplier=self.noise_multiplier)
@@ -60,6 +66,9 @@ class Release:
             raise BadInput(
                 f"sensitivity_factor must be 1 or more, found {self.sensitivity_factor!r}"
             )
+        check.not_negative(rounded_elements=self.rounded_elements)
+        if not isinstance(self.is_chosen, bool):
+            raise BadInput(f"is_chosen must be true or false, found {self.is_chosen!r}")
 
     @property
     def noise_std(self) -> float:
@@ -102,6 +111,8 @@ class Release:
             "expected_batch_size": self.expected_batch_size,
             "count_noise_multiplier": self.count_noise_multiplier,
             "sensitivity_factor": self.sensitivity_factor,
+            "rounded_elements": self.rounded_elements,
+            "is_chosen": self.is_chosen,
         }
 
     @classmethod
@@ -143,7 +154,9 @@ class Mechanism:
 
     Guarantees:
         Clipping, noise, sampling and ledger agree: all read one `Release`, and between `begin` and
-        `finish` nothing can change it. Schedules are functions of the step alone.
+        `finish` nothing can change it. What a step costs is fixed in advance: σ is a constant or a
+        function of the step alone, and cannot be set, unless `is_chosen` says so in every release.
+        C may be set between steps: noise follows it, and the cost does not depend on it.
 
     Args:
         sampling: How each step chooses its records.
@@ -154,12 +167,15 @@ class Mechanism:
         adaptive: Lets C follow a quantile of the norms.
         rounded_elements: Number of elements of the noised gradient when its noise lies on the
             secure grid; see `sensitivity_factor`. 0 if it does not.
+        is_chosen: Lets σ be set between steps, from what came out of earlier ones if you like. All
+            steps are then counted by an odometer, which costs more than a plan (docs/privacy.md).
     """
 
     __slots__ = (
         "_adaptive",
         "_current",
         "_expected_batch_size",
+        "_is_chosen",
         "_made_with",
         "_rounded_elements",
         "_sampling",
@@ -175,6 +191,7 @@ class Mechanism:
         expected_batch_size: float,
         adaptive: AdaptiveClipping | None = None,
         rounded_elements: int = 0,
+        is_chosen: bool = False,
     ) -> None:
         if adaptive is not None and callable(max_grad_norm):
             raise BadInput(
@@ -188,7 +205,7 @@ class Mechanism:
         }
         self._expected_batch_size = expected_batch_size
         self._adaptive = adaptive
-        self._rounded_elements = rounded_elements
+        self._rounded_elements, self._is_chosen = rounded_elements, is_chosen
         self._current: Release | None = None
         self.release(0)  # a setting that cannot be used is refused here, not in the first step
         # C and σ may move later; a run that goes on must have begun with the same.
@@ -213,6 +230,8 @@ class Mechanism:
             expected_batch_size=self._expected_batch_size,
             count_noise_multiplier=self._adaptive and self._adaptive.count_noise_multiplier,
             sensitivity_factor=sensitivity_factor(sigma, self._rounded_elements),
+            rounded_elements=self._rounded_elements,
+            is_chosen=self._is_chosen,
         )
 
     def begin(self, step: int) -> Release:
@@ -280,11 +299,23 @@ class Mechanism:
 
     @property
     def noise_multiplier(self) -> float | Schedule:
-        """σ, or its schedule. Between steps a constant one may be set."""
+        """σ, or its schedule. Between steps it may be set if the mechanism `is_chosen`.
+
+        Raises:
+            BadInput: If it is set otherwise: the account would be that of another plan.
+        """
         return self._settings["noise_multiplier"]
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
+        self._refuse_in_a_step()
+        if not self._is_chosen and not callable(self._settings["noise_multiplier"]):
+            raise BadInput(
+                "noise_multiplier is fixed: PLD and RDP hold for plans that do not depend on what "
+                "comes out. Give noise_multiplier= a function of the step, or "
+                "PrivacyEngine(accountant='odometer') (Mechanism(is_chosen=True)), which counts "
+                "what is chosen on the way"
+            )
         self._change("noise_multiplier", value)
 
     @property
@@ -307,6 +338,7 @@ class Mechanism:
             "expected_batch_size": self._expected_batch_size,
             "adaptive": adaptive and asdict(adaptive),
             "rounded_elements": self._rounded_elements,
+            "is_chosen": self._is_chosen,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,11 +364,12 @@ class Mechanism:
             )
         for name, own in self._made_with.items():
             # How many elements there are is the model's, which may be cut in other ways now.
-            if name != "rounded_elements" and made_with.get(name) != own:
+            # States of older versions do not say that nothing was chosen.
+            known = made_with.get(name, False if name == "is_chosen" else None)
+            if name != "rounded_elements" and known != own:
                 raise BadInput(
-                    f"the state is of a run with {name} {made_with.get(name)!r}, and make_private "
-                    f"was given {own!r}: a run goes on with what it began with. Give make_private "
-                    "the same; σ and C may be changed between steps once the state is loaded"
+                    f"the state is of a run with {name} {known!r}, and make_private was given "
+                    f"{own!r}: a run goes on with what it began with. Give make_private the same"
                 )
         # Schedules are functions of the step: the same ones give the same values.
         moved = {name: state[name] for name, own in self._settings.items() if not callable(own)}

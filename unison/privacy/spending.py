@@ -12,6 +12,8 @@ from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 
 ADJACENCY = "zero-out: one record replaced by an empty one in the same place"
 """Between which data sets every ε of unison holds, in words; docs/privacy.md says why."""
+# Of a session's settings, those that decide what its steps cost.
+_COSTS = ("sampling", "noise_multiplier", "adaptive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class Spending:
             expected batch size divided by the rate.
         num_seeded: Releases whose noise came from a seed: with one of them, ε is infinite.
         adjacency: Between which data sets ε holds, in words.
+        is_chosen: Whether what was applied may have been chosen from what came out before: σ could
+            be set, was set (in ledgers of versions that allowed it), or is another one than in the
+            session before.
+        num_draws: Values of secure noise that were drawn.
     """
 
     adjacency = ADJACENCY
@@ -59,11 +65,20 @@ class Spending:
         self.events: Counter[Event] = Counter()
         self.num_records: float | None = None
         self.num_seeded = 0
+        self.is_chosen = False
+        self.num_draws = 0
         self._is_seeded = False  # the session that releases are added to
+        self._plan: Mapping[str, Any] = {}  # what it said that it would apply
         self._pass: _Pass | None = None
 
     def add(self, release: Release) -> None:
         """Count a release."""
+        sigma = self._plan.get("noise_multiplier")
+        self.is_chosen |= release.is_chosen
+        self.is_chosen |= isinstance(sigma, float) and sigma != release.noise_multiplier
+        # Ledgers of older versions have the number of elements in the session's first line alone.
+        elements = release.rounded_elements or self._plan.get("rounded_elements", 0)
+        self.num_draws += elements + (release.count_noise_multiplier is not None)
         z, sampling = release.effective_noise_multiplier, release.sampling
         self.num_seeded += self._is_seeded
         match sampling:
@@ -80,21 +95,37 @@ class Spending:
             case _:
                 raise BadInput(f"expected a sampling of unison.privacy, found {sampling!r}")
 
-    def begin_session(self, *, is_seeded: bool | None = None) -> None:
+    def begin_session(
+        self, plan: Mapping[str, Any] | None = None, *, is_seeded: bool | None = None
+    ) -> None:
         """Forget the pass over shuffled data that has begun; the next step begins another.
 
         Args:
+            plan: What the session is going to apply (`Mechanism.describe`). One that costs
+                something else than that of the session before was chosen after it.
             is_seeded: Whether the session's key comes from a seed; as before unless given.
         """
         self._pass = None
         if is_seeded is not None:
             self._is_seeded = is_seeded
+        if plan is not None:
+            self.is_chosen |= bool(self.events) and self._differs_from(plan)
+            self._plan = plan
+
+    def _differs_from(self, plan: Mapping[str, Any]) -> bool:
+        return any(self._plan.get(name) != plan.get(name) for name in _COSTS)
 
     def join(self, other: "Spending") -> None:
-        """Count what another run on the same data has spent as well."""
+        """Count what another run on the same data has spent as well.
+
+        One that applies something else may have been chosen from what the other gave.
+        """
         self.begin_session()
+        self.is_chosen |= other.is_chosen or (bool(self.events) and self._differs_from(other._plan))
         self.events.update(other.events)
         self.num_seeded += other.num_seeded
+        self.num_draws += other.num_draws
+        self._plan = other._plan
         sizes = [size for size in (self.num_records, other.num_records) if size is not None]
         self.num_records = max(sizes, default=None)
 
@@ -104,6 +135,8 @@ class Spending:
         copied.events = self.events.copy()
         copied.num_records = self.num_records
         copied.num_seeded, copied._is_seeded = self.num_seeded, self._is_seeded
+        copied.is_chosen, copied.num_draws = self.is_chosen, self.num_draws
+        copied._plan = self._plan
         copied._pass = self._pass and _Pass(**vars(self._pass))
         return copied
 
@@ -112,6 +145,8 @@ class Spending:
         return {
             "num_records": self.num_records,
             "num_seeded": self.num_seeded,
+            "is_chosen": self.is_chosen,
+            "num_draws": self.num_draws,
             "events": [
                 {
                     "sampling": event.sampling and samplings.to_fields(event.sampling),
@@ -127,6 +162,7 @@ class Spending:
         self._pass = None
         self.num_records = state["num_records"]
         self.num_seeded = state.get("num_seeded", 0)  # states of before did not say
+        self.is_chosen, self.num_draws = state.get("is_chosen", False), state.get("num_draws", 0)
         self.events = Counter()
         for fields in state["events"]:
             sampling = fields["sampling"] and samplings.from_fields(fields["sampling"])
@@ -150,7 +186,7 @@ class Spending:
             begun.noise_multiplier = z
 
 
-def has_passes(events: Mapping[Event, int]) -> bool:
+def has_passes(events: Iterable[Event]) -> bool:
     """Whether passes over shuffled data are among the events, which have no add/remove bound."""
     return any(event.sampling is None for event in events)
 

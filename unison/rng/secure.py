@@ -19,6 +19,9 @@ from unison.rng.streams import Stream
 
 GRID_BITS = 20
 MAX_MAGNITUDE = 9.1  # no |z| exceeds the quantile of 2^-64, 9.08
+# Total variation that the end of the tail puts between one value and a rounded normal one. What
+# else there is between them is not in it: docs/rng.md, "What is not proved".
+DRAW_DISTANCE = 2.0**-63
 _MAX_INTEGER = {torch.float32: 2.0**24, torch.float64: 2.0**51}
 _CHUNK = 1 << 22
 
