@@ -31,7 +31,7 @@ CLIPPINGS = ("auto", "grad_materialize", "ghost", "ghost_bk", "flash_fuse", "fla
 CLIPPINGS += ("recompute_bk",)
 CLIP_RULES = ("flat", "automatic", "per_layer")
 SAMPLINGS = ("poisson", "truncated", "shuffled")
-ACCOUNTANTS = ("pld", "rdp")
+ACCOUNTANTS = ("pld", "rdp", "odometer")
 FISHERS = ("mc", "empirical", "exact", "forward")
 GRAFTS = ("adam", "sgd", "none")
 DAMPING_FORMS = ("pi", "factored", "joint")
@@ -51,7 +51,8 @@ class Privacy:
         sampling: How a step draws its rows: `"poisson"`, `"truncated"` (Poisson, at most
             `capacity` rows) or `"shuffled"` (fixed batches, no amplification).
         capacity: Most rows in a batch; for `"truncated"` only.
-        accountant: `"pld"` or `"rdp"`.
+        accountant: `"pld"` or `"rdp"`; `"odometer"` if the run may be ended because of what comes
+            out.
         secure_noise: Whether noise and sampling come from a secret key. Otherwise they come from
             the run's seed, and nothing is private.
     """

@@ -17,7 +17,7 @@ from unison.config import (
     Privacy,
     TrainConfig,
 )
-from unison.errors import BadInput, Diverged, UnsupportedOperation
+from unison.errors import BadInput, Diverged
 from unison.models import load
 from unison.privacy import epsilon_of, read_ledger
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
@@ -223,10 +223,9 @@ def test_divergence_keeps_the_ledger_and_says_where(text, tmp_path):
 
 def test_what_fails_before_the_first_step_leaves_nothing(text, tmp_path):
     privacy = replace(GIVEN, sampling="truncated", capacity=8)
-    with pytest.raises(UnsupportedOperation, match="use accountant='pld'"):
-        train(
-            config_of(tmp_path / "run", text, replace(privacy, noise_multiplier=None, epsilon=1.0))
-        )
+    privacy = replace(privacy, noise_multiplier=None, epsilon=1e-9)
+    with pytest.raises(BadInput, match="choose another target"):
+        train(config_of(tmp_path / "run", text, privacy))
     assert not (tmp_path / "run").exists()
 
 

@@ -67,7 +67,7 @@ Capacity = Annotated[
     int | None, _option("--capacity", help="Most rows in a batch of --sampling truncated.")
 ]
 AccountantName = Annotated[
-    Accountant, _option("--accountant", help="Whose bound on ε counts; both are upper bounds.")
+    Accountant, _option("--accountant", help="Whose bound on ε counts; all are upper bounds.")
 ]
 SecureNoise = Annotated[
     bool,
