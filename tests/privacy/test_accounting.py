@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import dp_accounting
 import numpy as np
@@ -181,7 +181,7 @@ def test_state_of_spending():
 
 def kept_sets(sampling: TruncatedPoisson) -> dict[tuple[int, ...], float]:
     """The probability of every set of records that a step may keep, by enumeration."""
-    probabilities: Counter = Counter()
+    probabilities: dict[tuple[int, ...], float] = defaultdict(float)
     size, rate = sampling.num_records, sampling.rate
     for drawn in itertools.product([0, 1], repeat=size):
         members = [record for record in range(size) if drawn[record]]
@@ -207,7 +207,9 @@ def exact_epsilon(sampling: TruncatedPoisson, z: float, others: float, delta: fl
         both = (one - math.exp(epsilon) * two, two - math.exp(epsilon) * one)
         return max(float(np.maximum(each, 0).sum()) * (y[1] - y[0]) for each in both)
 
-    return brentq(lambda epsilon: delta_at(epsilon) - delta, 0, 40) if delta_at(0) > delta else 0
+    if delta_at(0) <= delta:
+        return 0.0
+    return float(brentq(lambda epsilon: delta_at(epsilon) - delta, 0, 40))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class LedgerFile:
     notes: list[str] = field(default_factory=list)
     ends_with_newline: bool = True
     _hashes: dict[int, str] = field(default_factory=dict, repr=False)
-    # In order; a session, with what it applies, begins another pass over shuffled data, as None does.
+    # In order; a session, with what it applies, begins a new pass over shuffled data, as None does.
     _counted: list[Release | tuple[Session, Mapping[str, Any]] | None] = field(
         default_factory=list, repr=False
     )
