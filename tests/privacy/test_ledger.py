@@ -65,6 +65,7 @@ def test_a_session_says_what_it_is_and_holds_no_secret(path):
         "line",
         "format",
         "created",
+        "id",
         "unison",
         "accountant",
         "key_origin",

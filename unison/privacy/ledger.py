@@ -122,6 +122,7 @@ class Ledger:
             "open",
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            id=secrets.token_hex(8),  # two runs of one second are two runs
             unison=_version(),
             accountant=self.accountant,
             **self.session.to_fields(),
