@@ -26,7 +26,7 @@ DEMO := --private --epsilon 8 --delta 1e-5 --no-secure-noise --seed 0 --unsafe-d
 	--reducer ordered --granule 8 --batch-size 48 --steps 24 --warmup-steps 4 \
 	--eval-every 12 --log-every 4 --overwrite
 
-demo: $(READY)  ## train privately on two ranks, again on one, and compare the bits; 2 minutes
+demo: $(READY)  ## train privately on two ranks, again on one, and compare the bits; 2 to 4 minutes
 	@echo "1/3  private training, sharded over two ranks"
 	@echo "     NOT PRIVATE IN EARNEST: bits can be compared only if both runs draw the"
 	@echo "     same noise, so it comes from a seed. Leave --no-secure-noise out, and it"
