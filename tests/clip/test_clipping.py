@@ -5,8 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness.oracle import clipped_sum, per_sample_norms
-from unison.clip import MODES, Storage, clipped_gradients, learn
+from unison.clip import MODES, Clipping, Storage, clipped_gradients, learn, plan_clipping
+from unison.clip.layers import describe
 from unison.errors import UnsupportedOperation
+from unison.ops import Product
 
 
 class Repeats(nn.Module):
@@ -93,3 +95,19 @@ def test_storage_lends_a_tensor_once():
     storage.give_back("w", again)
     storage.lend("w", (4, 3), torch.float32, cpu)  # another batch size: the old memory goes
     assert not storage._free
+
+
+def test_sums_that_kernels_take_as_two_numbers():
+    """A float64 sum is handed out in float32, and nothing of it is lost."""
+    records = {"w": Product(batch(4), batch(4) * 0.3, False, (6, 6))}
+    layers = [describe(name, [record]) for name, record in records.items()]
+    coefficients = {"w": torch.tensor([1.0, 0.5, 0.25, 0.1], dtype=torch.float64)}
+    clippings = [Clipping(plan_clipping(layers, mode="ghost_bk"), 4) for _ in range(2)]
+    for each in clippings:
+        each.take("w", records["w"])
+        each.norms()
+    ((_, expected),) = clippings[0].clipped_sums(coefficients)
+    values, weights = clippings[1].shares(coefficients)["w"]
+    assert (expected.dtype, values.dtype, len(values)) == (torch.float64, torch.float32, 2)
+    found = torch.einsum("n,n...->...", weights, values.double())
+    torch.testing.assert_close(found, expected, rtol=2**-46, atol=0.0)

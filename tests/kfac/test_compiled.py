@@ -7,22 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness.compiling import NUM_RUNS, counting
 from unison import KFAC, KFACConfig
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-NUM_RUNS = [0]
-
-
-def counting(graph: torch.fx.GraphModule, _: list) -> Callable:
-    """A backend that counts how often its graphs run."""
-
-    def run(*args: object) -> object:
-        NUM_RUNS[0] += 1
-        return graph(*args)
-
-    return run
 
 
 @pytest.fixture(autouse=True)

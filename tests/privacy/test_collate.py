@@ -237,6 +237,11 @@ def test_lengths_that_are_public():
         RowShapes("secret")
 
 
+def test_a_name_that_is_not_in_the_batch():
+    with pytest.raises(BadInput, match=r"row_shape has 'ids', .* \['input_ids', 'labels', 'y'\]"):
+        first_batches([3, 3, 3, 3], {"ids": 8})
+
+
 def test_longer_rows_than_said():
     with pytest.raises(BadInput, match=r"have shape \[6\], and row_shape is \[5\]: cut longer"):
         first_batches([3, 5, 4, 6], {"input_ids": 5, "labels": 5})

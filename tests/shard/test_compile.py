@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.harness import World, ranks, run_on_ranks
+from tests.harness.compiling import NUM_RUNS, counting
 from tests.shard.common import DECODER, ordered_run, per_sample_loss, tokens
 from unison.models import build
 from unison.rng import compiled_draws
@@ -46,19 +47,6 @@ def train(
     return digest(model)
 
 
-NUM_CALLS = [0]
-
-
-def counting(graph: torch.fx.GraphModule, _: list) -> Callable:
-    """A backend that counts how often its graphs run."""
-
-    def run(*args: object) -> object:
-        NUM_CALLS[0] += 1
-        return graph(*args)
-
-    return run
-
-
 def compile_blocks(model: nn.Module) -> None:
     for block in model.layers:
         block.forward = torch.compile(block.forward, backend=counting, fullgraph=True)
@@ -85,8 +73,8 @@ compile_around = partial(torch.compile, backend="aot_eager")
 
 
 def counted(world: World, change: Callable | None, around: Callable | None) -> tuple[str, int]:
-    NUM_CALLS[0] = 0
-    return train(world, change, around), NUM_CALLS[0]
+    NUM_RUNS[0] = 0
+    return train(world, change, around), NUM_RUNS[0]
 
 
 @pytest.mark.parametrize(

@@ -249,12 +249,13 @@ class Clipping:
         """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
 
         For who adds them up, noises and casts them in one go. Where per-sample gradients were kept,
-        X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1.
+        X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1
+        (as two numbers in float32, if it is float64).
         """
         made = self._shares_at_once(coefficients)
         if made is not None:
             return made
-        made, one = SharesByName(), None
+        made = SharesByName()
         gradients = self._kept.made()
         made.update((name, (value, coefficients[name])) for name, value in gradients.items())
         gradients.clear()
@@ -263,8 +264,10 @@ class Clipping:
                 del self._parameters[name]
                 made[name] = parameter.kept, coefficients[name]
         for name, total in self.clipped_sums(coefficients):
-            one = torch.ones(1, dtype=torch.float64, device=total.device) if one is None else one
-            made[name] = total.unsqueeze(0), one
+            parts = [total]
+            if total.dtype == torch.float64:  # in two halves, which kernels take, and add exactly
+                parts = [total.float(), (total - total.float()).float()]
+            made[name] = torch.stack(parts), total.new_ones(len(parts), dtype=torch.float64)
         self._kept = self._no_kept()
         return made
 

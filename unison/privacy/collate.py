@@ -122,7 +122,20 @@ class RowShapes:
             key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
         }
         self._known: dict[str, tuple[int, ...]] = {}
+        self._met: set[Any] = set()  # names of tensors with rows
         self.padding = padding
+
+    def check_names(self) -> None:
+        """Make sure that every tensor that `row_shape` names has been met.
+
+        Raises:
+            BadInput: Naming one that has not.
+        """
+        if missing := [key for key in self._wanted if key not in self._met]:
+            raise BadInput(
+                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
+                f"{sorted(self._met, key=str)}; name those, or their places in a tuple"
+            )
 
     @property
     def unit(self) -> str:
@@ -137,6 +150,7 @@ class RowShapes:
         """
         if not isinstance(value, Tensor | np.ndarray):
             return value
+        self._met.add(key)
         wanted, found = self._wanted.get(key), _row_shape(value, dim)
         if wanted is not None and wanted != found:
             if len(wanted) != len(found) or any(map(gt, found, wanted)):

@@ -254,10 +254,11 @@ class PrivateLoader:
             BadInput: If they do not.
         """
         layout.fitted(layout.empty(), self.rows)  # of record 0
+        self.rows.check_names()
         for _ in range(len(self._probes) - len(_PROBES)):
             try:
                 batch = next(loaded)
-            except Exception:
+            except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
             layout.fitted(batch, self.rows)
 

@@ -75,7 +75,7 @@ class Spending:
         """Count a release."""
         sigma = self._plan.get("noise_multiplier")
         self.is_chosen |= release.is_chosen
-        self.is_chosen |= isinstance(sigma, float) and sigma != release.noise_multiplier
+        self.is_chosen |= isinstance(sigma, int | float) and sigma != release.noise_multiplier
         # Ledgers of older versions have the number of elements in the session's first line alone.
         elements = release.rounded_elements or self._plan.get("rounded_elements", 0)
         self.num_draws += elements + (release.count_noise_multiplier is not None)
