@@ -25,7 +25,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,12 +123,9 @@ def build(name: str, device: str) -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
-def losses_of(model: Callable[..., Any], ids: Tensor) -> Tensor:  # [rows]
-    logits = model(input_ids=ids).logits
-    each = F.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    return each.view(len(ids), -1).mean(1)
+def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
+    """The mean over tokens that models of transformers make of labels, inside of the graph."""
+    return model(input_ids=ids, labels=ids).loss
 
 
 Step = Callable[[], None]
@@ -145,12 +141,12 @@ def not_private(name: str, shape: Shape, device: str, *, is_compiled: bool) -> S
     optimizer = optimizer_of(model)
     ids = torch.randint(3, 30000 if name != "tiny" else 200, (shape.batch_size, shape.tokens))
     rows = ids.to(device).split(shape.rows)
-    losses = torch.compile(losses_of) if is_compiled else losses_of
+    run = torch.compile(model) if is_compiled else model
 
     def step() -> None:
         optimizer.zero_grad()
         for each in rows:
-            (losses(model, each).sum() / shape.batch_size).backward()
+            (loss_of(run, each) / shape.passes).backward()
         optimizer.step()
 
     return step
@@ -174,14 +170,16 @@ def private(name: str, shape: Shape, device: str, **settings: Any) -> Step:
         max_physical_batch_size=shape.rows,
         **settings,
     )
-    batches = iter(loader)
 
     def step() -> None:
-        for _ in range(shape.passes):
-            (rows,) = next(batches)
+        # The loop is left after a step: while a batch is in the user's hands, all code that others
+        # have compiled runs as it was written, so that a loss can be followed.
+        for number, (rows,) in enumerate(loader, start=1):
             optimizer.zero_grad()
-            losses_of(model, rows).mean().backward()
+            loss_of(model, rows).backward()
             optimizer.step()
+            if number == shape.passes:
+                break
 
     step.engine = engine  # type: ignore[attr-defined]
     return step
@@ -203,7 +201,7 @@ def opacus(name: str, shape: Shape, device: str) -> Step:
     def step() -> None:
         for number, each in enumerate(rows):
             optimizer.zero_grad()
-            losses_of(model, each).mean().backward()
+            loss_of(model, each).backward()
             optimizer.signal_skip_step(do_skip=number < len(rows) - 1)
             optimizer.step()
 

@@ -11,6 +11,7 @@ from tests.capture.common import BATCH, CASES, Case
 from tests.capture.zoo import ZOO
 from tests.harness import assert_close
 from tests.harness.oracle import per_sample_gradients
+from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.capture import Capture, learn_axes
 from unison.capture.compiled import CompiledCapture
 from unison.ops import Record, per_sample
@@ -85,6 +86,19 @@ def check(
 )
 def test_slots_hold_the_per_sample_gradients(name):
     check(ZOO[name], "aot_eager", COMPUTED_IN.get(name, torch.float64))
+
+
+@interpreted
+def test_no_kernel_is_launched_while_a_graph_is_traced():
+    """On CUDA norms and biases have kernels, which a tensor without memory must not meet."""
+    case = ZOO["gpt2"]
+    model, batch = case.make().train(), case.batch(BATCH)
+    expected = per_sample_gradients(model, case.loss, batch)
+    with as_on_cuda():
+        found = captured(model, case, batch, BATCH, "aot_eager", is_factored=False)
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, wanted in expected.items():
+        assert float((found[name] - wanted).abs().max()) < 1e-5 * largest, name
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,7 @@ from tests.clip.test_quick import BATCH
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import Clipping, SampleNorms, describe, flat
-from unison.clip.factored import Factors, groups_of, stacked, sums_of
+from unison.clip.factored import Factors, groups_of, sums_of
 from unison.clip.kept import Found, set_of
 from unison.clip.measured import bound_grams
 from unison.errors import UnsupportedOperation
@@ -121,7 +121,7 @@ def test_dtypes_of_sums_whatever_the_default(default):
     with as_on_cuda(), default_dtype(default):
         (group,) = groups_of(found)
         norms = group.measure(found)
-        sums = group.sums(found, stacked(list(c.values())))
+        sums = group.sums(found, list(c.values()), None)
         _, combined = assert_right(as_lists(records), clipping_of(records, "grad_materialize"))
     assert norms.squared.dtype == norms.upper.dtype == torch.float64
     for i, (name, record) in enumerate(records.items()):
@@ -332,7 +332,7 @@ def test_no_sample_adds_more_than_its_bound(name, dtype):
             for b in range(BATCH):
                 alone = torch.zeros_like(c)
                 alone[b] = c[b]
-                (total,) = group.sums(found, stacked([alone]))
+                (total,) = group.sums(found, [alone], None)
                 share = math.sqrt(math.fsum(total.double().square().flatten().tolist()))
                 assert share <= float(c[b] * norms.upper[b].sqrt()), b
 

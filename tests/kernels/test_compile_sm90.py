@@ -60,6 +60,9 @@ def many_cases():
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
         **secure, "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
         "TILE": launch._COMBINE_TILE, **at_once}
+    yield "add integers", k.release_kernel, {"num_warps": 8, **plain}, {}, {
+        **secure, "NOISY": False, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
+        "TILE": launch._COMBINE_TILE, **at_once}
     yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
 
 def other_cases():
@@ -71,7 +74,8 @@ def other_cases():
     for add in (True, False):
         yield f"rows {add}", lookup.rows_kernel, {"num_warps": 4}, {
             "table": "*bf16" if add else "*fp32"}, {"ADD": add, "FEATURES": 2048}
-    yield "weighted rows", lookup.weighted_kernel, {"num_warps": 4}, {}, {"FEATURES": 2048}
+    for name, kind in (("weighted rows", "*fp32"), ("weighted rows integers", "*i32")):
+        yield name, lookup.weighted_kernel, {"num_warps": 4}, {"out": kind}, {"FEATURES": 2048}
     for name, kernel in (
         ("affine", affine._sums_kernel), ("affine many", affine._many_sums_kernel)
     ):
@@ -92,8 +96,9 @@ def other_cases():
         for store in (True, False):
             yield f"per sample {pointer} {store}", products._per_sample_kernel, options, {
                 **sides, "out": pointer}, {**tiles, "STORE": store}
-        yield f"weighted {pointer}", products._weighted_kernel, options, sides, {
-            **tiles, "ADD": False}
+        for kind in ("*fp32", "*i32"):
+            yield f"weighted {pointer} {kind}", products._weighted_kernel, options, {
+                **sides, "out": kind}, {**tiles, "ADD": kind == "*i32"}
         is_half = dtype == torch.bfloat16
         yield f"gram {pointer}", gram._gram_kernel, {"num_warps": 8 if is_half else 4}, {
             **sides, "squares": "*fp64"}, {
@@ -103,8 +108,10 @@ def other_cases():
 def factored_cases():
     from unison.kernels.factored import launch, triton as k
     tiles = {"BM": launch._ROWS, "BN": launch._COLUMNS, "BK": launch._TOKENS}
-    yield "factored weighted", k.weighted_kernel, {"num_warps": 8, "num_stages": 3}, {}, {
-        "DTYPE": tl.bfloat16, **tiles}
+    for total, add in ((tl.float32, False), (tl.int32, False), (tl.int32, True)):
+        yield f"factored weighted {total} {add}", k.weighted_kernel, {
+            "num_warps": 8, "num_stages": 3}, {}, {
+            "DTYPE": tl.bfloat16, "TOTAL": total, "ADD": add, **tiles}
     wide = {"parts": "*fp64"}
     for tokens, num_warps in ((128, 8), (64, 4)):
         options = {"num_warps": num_warps, "num_stages": 4}
@@ -161,13 +168,13 @@ def test_aligned_tensors_are_read_wide():
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        (("squares*", "total", "add"), 4),
+        (("squares*", "total", "add*"), 5),
         (("release*",), 4),
-        (("rows*", "affine"), 4),
+        (("rows*", "affine"), 5),
         (("affine many", "columns*"), 3),
-        (("*bf16*",), 4),
-        (("*fp32*",), 4),
-        (("factored*",), 3),
+        (("*bf16*",), 5),
+        (("gram *fp32", "per sample *fp32*", "weighted *fp32*"), 5),
+        (("factored*",), 5),
     ],
     ids=["squares", "release", "rows", "columns", "bf16", "fp32", "factored"],
 )

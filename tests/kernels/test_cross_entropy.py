@@ -13,6 +13,7 @@ from torch import Tensor
 import unison
 from tests.harness import assert_close
 from tests.harness.largest import Largest
+from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.cross_entropy import reference, using_backend
 from unison.kernels.cross_entropy.chunks import cut
@@ -359,7 +360,7 @@ print("equal")
 
 
 def test_triton_equals_reference_in_the_interpreter():
-    pytest.importorskip("triton")
+    needs_interpreter()
     here = Path(__file__)
     script = INTERPRETED.format(folder=str(here.parent), root=str(here.parents[2]))
     result = subprocess.run(
@@ -394,7 +395,7 @@ for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
 
 def test_triton_reads_and_writes_wide():
     """With rows as `Head.empty_logits` lays them out, and a vocabulary of odd length."""
-    pytest.importorskip("triton")
+    needs_interpreter()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", COMPILED],

@@ -50,6 +50,28 @@ def sums_of(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Tensor) 
     return outs
 
 
+@pytest.mark.parametrize("add", [False, True])
+@interpreted
+def test_samples_are_rounded_to_integers_one_by_one(add):
+    lefts, rights = draw([(24, 40), (136, 8)], (3, 5), torch.bfloat16)
+    weights = weights_of(2, 3) * 2.0**12
+    found = [
+        torch.full((len(x[0].T), len(y[0].T)), 5, dtype=torch.int32)
+        for x, y in zip(lefts, rights, strict=True)
+    ]
+    with as_on_cuda():
+        factored.weighted_sums(lefts, rights, weights, found, add=add)
+        for left, right, row, out in zip(lefts, rights, weights, found, strict=True):
+            shares = []
+            for b in range(3):
+                one = torch.zeros_like(out, dtype=torch.float32)
+                factored.weighted_sums(
+                    [left[b : b + 1]], [right[b : b + 1]], row[None, b : b + 1], [one]
+                )
+                shares.append(one.double().round())
+            assert torch.equal(out.double(), sum(shares) + 5 * add)
+
+
 def explicit(left: Tensor, right: Tensor) -> tuple[list[Tensor], Tensor]:
     """X of every sample in float64, and the masses Σ_t ‖left_t‖‖right_t‖ [batch]."""
     x, y = left.double(), right.double()

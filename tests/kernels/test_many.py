@@ -100,6 +100,24 @@ def test_combine(batch, add):
         assert_close(out, exact + 3 if add else exact)
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@interpreted
+def test_sums_on_a_grid(dtype, add):
+    from unison.kernels import many
+    from unison.kernels.many import reference
+
+    values, weights, spacing = draw(3), weights_of(len(SHAPES), 3), 2.0**-20
+    found, expected = (outs_like(values, dtype=dtype) for _ in range(2))
+    with as_on_cuda():
+        many.combine(values, weights, found, add=add, spacing=spacing)
+    reference.combine(values, weights, expected, add=add, spacing=spacing)
+    for value, row, out, other in zip(values, weights, found, expected, strict=True):
+        assert torch.equal(out, other)
+        exact = torch.einsum("b,b...->...", row.double(), value.double()) / spacing
+        assert ((out - 3 * add) - exact).abs().le(0.5 + 1e-6).all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @interpreted
 def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput
 from unison.kernels import random
 from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, reference, using_backend
@@ -110,7 +111,7 @@ print("equal")
 
 @pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_triton_equals_reference_in_the_interpreter(is_full):
-    pytest.importorskip("triton")
+    needs_interpreter()
     script = INTERPRETED.format(folder=str(Path(__file__).parent), is_full=is_full)
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -143,7 +144,7 @@ for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distr
 
 
 def test_triton_compiles_without_fused_multiply_adds():
-    pytest.importorskip("triton")
+    needs_interpreter()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", COMPILED],

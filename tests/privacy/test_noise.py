@@ -40,7 +40,7 @@ def released(
 ) -> Tensor:
     grid = Grid.of(release, 1)
     return finalise(
-        grid.integers(total),
+        (total.double() / grid.spacing).round().to(grid.dtype),
         grid=grid,
         name=name,
         key=key,

@@ -31,6 +31,7 @@ from torch.fx import Graph, GraphModule
 
 from unison.capture.axes import Axes, AxisTable, Call
 from unison.capture.capture import Capture
+from unison.capture.causal_masks import tell_causal_masks
 from unison.capture.questions import FACTS
 from unison.capture.tap import refuse_second
 from unison.capture.tracked import Source, Tracked, all_plain
@@ -272,6 +273,7 @@ class CompiledCapture:
                 "sizes are symbols in this graph (mark_dynamic): private graphs are made for each "
                 "size of a batch"
             )
+        tell_causal_masks(graph)
         made = _CompiledGraph(graph, inputs, used, capture, self._inner)
         self.graphs.append(made)
 

@@ -6,6 +6,7 @@ compiled code as they are, and the records that come out of the slots are the ca
 """
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -215,7 +216,7 @@ class CompiledForward:
             if backend in self._worked:
                 output = compiled(*args, **kwargs)
             else:
-                with torch._dynamo.config.patch(_NO_LIMITS):  # each kind has its own backend
+                with torch._dynamo.config.patch(_settings()):  # each kind has its own backend
                     output = compiled(*args, **kwargs)
         except _before_running() as error:
             return None, reason_of(error)
@@ -259,7 +260,17 @@ def _before_running() -> tuple[type[BaseException], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-_NO_LIMITS = {"recompile_limit": 10_000, "accumulated_recompile_limit": 10_000}
+def _settings() -> dict[str, Any]:
+    """Dynamo's settings while it compiles: no limits, and no stop at what was logged already.
+
+    The module has run before it is compiled. What transformers logs once it has logged then.
+    """
+    own = [getattr(logging.Logger, name, None) for name in ("info_once", "warning_once")]
+    return {
+        "recompile_limit": 10_000,
+        "accumulated_recompile_limit": 10_000,
+        "ignore_logger_methods": {*torch._dynamo.config.ignore_logger_methods, *filter(None, own)},
+    }
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from operator import itemgetter
 from typing import cast
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from unison.capture.sites import PlainUse
 from unison.clip.bounds import NormTable, SampleNorms
-from unison.clip.factored import Factors, can_wait, stacked, sums_of
+from unison.clip.factored import Factors, can_wait, groups_of, stacked, sums_of
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.kept import Found, KeptSet, SharesByName, set_of
 from unison.clip.layers import describe, signature_of
@@ -29,6 +30,7 @@ from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
 from unison.clip.quick import KeptMaker, maker_of
 from unison.clip.storage import Storage
+from unison.clip.sum_grid import SumGrid
 from unison.clip.used import UsedParameter
 from unison.clip.waiting import Kept
 from unison.kernels.many import Asked, combine
@@ -51,10 +53,17 @@ class Clipping:
         plan: The methods of every parameter.
         num_samples: Samples in the batch.
         storage: Lends memory for per-sample gradients.
+
+    Attributes:
+        plan: Likewise.
+        num_samples: Likewise.
+        grid: To which kernels round each sample's share before they add it to others: their sums
+            are integers. None unless it is set, before sums are made: they add float32 numbers.
     """
 
     def __init__(self, plan: Plan, num_samples: int, storage: Storage | None = None) -> None:
         self.plan, self.num_samples = plan, num_samples
+        self.grid: SumGrid | None = None
         self._is_bounded = plan.memory_budget is not None  # memory
         self._storage = storage or Storage()
         self._parameters: dict[str, UsedParameter] = {}
@@ -223,6 +232,9 @@ class Clipping:
             coefficients: [batch] of every parameter, as given to `begin_second_pass` if there was
                 one.
             names: Which parameters; all unless given. Those that were not used are left out.
+
+        Yields:
+            Names and sums: float64, or as kernels make them, float32 or int32 on the `grid`.
         """
         for parameter in self._missing():
             parameter.refuse(
@@ -235,7 +247,8 @@ class Clipping:
             self._parameter(name).is_waiting = False
         used = [self._parameters[each] for each in wanted if each in self._parameters]
         self._combine(used, coefficients)
-        self._add_factors_up(used, coefficients)
+        if not self._is_too_fine:
+            self._add_factors_up(used, coefficients)
         for name in wanted:
             parameter = self._parameters.pop(name, None)
             if parameter is None:
@@ -244,6 +257,91 @@ class Clipping:
                 self._finish(parameter, coefficients[name])
             assert parameter.clipped is not None
             yield name, parameter.clipped
+
+    def add_on_grid(
+        self,
+        coefficients: Mapping[str, Tensor],
+        totals: MutableMapping[str, Tensor | None],
+        *,
+        spacing: float,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add the clipped sums of some parameters to integers: each sum is rounded to a grid.
+
+        Args:
+            coefficients: As for `clipped_sums`.
+            totals: The integers by name [elements], None where there are none yet. A parameter that
+                was not used stays as it is.
+            spacing: Of the grid, a power of two.
+            dtype: Of the integers.
+        """
+        kept = self._take_kept(totals)
+        if kept:
+            is_first = all(totals[name] is None for name in kept)
+            for name, value in kept.items():
+                if totals[name] is None:
+                    make = value.new_empty if is_first else value.new_zeros
+                    totals[name] = make(math.prod(value.shape[1:]), dtype=dtype)
+            combine(
+                list(kept.values()),
+                stacked([coefficients[name] for name in kept]),
+                [each for name in kept if (each := totals[name]) is not None],
+                add=not is_first,
+                spacing=spacing,
+            )
+            kept.clear()
+        grid = self.grid
+        is_same = grid is not None and grid == (spacing, True) and dtype == torch.int32
+        if grid is not None and is_same and not self._is_bounded:
+            self._add_factors_to(totals, coefficients, grid)
+        for name, total in self.clipped_sums(coefficients, list(totals)):
+            unit = 1.0 if self.grid is None else self.grid.spacing
+            exact = total.double() if total.is_floating_point() else total.double() * unit
+            integers = (exact / spacing).round_().to(dtype).flatten()
+            before = totals[name]
+            totals[name] = integers if before is None else before.add_(integers)
+
+    def _add_factors_to(
+        self,
+        totals: MutableMapping[str, Tensor | None],
+        coefficients: Mapping[str, Tensor],
+        grid: SumGrid,
+    ) -> None:
+        """Add the clipped sums of parameters whose factors wait to integers on the same grid."""
+        for name in [each for each in totals if each in self._kept.factors]:
+            self._parameter(name)
+        found: dict[str, Factors] = {}
+        for name, before in totals.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.factors is None or parameter.clipped is not None:
+                continue
+            found[name] = parameter.factors
+            del self._parameters[name]
+            if before is None:
+                left, numel = parameter.factors.left, math.prod(parameter.factors.shape)
+                totals[name] = left.new_zeros(numel, dtype=torch.int32)
+        for group in groups_of(found):
+            outs = [each for name in group.names if (each := totals[name]) is not None]
+            group.add(found, [coefficients[name] for name in group.names], grid, outs)
+
+    @property
+    def _is_too_fine(self) -> bool:
+        """Whether the grid is too fine for what kernels count in."""
+        return self.grid is not None and not self.grid.is_held
+
+    def _take_kept(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Hand out the per-sample gradients that compiled kernels take, by name; they are gone."""
+        self._measured = None  # it would hold what is given back here
+        for name in [each for each in names if each in self._kept.found]:
+            self._parameter(name).is_waiting = False
+        found: dict[str, Tensor] = {}
+        for name in names:
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.kept is None or parameter.clipped is not None:
+                continue
+            found[name] = parameter.kept
+            del self._parameters[name]
+        return found
 
     def shares(self, coefficients: Mapping[str, Tensor]) -> SharesByName:
         """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
@@ -264,17 +362,19 @@ class Clipping:
                 del self._parameters[name]
                 made[name] = parameter.kept, coefficients[name]
         for name, total in self.clipped_sums(coefficients):
-            parts = [total]
             if total.dtype == torch.float64:  # in two halves, which kernels take, and add exactly
-                parts = [total.float(), (total - total.float()).float()]
-            made[name] = torch.stack(parts), total.new_ones(len(parts), dtype=torch.float64)
+                parts = torch.stack([total.float(), (total - total.float()).float()])
+                made[name] = parts, total.new_ones(2)
+            else:
+                grid = self.grid if total.dtype == torch.int32 else None
+                made[name] = total.unsqueeze(0), (grid or SumGrid(1.0)).weight(total.device)
         self._kept = self._no_kept()
         return made
 
     def _shares_at_once(self, coefficients: Mapping[str, Tensor]) -> SharesByName | None:
         """Hand out what was measured at once, if there is nothing else."""
         measured, self._measured = self._measured, None
-        if measured is None or (self._is_bounded and measured[1].factors):
+        if measured is None or (measured[1].factors and (self._is_bounded or self._is_too_fine)):
             return None
         kept, found, asked = measured
         others = self._parameters.values()
@@ -282,7 +382,7 @@ class Clipping:
         if not is_all or any(each.kept is None and each.factors is None for each in others):
             return None
         self._kept, self._parameters = self._no_kept(), {}
-        return kept.shares(found, asked, coefficients)
+        return kept.shares(found, asked, coefficients, self.grid)
 
     def _combine(
         self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
@@ -309,7 +409,8 @@ class Clipping:
         found = {each.name: each.factors for each in by_name.values() if each.factors}
         for parameter in by_name.values():
             parameter.factors, parameter.records = None, []
-        for name, total in sums_of(found, coefficients, is_bounded=self._is_bounded):
+        sums = sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
+        for name, total in sums:
             by_name[name].clipped = total.squeeze(0)
 
     def _measure(self, parameter: UsedParameter) -> None:
@@ -391,13 +492,22 @@ class Clipping:
         if parameter.total is None:
             method = GRADIENT_METHODS[parameter.choice.gradient]
             records, parameter.records = parameter.records, []
-            make = clipped_sum if parameter.is_fast else method.clipped_sum
-            parameter.clipped = make(records, coefficients, records[0].shape)
+            shape = records[0].shape
+            if parameter.is_fast and not self._is_too_fine:
+                parameter.clipped = clipped_sum(records, coefficients, shape, self.grid)
+            else:
+                parameter.clipped = method.clipped_sum(
+                    [_as_record(each) for each in records], coefficients, shape
+                )
         else:
             self._add(parameter, coefficients)
             parameter.clipped, parameter.total = parameter.total, None
         if parameter.lent is not None:
             self._storage.give_back(parameter.name, parameter.lent)
+
+
+def _as_record(record: Record | Streamed) -> Record:
+    return record.as_product() if isinstance(record, Streamed) else record
 
 
 _AS_READ = (Formed, Streamed)  # not records that could be described: the plan has said what to do

@@ -20,6 +20,7 @@ from unison.clip.bounds import SampleNorms
 from unison.clip.matrix import factors
 from unison.clip.measured import bound_grams
 from unison.clip.modes import MODES, Choice
+from unison.clip.sum_grid import SumGrid
 from unison.kernels import factored
 from unison.kernels.many import Asked, Facts
 from unison.kernels.many.asked import ADDRESS
@@ -104,21 +105,44 @@ class Group:
         batch, tokens = lefts[0].shape[:2]
         return bound_grams(grams, batch, tokens, self._features, lefts[0].dtype)
 
-    def sums(self, found: Mapping[str, Factors], weights: Tensor) -> Sequence[Tensor]:
-        """Return the clipped sum of every parameter [1, *shape], float32; all in one memory.
+    def sums(
+        self, found: Mapping[str, Factors], coefficients: Sequence[Tensor], grid: SumGrid | None
+    ) -> Sequence[Tensor]:
+        """Return the clipped sum of every parameter [1, *shape]; all in one memory.
 
         Args:
             found: Their factors.
-            weights: Coefficients [parameters, samples], float32.
+            coefficients: [samples] of each.
+            grid: To which each sample's share is rounded: sums are int32. None for float32.
         """
         lefts, rights = self._sides(found)
-        memory = torch.empty(sum(self._sizes), dtype=torch.float32, device=weights.device)
+        weights = stacked(coefficients, grid)
+        dtype = torch.float32 if grid is None else torch.int32
+        memory = torch.empty(sum(self._sizes), dtype=dtype, device=weights.device)
         pieces = torch.unsafe_split_with_sizes(memory, self._sizes)  # views, unknown to autograd
         made = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         at = (self._starts + memory.data_ptr()).tobytes()
         outs = Asked(made, _NO_FACTS, True, at)  # of outputs only addresses are asked for
         factored.weighted_sums(lefts, rights, weights, outs)
         return made
+
+    def add(
+        self,
+        found: Mapping[str, Factors],
+        coefficients: Sequence[Tensor],
+        grid: SumGrid,
+        totals: Sequence[Tensor],
+    ) -> None:
+        """Add the clipped sum of every parameter to integers.
+
+        Args:
+            found: Their factors.
+            coefficients: [samples] of each.
+            grid: To which each sample's share is rounded.
+            totals: Of each parameter, int32, contiguous.
+        """
+        lefts, rights = self._sides(found)
+        factored.weighted_sums(lefts, rights, stacked(coefficients, grid), totals, add=True)
 
     def _sides(self, found: Mapping[str, Factors]) -> tuple[Asked, Asked]:
         lefts, rights = [], []
@@ -143,13 +167,18 @@ def groups_of(found: Mapping[str, Factors]) -> list[Group]:
 
 
 def sums_of(
-    found: dict[str, Factors], coefficients: Mapping[str, Tensor], *, is_bounded: bool
+    found: dict[str, Factors],
+    coefficients: Mapping[str, Tensor],
+    grid: SumGrid | None = None,
+    *,
+    is_bounded: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the clipped sum of each parameter [1, *shape], float32, letting its factors go.
+    """Yield the clipped sum of each parameter [1, *shape], letting its factors go.
 
     Args:
         found: The factors by name; empty afterwards.
         coefficients: [samples] of every parameter.
+        grid: To which each sample's share is rounded: sums are int32. None for float32.
         is_bounded: Whether memory is. Then no more sums are made at a time than fit into what the
             largest takes, and into what the factors before them have given back.
     """
@@ -164,16 +193,21 @@ def sums_of(
                 size += sizes[names[count]]
                 count += 1
             some, names = Group(names[:count], found), names[count:]
-            weights = stacked([coefficients[name] for name in some.names])
-            made = some.sums(found, weights)
+            made = some.sums(found, [coefficients[name] for name in some.names], grid)
             given = sum(found.pop(name).num_bytes for name in some.names)
             room = max(least, room + given - size)
             yield from zip(some.names, made, strict=True)
 
 
-def stacked(coefficients: Sequence[Tensor]) -> Tensor:
-    """Return coefficients of several parameters [parameters, samples], float32, in few launches."""
+def stacked(coefficients: Sequence[Tensor], grid: SumGrid | None = None) -> Tensor:
+    """Return coefficients of several parameters [parameters, samples], float32, in few launches.
+
+    Args:
+        coefficients: [samples] of each.
+        grid: For shares that are counted in its spacings.
+    """
     first = coefficients[0]
-    if all(each is first for each in coefficients):
-        return first.float().expand(len(coefficients), -1).contiguous()
-    return torch.stack(list(coefficients)).float()
+    is_one = all(each is first for each in coefficients)
+    found = first if is_one else torch.stack(list(coefficients))
+    weights = found.float() if grid is None else grid.weights(found)
+    return weights.expand(len(coefficients), -1).contiguous() if is_one else weights

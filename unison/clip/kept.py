@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from unison.clip.bounds import NormTable, SampleNorms
-from unison.clip.factored import Factors, groups_of, stacked
+from unison.clip.factored import Factors, groups_of
 from unison.clip.measured import bound
+from unison.clip.sum_grid import SumGrid
 from unison.kernels.many import Asked, Facts, is_fast, squares
 from unison.kernels.many.table import Sent
 
@@ -59,7 +60,8 @@ class KeptSet:
         self._groups = groups_of(found.factors)
         measured = [*gradients, *[name for group in self._groups for name in group.names]]
         self.names = sorted(measured)
-        self._pick_all, self._all_facts = _picker(self.names), None
+        self._pick_all = _picker(self.names)
+        self._all_facts: dict[bool, tuple[Facts, bool]] = {}  # of shares, on a grid or not
         place = {name: i for i, name in enumerate(measured)}
         # Of every name: which of those that are measured one after the other it is.
         self._order = torch.tensor([place[name] for name in self.names])
@@ -91,7 +93,11 @@ class KeptSet:
         return NormTable(self.names, squared, upper)
 
     def shares(
-        self, found: Found, asked: Asked, coefficients: Mapping[str, Tensor]
+        self,
+        found: Found,
+        asked: Asked,
+        coefficients: Mapping[str, Tensor],
+        grid: SumGrid | None = None,
     ) -> SharesByName:
         """Return what all clipped sums are made of, in order of names.
 
@@ -99,6 +105,7 @@ class KeptSet:
             found: What is kept.
             asked: Of it, what `asked` returned when it was measured.
             coefficients: [samples] of every parameter.
+            grid: To which the shares of samples are rounded whose factors are added up here.
         """
         if not self._groups:
             weights = [coefficients[name] for name in self.names]
@@ -108,17 +115,19 @@ class KeptSet:
         values = dict(zip(self._gradients, asked, strict=True))
         weights = {name: coefficients[name] for name in self._gradients}
         for group in self._groups:
-            of_group = stacked([coefficients[name] for name in group.names])
-            values.update(zip(group.names, group.sums(found.factors, of_group), strict=True))
-            one = torch.ones(1, dtype=torch.float64, device=of_group.device)
-            weights.update(dict.fromkeys(group.names, one))
+            of_group = [coefficients[name] for name in group.names]
+            sums = group.sums(found.factors, of_group, grid)
+            values.update(zip(group.names, sums, strict=True))
+            weight = (grid or SumGrid(1.0)).weight(of_group[0].device)
+            weights.update(dict.fromkeys(group.names, weight))
         in_order = self._pick_all(values)
-        if self._all_facts is None:
-            self._all_facts = Facts(in_order), is_fast(in_order)
+        facts = self._all_facts.get(grid is None)
+        if facts is None:
+            facts = self._all_facts[grid is None] = Facts(in_order), is_fast(in_order)
         made = SharesByName(
             zip(self.names, zip(in_order, self._pick_all(weights), strict=True), strict=True)
         )
-        made.asked = Asked(in_order, *self._all_facts)
+        made.asked = Asked(in_order, *facts)
         return made
 
 

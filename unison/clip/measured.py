@@ -38,6 +38,7 @@ from torch import Tensor
 
 from unison.clip.bounds import SampleNorms, gamma
 from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
+from unison.clip.sum_grid import SumGrid
 from unison.kernels import many
 from unison.kernels.available import takes
 from unison.kernels.factored import Grams
@@ -212,18 +213,23 @@ def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNo
 
 
 def clipped_sum(
-    records: Sequence[Record | Streamed], coefficients: Tensor, shape: tuple[int, ...]
+    records: Sequence[Record | Streamed],
+    coefficients: Tensor,
+    shape: tuple[int, ...],
+    grid: SumGrid | None = None,
 ) -> Tensor:
-    """Return Σ_b c_b X_b of what was measured: [*shape], float32.
+    """Return Σ_b c_b X_b of what was measured: [*shape], float32; int32 on a grid, if it is given.
 
     Args:
         records: The uses of a parameter, or a `Dense` of what was kept.
         coefficients: [batch].
         shape: The parameter's shape.
+        grid: To which each sample's share is rounded.
     """
-    weights = coefficients.float().contiguous()
+    weights = (coefficients.float() if grid is None else grid.weights(coefficients)).contiguous()
     first = tensors_of(records[0])[0]
-    total = first.new_zeros(matrix_shape(records), dtype=torch.float32)
+    dtype = torch.float32 if grid is None else torch.int32
+    total = first.new_zeros(matrix_shape(records), dtype=dtype)
     products = [record for record in records if isinstance(record, Product)]
     if len(products) == len(records):
         left, right = _joined(products)

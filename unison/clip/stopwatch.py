@@ -250,9 +250,8 @@ def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple
     times = min(_MOST_TOGETHER, -(-_FILLING // math.prod(factors.shape)))
     found = {str(i): factors for i in range(times)}
     group = Group(list(found), found)
-    weights = coefficients.float().expand(times, -1).contiguous()
     yield FACTOR_NORMS, lambda: group.measure(found), times
-    yield FACTORS, lambda: group.sums(found, weights), times
+    yield FACTORS, lambda: group.sums(found, [coefficients] * times, None), times
 
 
 def _forward(records: Sequence[Record]) -> Run:

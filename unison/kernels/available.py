@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # float64 goes through plain torch
 
@@ -35,4 +37,13 @@ def loads_tiles(device: torch.device) -> bool:
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
-    return has_triton() and all(each.is_cuda and each.dtype in TAKEN for each in tensors)
+    return has_triton() and all(each.is_cuda and is_suited(each) for each in tensors)
+
+
+def is_suited(x: Tensor) -> bool:
+    """Whether kernels would take a tensor if it were on CUDA.
+
+    Those of a graph that is being traced have no memory: what is computed with them is for its
+    compiler to see.
+    """
+    return x.dtype in TAKEN and not isinstance(x, FakeTensor | FunctionalTensor)

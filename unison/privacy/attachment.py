@@ -34,7 +34,7 @@ from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
-from unison.privacy.own_loss import refuse_uneven_labels
+from unison.privacy.own_loss import LabelCheck
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
@@ -95,6 +95,7 @@ class Attachment:
         self._buffers = BufferWatch(self._learning.may_write)
         self._compiled: CompiledPasses | None = None
         self._is_repeating = False  # runs the module again, for what was not kept
+        self._label_check: LabelCheck | None = None  # of the pass under way
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -392,7 +393,7 @@ class Attachment:
                 continue
             if self._learning.refusal is not None:
                 raise UnsupportedOperation(self._learning.refusal)
-            refuse_uneven_labels(
+            self._label_check = LabelCheck(
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
                     for leaf in tree_leaves(given)
@@ -441,7 +442,8 @@ class Attachment:
             self.module(*args, **kwargs)
 
     def _decide(self, running: RunningPass, part: RunningPart) -> None:
-        part.coefficients = self._coefficients(running.batch, part.rows, part.clipping.norms())
+        norms = part.clipping.norms()
+        part.coefficients, part.clipping.grid = self._coefficients(running.batch, part.rows, norms)
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
         self._clipping(granule).take(name, record)
@@ -461,6 +463,9 @@ class Attachment:
 
         try:
             self._buffers.check()  # hooks may write in the backward pass
+            labels, self._label_check = self._label_check, None
+            if labels is not None:
+                labels.finish()
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

@@ -11,7 +11,7 @@ computes is left out by selection, not by a product with 0: of zeros, `log` has 
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -289,6 +289,10 @@ class FixedRows:
     def __init__(self, num_rows: int) -> None:
         self.parts: Sequence[Part] = [Part(PLAIN, torch.ones(num_rows, dtype=torch.bool))]
         self.most_rows = num_rows
+
+    def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+        """Around a forward pass; see `Dealing`: there are no granules here."""
+        return nullcontext()
 
     def begin_backward(self) -> None:
         """Refuse a loss over more rows than those of the pass."""

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from unison.clip import NormTable, SampleNorms
 from unison.clip.factored import stacked
+from unison.clip.sum_grid import SumGrid
 from unison.errors import BadInput
 from unison.kernels.many import combine
 from unison.kernels.many.table import Tables, tables_kept
 from unison.privacy.attachment import Attachment
 from unison.privacy.dealing import FixedRows, Part
+from unison.privacy.grid import Grid
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.running import PassSums
 
@@ -74,15 +76,22 @@ class GraphedPass:
             place[: len(x)].copy_(x[:num_rows])
         self._rows = torch.arange(num_rows, device=device)
         self._num_real = torch.full((), num_rows, device=device)
+        self._spacing = torch.ones(1, dtype=torch.float64, device=device)
         self.loss = torch.zeros((), device=device)
         self.norms = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self.shares: dict[str, tuple[Tensor, Tensor]] = {}
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # as shares of weight 1
+        self._sums: dict[torch.dtype, dict[str, tuple[Tensor, Tensor]]] = {}  # of several replays
         self._graph, self._tables = torch.cuda.CUDAGraph(), Tables(device)
         self._record(device)
 
-    def replay(self, batch: Sequence[Tensor], num_real: int) -> None:
-        """Run the pass on a batch, of which the first `num_real` rows count."""
+    def replay(self, batch: Sequence[Tensor], num_real: int, grid: SumGrid) -> None:
+        """Run the pass on a batch.
+
+        Args:
+            batch: As the loss takes it.
+            num_real: How many of its rows count, the first ones.
+            grid: To which kernels round the shares that they add up inside of one product.
+        """
         if len(batch) != len(self._inputs):
             raise BadInput(
                 f"expected {len(self._inputs)} tensors, as when the graph was recorded, found "
@@ -98,22 +107,38 @@ class GraphedPass:
             place[: len(x)].copy_(x, non_blocking=True)
             if len(x) < len(place):
                 place[len(x) :].zero_()
+        if self._has_integers and not grid.is_held:
+            raise BadInput(
+                "the noise is so small that shares would have to be counted in more than 32 bits, "
+                "which a recorded pass does not do: use a smaller max_physical_batch_size, "
+                "clipping='grad_materialize', or no graph"
+            )
         self._num_real.fill_(num_real)
+        self._spacing.fill_(grid.spacing)
         self._graph.replay()
 
-    def added(self, *, is_first: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """Add what the last replay's sums are made of to those of the replays before it.
+    @property
+    def _has_integers(self) -> bool:
+        return any(values.dtype == torch.int32 for values, _ in self.shares.values())
+
+    def added(self, grid: Grid, *, is_first: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """Add the sums of the last replay to those of the replays before it.
 
         Args:
+            grid: On which they lie; the same for all replays of a logical batch.
             is_first: Whether there are none.
 
         Returns:
-            The sums as shares of weight 1, at the same place every time.
+            The sums as integers, each of which weighs a spacing, at the same place every time.
         """
-        if not self._sums:
-            one = torch.ones(1, dtype=torch.float64, device=self.loss.device)
-            for name, (values, _) in self.shares.items():
-                self._sums[name] = values.new_empty(1, *values.shape[1:], dtype=torch.float32), one
+        if grid.dtype not in self._sums:
+            weight = torch.empty(1, dtype=torch.float64, device=self.loss.device)
+            self._sums[grid.dtype] = {
+                name: (values.new_empty(1, *values.shape[1:], dtype=grid.dtype), weight)
+                for name, (values, _) in self.shares.items()
+            }
+        sums = self._sums[grid.dtype]
+        next(iter(sums.values()))[1].fill_(grid.spacing)
         by_length: dict[int, list[str]] = {}
         for name, (values, _) in self.shares.items():
             by_length.setdefault(len(values), []).append(name)
@@ -121,10 +146,11 @@ class GraphedPass:
             combine(
                 [self.shares[name][0] for name in names],
                 stacked([self.shares[name][1] for name in names]),
-                [self._sums[name][0] for name in names],
+                [sums[name][0] for name in names],
                 add=not is_first,
+                spacing=grid.spacing,
             )
-        return self._sums
+        return sums
 
     def _record(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
@@ -171,7 +197,7 @@ class GraphedPass:
 
     def _coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
-    ) -> Mapping[str, Tensor]:
+    ) -> tuple[Mapping[str, Tensor], SumGrid]:
         table = NormTable.of(norms, part.num_rows)
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
@@ -180,7 +206,7 @@ class GraphedPass:
         for each in by_name.values():
             if id(each) not in own:
                 own[id(each)] = each.where(is_real, 0.0)
-        return {name: own[id(each)] for name, each in by_name.items()}
+        return {name: own[id(each)] for name, each in by_name.items()}, SumGrid(self._spacing)
 
     def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
         shares = sums.shares()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unison.clip.sum_grid import SumGrid
 from unison.errors import BadInput
 from unison.privacy.mechanism import FINER, Release
 from unison.rng import noise_spacing
@@ -44,9 +45,7 @@ class Grid:
         Raises:
             BadInput: If so many samples are too much for the noise's grid.
         """
-        largest = max(1, num_samples) * release.max_grad_norm
-        exponent = math.frexp(largest)[1]  # largest < 2^exponent
-        finest = {torch.int32: 2.0 ** (exponent - 30), torch.int64: 2.0 ** (exponent - 50)}
+        finest = _finest(release, num_samples)
         if release.noise_std == 0:
             return cls(finest[torch.int64], torch.int64)
         spacing = noise_spacing(release.noise_std)
@@ -60,10 +59,30 @@ class Grid:
             f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
         )
 
-    def integers(self, total: Tensor) -> Tensor:
-        """Round a sum to the grid: how many spacings each element is."""
-        return (total.double() / self.spacing).round_().to(self.dtype)
+    @classmethod
+    def of_pass(cls, release: Release, num_samples: int, num_rows: int) -> SumGrid:
+        """The grid that kernels use within a pass: this one, or multiples of it that int32 holds.
+
+        Args:
+            release: What the step applies.
+            num_samples: Samples in the logical batch.
+            num_rows: Rows of the pass.
+        """
+        num_rows = min(num_rows, num_samples)
+        if release.noise_std == 0:  # nothing to be proved of it
+            return SumGrid(_finest(release, num_rows)[torch.int32])
+        whole = found = cls.of(release, num_samples)
+        if whole.dtype != torch.int32:
+            found = cls.of(release, num_rows)
+        return SumGrid(max(found.spacing, whole.spacing), found.dtype == torch.int32)
 
     def values(self, integers: Tensor) -> Tensor:
         """What integers stand for, float64, exactly."""
         return integers.double() * self.spacing
+
+
+def _finest(release: Release, num_samples: int) -> dict[torch.dtype, float]:
+    """The finest spacings of which integers hold the sum of so many samples, by their dtype."""
+    largest = max(1, num_samples) * release.max_grad_norm
+    exponent = math.frexp(largest)[1]  # largest < 2^exponent
+    return {torch.int32: 2.0 ** (exponent - 30), torch.int64: 2.0 ** (exponent - 50)}

@@ -17,26 +17,49 @@ from unison.errors import UnsupportedOperation
 IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
 
 
-def refuse_uneven_labels(inputs: Sequence[Tensor]) -> None:
-    """Require all samples to have the same number of labels, in whatever holds some.
+class LabelCheck:
+    """Requires all samples to have the same number of labels, in whatever holds some.
+
+    The answer is asked for when the backward pass has ended: until then a GPU goes on with it.
 
     Args:
         inputs: What the module was given, samples first [batch, ...].
-
-    Raises:
-        UnsupportedOperation: Samples have different numbers of labels that count.
     """
-    for labels in inputs:
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            continue
-        is_counted = (labels != IGNORED).reshape(len(labels), -1)  # [batch, tokens]
-        # A causal model leaves the first token out, another one does not; both must be even.
-        for counted in (is_counted, is_counted[:, 1:]):
-            per_sample = counted.sum(1)
-            if not torch.equal(per_sample, per_sample[:1].expand_as(per_sample)):
-                raise UnsupportedOperation(
-                    "the model's own loss is a mean over all labelled tokens of the batch, and "
-                    "samples have different numbers of them: each sample's gradient then depends "
-                    "on the others. Compute unison.per_sample_loss(logits, labels).mean() from "
-                    "the model's logits instead"
-                )
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        counts = [each for labels in inputs for each in _counts(labels)]
+        is_uneven = [(each != each[:1]).any() for each in counts if len(each)]
+        self._found = torch.stack(is_uneven).any() if is_uneven else torch.tensor(False)
+        self._event: torch.cuda.Event | None = None
+        if self._found.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            on_host.copy_(self._found, non_blocking=True)
+            self._found, self._event = on_host, torch.cuda.Event()
+            self._event.record()
+
+    def finish(self) -> None:
+        """Ask for the answer.
+
+        Raises:
+            UnsupportedOperation: Samples have different numbers of labels that count.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if self._found:
+            raise UnsupportedOperation(
+                "the model's own loss is a mean over all labelled tokens of the batch, and "
+                "samples have different numbers of them: each sample's gradient then depends "
+                "on the others. Compute unison.per_sample_loss(logits, labels).mean() from "
+                "the model's logits instead"
+            )
+
+
+def _counts(labels: Tensor) -> list[Tensor]:
+    """Labels that count, of each sample [batch]; without the first token, too.
+
+    A causal model leaves it out, another one does not: both must be even.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return []
+    is_counted = (labels != IGNORED).reshape(len(labels), -1)  # [batch, tokens]
+    return [is_counted.sum(1), is_counted[:, 1:].sum(1)]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.privacy.graph import LossOf
+from unison.privacy.grid import Grid
 from unison.privacy.running import LogicalBatch
 from unison.privacy.step_graph import StepGraph
 from unison.privacy.training import PrivateTraining
@@ -42,12 +43,16 @@ class RecordedPass:
         if current.is_last:
             training.check_trained()
             training.open_release(running)
-        recorded.replay(batch, current.num_samples)
+        release, size = running.release, current.logical_size
+        grid = Grid.of_pass(release, size, recorded.num_rows)
+        recorded.replay(batch, current.num_samples, grid)
         running.norms.append(recorded.norms[: current.num_samples].clone())
         first = current.first_position
         running.positions.append(torch.arange(first, first + current.num_samples))
         is_only = current.is_last and running.next_pass == 0
-        own = recorded.shares if is_only else recorded.added(is_first=running.next_pass == 0)
+        own: Mapping[str, tuple[Tensor, Tensor]] = recorded.shares
+        if not is_only:
+            own = recorded.added(Grid.of(release, size), is_first=running.next_pass == 0)
         running.next_pass += 1
         if current.is_last:
             self._release(running, current.logical_size, own)

@@ -12,6 +12,7 @@ from torch import Tensor
 from unison.capture import Capture, Surroundings
 from unison.clip import Clipping, SampleNorms
 from unison.clip.kept import SharesByName
+from unison.clip.sum_grid import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
 from unison.privacy.grid import Grid
@@ -102,13 +103,17 @@ class PassSums:
     def __init__(self, parts: dict[int, RunningPart]) -> None:
         self._parts = dict(parts)
 
-    def __call__(self, granule: int, names: Sequence[str]) -> list[Tensor | None]:
-        """Return this rank's clipped sums of these parameters, None for one not used."""
+    def __call__(
+        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
+        """Return this rank's clipped sums of these parameters; see `MakeSums`."""
         part = self._parts[granule]
         assert part.coefficients is not None
-        made = part.clipping.clipped_sums(part.coefficients, names)
-        sums = {name: self.grid.integers(total) for name, total in made}
-        return [sums.get(name) for name in names]
+        totals = dict(zip(names, before or [None] * len(names), strict=True))
+        part.clipping.add_on_grid(
+            part.coefficients, totals, spacing=self.grid.spacing, dtype=self.grid.dtype
+        )
+        return list(totals.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,8 +132,11 @@ class PassSums:
         return part.clipping.shares(part.coefficients)
 
 
-Coefficients = Callable[[PhysicalBatch, Part, Mapping[str, SampleNorms]], Mapping[str, Tensor]]
-"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter."""
+Coefficients = Callable[
+    [PhysicalBatch, Part, Mapping[str, SampleNorms]], tuple[Mapping[str, Tensor], SumGrid]
+]
+"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter, and the
+grid that shares are rounded to."""
 AddSums = Callable[[PhysicalBatch, PassSums], None]
 """(batch, what makes the clipped sums), when a backward pass has ended."""
 

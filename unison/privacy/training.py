@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unison.clip import NormTable, Plan, SampleNorms
+from unison.clip.sum_grid import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.privacy.adaptive import noisy_fraction
@@ -203,9 +204,10 @@ class PrivateTraining:
 
     def _coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
-    ) -> Mapping[str, Tensor]:
+    ) -> tuple[Mapping[str, Tensor], SumGrid]:
         """One coefficient per row: 0 for padding, and a mean over samples undone."""
         running = self.running(batch)
+        grid = Grid.of_pass(running.release, batch.logical_size, part.num_rows)
         clip_norm = running.release.max_grad_norm
         factor = self._dealing.loss_factor(part, self._loss_reduction)
         whole = self._owner.whole_norms(norms)
@@ -227,8 +229,8 @@ class PrivateTraining:
         running.norms.append(norms_of_rows)
         running.positions.append(self._dealing.positions_of(part))
         if len(own) == 1:
-            return dict.fromkeys(by_name, *own.values())
-        return {name: own[id(each)] for name, each in by_name.items()}
+            return dict.fromkeys(by_name, *own.values()), grid
+        return {name: own[id(each)] for name, each in by_name.items()}, grid
 
     def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
         """Whether a pass is all there is of its logical batch, so that nothing is to be added."""

@@ -97,18 +97,25 @@ def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Grams:
 
 
 def weighted_sums(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor]
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    add: bool = False,
 ) -> None:
-    """Write Σ_b w_b X_b of every layer to its output.
+    """Write Σ_b w_b X_b of every layer to its output, or add it.
 
     Args:
         lefts: As for `grams`.
         rights: Likewise.
         weights: [layers, samples], float32, contiguous. A sample of weight 0 is left out: it may
             hold NaN.
-        outs: Float32 [rows, columns], contiguous, at addresses that are multiples of 16.
+        outs: As many elements as X, contiguous, at addresses that are multiples of 16. All float32,
+            or int32: then each sample's w_b X_b is rounded to integers first.
+        add: Whether to add to what is there.
     """
-    _fast().weighted_sums(lefts, rights, weights, outs)
+    _fast().weighted_sums(lefts, rights, weights, outs, add=add)
 
 
 @cache

@@ -28,6 +28,7 @@ from unison.kernels.many.table import Sent, tile_map, to_send
 from unison.kernels.scratch import scratch
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TOTALS = {torch.float32: tl.float32, torch.int32: tl.int32}
 _ROWS, _COLUMNS, _TOKENS = 128, 256, 64  # of a tile of a sum
 _STEP = 64  # features that are multiplied at a time, for Gram matrices
 _MOST_KNOWN = 16  # sets of layers
@@ -127,7 +128,12 @@ def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sums(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor]
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    add: bool,
 ) -> None:
     """See `unison.kernels.factored.weighted_sums`."""
     layers, device = _layers(lefts, rights), lefts[0].device
@@ -138,6 +144,7 @@ def weighted_sums(
             (len(which), 1),
             (table, which, first, weights),
             (layers.batch, layers.tokens),
-            DTYPE=_DTYPES[layers.dtype], BM=_ROWS, BN=_COLUMNS, BK=_TOKENS,
+            DTYPE=_DTYPES[layers.dtype], TOTAL=_TOTALS[outs[0].dtype], ADD=add,
+            BM=_ROWS, BN=_COLUMNS, BK=_TOKENS,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip

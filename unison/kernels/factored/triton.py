@@ -21,7 +21,7 @@ import triton.language as tl
 
 from unison.kernels.factored import table as t
 from unison.kernels.gram.triton import _place_below
-from unison.kernels.products.triton import INTERPRETED, _place
+from unison.kernels.products.triton import INTERPRETED, _place, as_sum
 
 WIDTH, OUT, RUN = tl.constexpr(t.WIDTH), tl.constexpr(t.OUT), tl.constexpr(t.RUN)
 LEFT, RIGHT = tl.constexpr(t.LEFT), tl.constexpr(t.RIGHT)
@@ -57,9 +57,13 @@ def _tile(side, sample, token, feature, BT: tl.constexpr, BF: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "tokens"])
 def weighted_kernel(
     table, layers, first_tiles, weights, batch, tokens,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, TOTAL: tl.constexpr, ADD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one layer's Σ_b w_b X_b, samples one after the other, each summed by itself."""
+    """One tile of one layer's Σ_b w_b X_b, samples one after the other, each summed by itself.
+
+    Their sum is float32, or int32: then each sample's w_b X_b is rounded to integers first.
+    """
     layer = tl.load(layers + tl.program_id(0))
     row = table + layer * WIDTH
     left, rows = _side(row + LEFT, batch, tokens, DTYPE, BK, BM)
@@ -67,7 +71,7 @@ def weighted_kernel(
     tile = tl.program_id(0) - tl.load(first_tiles + layer).to(tl.int32)
     at_row, at_column = _place(tile, rows, columns, BM, BN)
 
-    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=TOTAL)
     for sample in tl.range(0, batch, flatten=True):  # see [Note: one loop]
         weight = tl.load(weights + layer * batch + sample)
         value = tl.zeros((BM, BN), dtype=tl.float32)
@@ -76,11 +80,17 @@ def weighted_kernel(
             y = _tile(right, sample, token, at_column, BK, BN)
             value = tl.dot(tl.trans(x), y, value)
         # A sample of weight 0 is left out: it may hold NaN.
-        total = tl.where(weight != 0.0, total + weight * value, total)
-    pointer = tl.multiple_of(tl.load(row + OUT).to(tl.pointer_type(tl.float32)), 16)
+        total = tl.where(weight != 0.0, total + as_sum(weight * value, TOTAL), total)
+    pointer = tl.multiple_of(tl.load(row + OUT).to(tl.pointer_type(TOTAL)), 16)
     of_row = (columns.to(tl.int64) // 8) * 8
-    out = tl.make_tensor_descriptor(pointer, [rows, columns], [of_row, 1], [BM, BN])
-    out.store([at_row, at_column], total)
+    if ADD:  # not by descriptors: there would not be memory for what is loaded and what is stored
+        m, n = at_row + tl.arange(0, BM), at_column + tl.arange(0, BN)
+        at = pointer + m[:, None] * of_row + n[None, :]
+        mask = (m < rows)[:, None] & (n < columns)[None, :]
+        tl.store(at, total + tl.load(at, mask=mask, other=0), mask=mask)
+    else:
+        out = tl.make_tensor_descriptor(pointer, [rows, columns], [of_row, 1], [BM, BN])
+        out.store([at_row, at_column], total)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unison.kernels.launcher import Launcher
+from unison.kernels.products.triton import as_sum
 
 
 @triton.jit
@@ -74,15 +75,16 @@ def weighted_kernel(
     if (key >= 0) & ((before < 0) | (before // batch != row_id)):
         at = tl.arange(0, FEATURES)
         mask = at < features
-        total = tl.zeros((FEATURES,), dtype=tl.float32)
+        total = tl.zeros((FEATURES,), dtype=out.dtype.element_ty)
         now = key
         while (now >= 0) & (now // batch == row_id):
             row, token = _row(keys, order, g, token, tokens, features, sgt, FEATURES)
             weight = tl.load(weights + now % batch)
-            total += tl.where(weight == 0.0, 0.0, weight * row)
+            share = as_sum(weight * row, out.dtype.element_ty)
+            total = tl.where(weight == 0.0, total, total + share)
             now = tl.load(keys + token, mask=token < tokens, other=-1)
         place = out + row_id * features + at
-        tl.store(place, total + tl.load(place, mask=mask, other=0.0), mask=mask)
+        tl.store(place, total + tl.load(place, mask=mask, other=0), mask=mask)
 
 
 def _sizes(g: Tensor) -> dict[str, int]:
@@ -124,7 +126,10 @@ def _rows(ids: Tensor, g: Tensor, table: Tensor | None) -> Tensor:
 
 
 def weighted_rows(ids: Tensor, g: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Add Σ_b w_b · (rows of sample b) to `out` [rows, features], float32."""
+    """Add Σ_b w_b · (rows of sample b) to `out` [rows, features].
+
+    In float32, or in int32: then each sample's rows are rounded to integers first.
+    """
     batch, tokens, features = g.shape
     if not batch * tokens:
         return

@@ -54,21 +54,27 @@ def squares(values: Sequence[Tensor]) -> Tensor:
 
 
 def combine(
-    values: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor], *, add: bool = False
+    values: Sequence[Tensor],
+    weights: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    add: bool = False,
+    spacing: float = 1.0,
 ) -> None:
     """Write Σ_b w_b X_b of every tensor to its output, or add it.
 
     Args:
         values: X [samples, ...] of each.
         weights: [tensors, samples], float32. A sample of weight 0 is left out: it may hold NaN.
-        outs: Float32 or float64, contiguous, as many elements as one sample's X. The sum is made
-            in float64 and rounded once, to their dtype.
+        outs: Contiguous, as many elements as one sample's X. The sum is made in float64 and rounded
+            once, to their dtype: float32, float64, or int32 and int64, which count spacings.
         add: Whether to add to what is there.
+        spacing: A power of two.
     """
     if is_fast(values):
-        _fast().release(values, weights, None, 1.0, outs, add=add)
+        _fast().release(values, weights, None, spacing, outs, add=add)
     else:
-        reference.combine(values, weights, outs, add=add)
+        reference.combine(values, weights, outs, add=add, spacing=spacing)
 
 
 @dataclass(frozen=True, eq=False)

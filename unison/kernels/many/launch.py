@@ -38,6 +38,8 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float64: tl.float64,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
 }
 _SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
 _SAMPLES_AT_ONCE = 4

@@ -17,7 +17,14 @@ def squares(values: Sequence[Tensor]) -> Tensor:
     return torch.stack([each.double().square().sum(1) for each in rows])
 
 
-def combine(values: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor], *, add: bool):
+def combine(
+    values: Sequence[Tensor],
+    weights: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    add: bool,
+    spacing: float = 1.0,
+) -> None:
     """Write Σ_b w_b X_b of every tensor to its output, or add it; made in float64.
 
     One sample after the other, as the kernel does.
@@ -25,7 +32,10 @@ def combine(values: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor], *
     for each, row, out in zip(values, weights, outs, strict=True):
         total = torch.zeros_like(out, dtype=torch.float64)
         for x, weight in zip(each, row.double(), strict=False):  # the row may be longer: zeros
-            total += weight * x.double().view_as(out).masked_fill(weight == 0, 0.0)
+            total += weight * x.double().reshape(out.shape).masked_fill(weight == 0, 0.0)
+        total /= spacing
+        if not out.is_floating_point():
+            total.round_()
         out.copy_(out + total if add else total)
 
 

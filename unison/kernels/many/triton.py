@@ -139,9 +139,10 @@ def release_kernel(
 ):  # fmt: skip
     """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
 
-    Without noise it is the sum, times `factor`: one over the divisor. With noise it is rounded to
-    the noise's grid, the noise is added exactly, in float64, and the result is rounded to float32
-    and divided ([Note: finalise] in unison/privacy/noise.py).
+    Without noise it is the sum, times `factor`: one over the divisor, or over the spacing of a grid
+    on which it is rounded to an integer. With noise it is rounded to the noise's grid, the noise is
+    added exactly, in float64, and the result is rounded to float32 and divided ([Note: finalise] in
+    unison/privacy/noise.py).
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors + program)
@@ -170,17 +171,24 @@ def release_kernel(
         longs = _pointer(row, VALUES, tl.int64, ALIGNED)
         total = _share(longs, tl.load(own_weights), at, mask, TILE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
-    if ADD:
-        total += tl.load(out + at, mask=mask, other=0.0).to(tl.float64)
-    if NOISY:
-        recipe = recipes + tensor * RECIPE
-        spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
-        std = tl.load(recipe + FLOATS_AT).to(tl.float64, bitcast=True) * spacing
-        z = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
-        # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number rounds
-        # the sum to the grid, and subtracting it rounds the noise. Added up it is gone, exactly.
-        magic = MAGIC * spacing
-        total = (total + magic) + (z * std - magic)
-    if tl.float64 != DTYPE:
-        total = total.to(tl.float32)
-    tl.store(out + at, (total * factor).to(DTYPE), mask=mask)
+    if (tl.int32 == DTYPE) or (tl.int64 == DTYPE):
+        made = ((total * factor + MAGIC) - MAGIC).to(DTYPE)
+        if ADD:
+            made += tl.load(out + at, mask=mask, other=0)
+    else:
+        if ADD:
+            total += tl.load(out + at, mask=mask, other=0.0).to(tl.float64)
+        if NOISY:
+            recipe = recipes + tensor * RECIPE
+            spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+            std = tl.load(recipe + FLOATS_AT).to(tl.float64, bitcast=True) * spacing
+            z = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
+            # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number
+            # rounds the sum to the grid, and subtracting it rounds the noise. Added up it is gone,
+            # exactly.
+            magic = MAGIC * spacing
+            total = (total + magic) + (z * std - magic)
+        if tl.float64 != DTYPE:
+            total = total.to(tl.float32)
+        made = (total * factor).to(DTYPE)
+    tl.store(out + at, made, mask=mask)

@@ -22,13 +22,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from unison.kernels.available import loads_tiles, shared_bytes
+from unison.kernels.random.reference import ROUND_MAGIC
 
 # The interpreter multiplies bfloat16 as if they were integers; as float32 the products are exact.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _SHARED_BESIDE = 2048  # bytes of shared memory beside the tiles that are loaded
+MAGIC = tl.constexpr(ROUND_MAGIC)  # added and subtracted, it rounds a float64 to an integer
 GROUP = tl.constexpr(8)  # tiles along rows that share their columns while these are in L2
 
 
@@ -65,6 +68,17 @@ def _place(tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
     m = first + (tile % in_group) % height
     n = (tile % in_group) // height
     return m * BM, n * BN
+
+
+@triton.jit
+def as_sum(share, DTYPE: tl.constexpr):
+    """Return a sample's share as what it is added to: float32, or the nearest integers."""
+    if tl.float32 == DTYPE:
+        return share
+    elif INTERPRETED:  # noqa: RET505 - Triton needs the branches apart
+        return ((share.to(tl.float64) + MAGIC) - MAGIC).to(DTYPE)
+    else:
+        return libdevice.float2int_rn(share)
 
 
 @triton.jit
@@ -143,7 +157,7 @@ def _weighted_kernel(
 ):  # fmt: skip
     """One tile of Σ_b w_b X_b, samples one after the other; those of weight 0 are not read."""
     row, column = _place(tl.program_id(0), rows, columns, BM, BN)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
     for sample in range(batch):
         weight = tl.load(weights + sample)
         if weight != 0.0:
@@ -152,13 +166,13 @@ def _weighted_kernel(
                 slb, slt, slf, srb, srt, srf,
                 BM, BN, BK, TMA_L, TMA_R, EVEN_L, EVEN_R, PRECISION,
             )  # fmt: skip
-            total += weight * value
+            total += as_sum(weight * value, out.dtype.element_ty)
     m = row + tl.arange(0, BM)
     n = column + tl.arange(0, BN)
     at = out + m[:, None].to(tl.int64) * columns + n[None, :]
     mask = (m < rows)[:, None] & (n < columns)[None, :]
     if ADD:
-        total += tl.load(at, mask=mask, other=0.0)
+        total += tl.load(at, mask=mask, other=0)
     tl.store(at, total, mask=mask)
 
 
@@ -293,7 +307,10 @@ def weighted(
     add: bool,
     tma: bool = True,
 ) -> None:
-    """Write Σ_b w_b X_b to `out` [rows, columns], or add it; samples of weight 0 are left out."""
+    """Write Σ_b w_b X_b to `out` [rows, columns], or add it; samples of weight 0 are left out.
+
+    In float32, or in int32: then each sample's w_b X_b is rounded to integers first.
+    """
     (batch, tokens, rows), columns = left.shape, right.shape[2]
     config = config or choose_config(rows, columns, left.dtype, shared_bytes(left.device))
     if out.numel() == 0:

@@ -30,10 +30,17 @@ class MakeSums(Protocol):
         """See above."""
         ...
 
-    def __call__(self, granule: int, names: Sequence[str]) -> list[Tensor | None]:
+    def __call__(
+        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
         """Return the sums of these parameters, None for one not used.
 
         Every name is asked for once per granule.
+
+        Args:
+            granule: Which.
+            names: Of the parameters.
+            before: Sums of theirs, to which these are added in place; None for one that has none.
         """
         ...
 

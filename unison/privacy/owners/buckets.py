@@ -59,7 +59,7 @@ class BucketedSums:
                     bucket[0][0].parameter.device,
                 )
             )
-            for bucket in _buckets(held)
+            for bucket in _buckets(held, BYTES_PER_BUCKET if ranks.size > 1 else math.inf)
         ]
 
     def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class BucketedSums:
 
         def take_all(group: GroupSums) -> None:
             for granule in granules:
-                group.take(granule, make_sums(granule, group.names), make_sums.dtype)
+                group.take(granule, make_sums(granule, group.names, group.begun), make_sums.dtype)
 
         exchange(self._groups, take_all, is_last=plan.closes_logical_batch)
 
@@ -88,7 +88,7 @@ class BucketedSums:
             group.drop()
 
 
-def _buckets(held: Sequence[Held]) -> Iterator[list[Held]]:
+def _buckets(held: Sequence[Held], most_bytes: float) -> Iterator[list[Held]]:
     """Runs of parameters of one dtype and device, of a bounded size."""
     bucket: list[Held] = []
     size = 0
@@ -96,7 +96,7 @@ def _buckets(held: Sequence[Held]) -> Iterator[list[Held]]:
         parameter, num_bytes = each[0].parameter, 4 * math.prod(each[1])
         first = bucket[0][0].parameter if bucket else parameter
         is_other = (first.dtype, first.device) != (parameter.dtype, parameter.device)
-        if bucket and (is_other or size + num_bytes > BYTES_PER_BUCKET):
+        if bucket and (is_other or size + num_bytes > most_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(each)

@@ -58,11 +58,21 @@ class GroupSums:
         """Of the slots."""
         return [slot.name for slot in self.group.slots]
 
+    @property
+    def begun(self) -> Parts | None:
+        """The sums of passes before, for who can add to them in place; None for who has to wait."""
+        return self.totals if self._is_alone else None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nothing to exchange."""
+        return self.group.axes.all.size == 1
+
     def take(self, granule: int, sums: Parts, dtype: torch.dtype) -> None:
         """Take this rank's sums of one granule, integers of a dtype that all ranks share."""
         self.group.reduce_dtype = dtype
-        if self.group.axes.all.size == 1:  # nothing to exchange
-            self._add([each if each is None else each.reshape(-1) for each in sums])
+        if self._is_alone:
+            self._add(sums)
             return
         if self._reducer is None:
             self._reducer = FastReducer(self.group)  # type: ignore[arg-type]
@@ -86,10 +96,9 @@ class GroupSums:
     def _add(self, parts: Parts) -> None:
         for slot, part in enumerate(parts):
             before = self.totals[slot]
-            if before is None:
-                self.totals[slot] = part
-            elif part is not None:
-                before.add_(part)
+            if part is None or part is before:
+                continue
+            self.totals[slot] = part.reshape(-1) if before is None else before.add_(part.view(-1))
 
     def take_totals(self) -> list[Tensor]:
         """The parts that this rank holds of the sums, zeros where nobody used a parameter."""

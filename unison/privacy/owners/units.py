@@ -113,7 +113,8 @@ class Units(RecordsWhole):
 
         def take_all(group: GroupSums) -> None:
             for granule in granules:
-                group.take(granule, make_sums(granule, names[id(group)]), make_sums.dtype)
+                sums = make_sums(granule, names[id(group)], group.begun)
+                group.take(granule, sums, make_sums.dtype)
 
         groups = [group for group, _ in self._sums]
         exchange(groups, take_all, is_last=plan.closes_logical_batch)
