@@ -235,10 +235,14 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         try:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             step = CONTENDERS[kind](name, shape, device)
             first = seconds(step, device)
+            first_peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
             seconds(step, device)
             if device == "cuda":
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             seconds(step, device)
         except Exception as error:  # a peer that does not take the model is a result too
@@ -246,7 +250,11 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
             print(kind, figures[kind], flush=True)
             continue
         peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-        figures[kind] = {"first_step_seconds": first, "peak_gib": peak / GIB}
+        figures[kind] = {
+            "first_step_seconds": first,
+            "first_step_peak_gib": first_peak / GIB,
+            "peak_gib": peak / GIB,
+        }
         print(kind, figures[kind], flush=True)
         steps[kind] = step
     times: dict[str, list[float]] = {kind: [] for kind in steps}

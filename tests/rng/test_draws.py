@@ -15,6 +15,7 @@ from unison.kernels.random import fused_drop
 from unison.rng import Key, Stream, draws_by_sample
 from unison.rng.draws import BatchDraws
 from unison.rng.dropout import Drop, MaskSource, limit_and_scale
+from unison.rng.generators import are_equal_states
 
 KEY = Key.from_seed(4)
 ROWS, TOKENS, WIDTH = 6, 5, 8
@@ -326,3 +327,12 @@ def test_draws_on_a_gpu(name):
     whole = drawn(range(ROWS))
     parts = [drawn(range(i, i + 2)) for i in range(0, ROWS, 2)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_generators_of_a_device_that_was_not_there_before():
+    """CUDA begins when it is first used, by a compiler for one, in the middle of a pass."""
+    host = torch.default_generator.get_state()
+    assert are_equal_states([host], [host, (7, 0)])
+    assert not are_equal_states([host], [host, (7, 4)])
+    assert not are_equal_states([host, (7, 0)], [host, (7, 4)])
+    assert not are_equal_states([host, (7, 0)], [host, (8, 0)])

@@ -216,7 +216,7 @@ class CompiledForward:
             if backend in self._worked:
                 output = compiled(*args, **kwargs)
             else:
-                with torch._dynamo.config.patch(_settings()):  # each kind has its own backend
+                with _compiling():  # each kind has its own backend
                     output = compiled(*args, **kwargs)
         except _before_running() as error:
             return None, reason_of(error)
@@ -260,17 +260,26 @@ def _before_running() -> tuple[type[BaseException], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def _settings() -> dict[str, Any]:
-    """Dynamo's settings while it compiles: no limits, and no stop at what was logged already.
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Set Dynamo to compile whatever comes, and not to stop at what was logged already.
 
     The module has run before it is compiled. What transformers logs once it has logged then.
     """
     own = [getattr(logging.Logger, name, None) for name in ("info_once", "warning_once")]
-    return {
+    settings = {
         "recompile_limit": 10_000,
         "accumulated_recompile_limit": 10_000,
         "ignore_logger_methods": {*torch._dynamo.config.ignore_logger_methods, *filter(None, own)},
     }
+    # torch 2.11 cannot write such a set into its metrics, and logs that it cannot.
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+    before, metrics.disabled = metrics.disabled, True
+    try:
+        with torch._dynamo.config.patch(settings):
+            yield
+    finally:
+        metrics.disabled = before
 
 
 def reason_of(error: BaseException) -> str:

@@ -83,14 +83,10 @@ def weighted_kernel(
         total = tl.where(weight != 0.0, total + as_sum(weight * value, TOTAL), total)
     pointer = tl.multiple_of(tl.load(row + OUT).to(tl.pointer_type(TOTAL)), 16)
     of_row = (columns.to(tl.int64) // 8) * 8
-    if ADD:  # not by descriptors: there would not be memory for what is loaded and what is stored
-        m, n = at_row + tl.arange(0, BM), at_column + tl.arange(0, BN)
-        at = pointer + m[:, None] * of_row + n[None, :]
-        mask = (m < rows)[:, None] & (n < columns)[None, :]
-        tl.store(at, total + tl.load(at, mask=mask, other=0), mask=mask)
-    else:
-        out = tl.make_tensor_descriptor(pointer, [rows, columns], [of_row, 1], [BM, BN])
-        out.store([at_row, at_column], total)
+    out = tl.make_tensor_descriptor(pointer, [rows, columns], [of_row, 1], [BM, BN])
+    if ADD:
+        total += out.load([at_row, at_column])
+    out.store([at_row, at_column], total)
 
 
 @triton.jit
