@@ -263,7 +263,7 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
         for kind in order:
             times[kind].append(seconds(steps[kind], device))
     for kind, each in times.items():
-        figures[kind]["median_seconds"] = statistics.median(each)
+        figures[kind] |= {"median_seconds": statistics.median(each), "seconds": each}
         if kind != REFERENCE and REFERENCE in times:
             figures[kind]["ratio"] = ratio_of(each, times[REFERENCE]).figures()
             least = figures[REFERENCE]["peak_gib"]

@@ -107,3 +107,39 @@ def test_models_train_as_they_do_uncompiled(name):
     compiled, refusal = check(name)
     assert (refusal is not None) == (name in UNCOMPILED), refusal
     assert (len(compiled) > 1) == (name in BY_BLOCKS)
+
+
+def test_a_models_own_loss_is_compiled_with_it():
+    """Labels that are the inputs themselves, and a warning that transformers logs once."""
+    case = ZOO["gpt2"]
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    ids = torch.randint(3, 11, (SAMPLES, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (None, {"backend": backend}):
+        torch.manual_seed(0)
+        model = case.make().train()
+        settings = {} if compiled is None else {"compile": compiled}
+        engine, module, optimizer, loader = attach(
+            model,
+            data_loader=DataLoader(Rows((ids,)), batch_size=4, shuffle=True),
+            noise_multiplier=0.0,
+            poisson_sampling=False,
+            max_physical_batch_size=2,
+            **settings,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*compiled")
+            for (rows,) in loader:
+                optimizer.zero_grad()
+                module(input_ids=rows, labels=rows).loss.backward()
+                optimizer.step()
+        found.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        engine.detach()
+    assert len(graphs) == 1
+    for name, each in found[0].items():
+        torch.testing.assert_close(found[1][name], each, rtol=1e-5, atol=1e-6)

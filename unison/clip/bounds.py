@@ -70,8 +70,9 @@ compare is right here: no kernel library promises equal bits for equal calls, so
 based on such a promise would be a hope.
 
 *What this does not say.* 4. is of plain torch, and of per-sample gradients that were kept, on any
-device. CUDA kernels that add several samples' products in one float32 accumulator (`ghost`, `*_bk`
-modes) bound each share, and not what other samples' roundings do: by experience 1e-7 of the sum.
+device. CUDA kernels that add samples inside of one product (`ghost`, `*_bk` modes) round each share
+to a grid first and add integers, if they are given one (`unison.clip.sum_grid`), as private
+training does: nothing of others changes. Without a grid they add float32 numbers.
 """
 
 import math

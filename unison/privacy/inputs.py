@@ -78,20 +78,38 @@ class Inputs:
 
     @property
     def samples(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the samples, samples first; gradients do not reach the user's."""
-        samples = [self.leaves[place].detach().movedim(self.dim, 0) for place in self.places]
-        if self.rows == 1:
-            return tuple(samples)
-        return tuple(each.unflatten(0, (-1, self.rows)) for each in samples)
+        """The tensors that hold the samples, samples first; gradients do not reach the user's.
+
+        What is given twice (ids that are labels, too) is one tensor: compilers ask for that.
+        """
+
+        def first(leaf: Tensor) -> Tensor:
+            rows = leaf.detach().movedim(self.dim, 0)
+            return rows if self.rows == 1 else rows.unflatten(0, (-1, self.rows))
+
+        return tuple(_each_once(first, [self.leaves[place] for place in self.places]))
 
     def run(self, module: Callable[..., Any], samples: Sequence[Tensor]) -> Any:
         """Call a module as before, with other samples."""
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, samples, strict=True):
+
+        def back(tensor: Tensor) -> Tensor:
             rows = tensor if self.rows == 1 else tensor.flatten(0, 1)
-            leaves[place] = rows.movedim(0, self.dim)
+            return rows.movedim(0, self.dim)
+
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, _each_once(back, samples), strict=True):
+            leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         return module(*args, **kwargs)
+
+
+def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What is made of every tensor; of one that is there twice, the same."""
+    made: dict[int, Tensor] = {}
+    for each in tensors:
+        if id(each) not in made:
+            made[id(each)] = make(each)
+    return [made[id(each)] for each in tensors]
 
 
 def refuse_inputs_with_gradients(inputs: Inputs) -> None:
