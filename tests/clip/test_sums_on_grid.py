@@ -65,8 +65,10 @@ def test_two_passes_against_float64(mode, grid):
         )
         off = (total.double() * SPACING - exact.flatten()).abs().max()
         assert total.dtype == torch.int32
-        # Of the grid, of every sample of two passes; and of gradients that were kept in bfloat16.
-        assert off <= 2 * BATCH * 4 * SPACING / 2 + 2e-2 * exact.abs().max(), name
+        # Half a spacing of every sample of two passes; and of gradients that are kept in bfloat16.
+        is_kept = mode == "grad_materialize" or (mode == MIXED and name == "table")
+        of_dtype = 2e-2 if is_kept else 1e-5
+        assert off <= 2 * BATCH * float(grid.spacing) / 2 + of_dtype * exact.abs().max(), name
 
 
 @pytest.mark.parametrize("mode", ["ghost_bk", MIXED], ids=str)

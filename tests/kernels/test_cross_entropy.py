@@ -395,7 +395,7 @@ for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
 
 def test_triton_reads_and_writes_wide():
     """With rows as `Head.empty_logits` lays them out, and a vocabulary of odd length."""
-    needs_interpreter()
+    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", COMPILED],

@@ -236,11 +236,7 @@ class Clipping:
         Yields:
             Names and sums: float64, or as kernels make them, float32 or int32 on the `grid`.
         """
-        for parameter in self._missing():
-            parameter.refuse(
-                f"was used by the first pass, and {parameter.num_missing} of those uses did not "
-                "come again in the second: the model is not the same in both"
-            )
+        self._refuse_missing()
         self._measured = None  # it would hold what is given back here
         wanted = [*self._kept, *self._parameters] if names is None else names
         for name in [each for each in wanted if each in self._kept]:
@@ -275,6 +271,7 @@ class Clipping:
             spacing: Of the grid, a power of two.
             dtype: Of the integers.
         """
+        self._refuse_missing()  # before anything is added
         kept = self._take_kept(totals)
         if kept:
             is_first = all(totals[name] is None for name in kept)
@@ -291,7 +288,7 @@ class Clipping:
             )
             kept.clear()
         grid = self.grid
-        is_same = grid is not None and grid == (spacing, True) and dtype == torch.int32
+        is_same = grid == SumGrid(spacing) and dtype == torch.int32
         if grid is not None and is_same and not self._is_bounded:
             self._add_factors_to(totals, coefficients, grid)
         for name, total in self.clipped_sums(coefficients, list(totals)):
@@ -300,6 +297,14 @@ class Clipping:
             integers = (exact / spacing).round_().to(dtype).flatten()
             before = totals[name]
             totals[name] = integers if before is None else before.add_(integers)
+
+    def _refuse_missing(self) -> None:
+        """Refuse to make sums of records that a second pass should have made again."""
+        for parameter in self._missing():
+            parameter.refuse(
+                f"was used by the first pass, and {parameter.num_missing} of those uses did not "
+                "come again in the second: the model is not the same in both"
+            )
 
     def _add_factors_to(
         self,

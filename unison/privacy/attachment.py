@@ -186,6 +186,7 @@ class Attachment:
         self._drop_pass()
 
     def _drop_pass(self) -> None:
+        self._label_check = None
         if self._pass is not None:
             self._pass.close()
             self._pass = None

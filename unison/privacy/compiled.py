@@ -202,18 +202,19 @@ class CompiledPasses:
             expected = self._norms(inputs, learned, plan, num_rows, is_compiled=False)
             for backend in [eager] if self._is_granular else [self._inner, eager]:
                 state.restore()
+                has_failed = False
                 try:
                     with self._compiling_by(backend):
                         found = self._norms(inputs, learned, plan, num_rows, is_compiled=True)
                     reason = _difference(found, expected)
-                    del found
                 except Exception as error:  # of compiled code, or of a checkpoint around it
-                    reason = reason_of(error)
+                    reason, has_failed = reason_of(error), True
+                # All ranks run the module again, or none does: its passes may be collectives.
+                if not self._agree(reason is not None):
+                    return None
+                if self._agree(has_failed):
                     break
-                if reason is None:
-                    break
-        is_other = self._agree(reason is not None)
-        return (reason or "it is not the same on another rank") if is_other else None
+        return reason or "it is not the same on another rank"
 
     @contextmanager
     def _compiling_by(self, backend: DynamoBackend) -> Iterator[None]:

@@ -84,13 +84,11 @@ class GraphedPass:
         self._graph, self._tables = torch.cuda.CUDAGraph(), Tables(device)
         self._record(device)
 
-    def replay(self, batch: Sequence[Tensor], num_real: int, grid: SumGrid) -> None:
-        """Run the pass on a batch.
+    def check(self, batch: Sequence[Tensor], grid: SumGrid) -> None:
+        """Refuse what the graph was not recorded for, before a step is counted.
 
-        Args:
-            batch: As the loss takes it.
-            num_real: How many of its rows count, the first ones.
-            grid: To which kernels round the shares that they add up inside of one product.
+        Raises:
+            BadInput: Naming it, and the remedy.
         """
         if len(batch) != len(self._inputs):
             raise BadInput(
@@ -104,15 +102,25 @@ class GraphedPass:
                     f"{list(place.shape[1:])}, found {list(x.shape)}; record another, or give "
                     "make_private a max_physical_batch_size"
                 )
-            place[: len(x)].copy_(x, non_blocking=True)
-            if len(x) < len(place):
-                place[len(x) :].zero_()
         if self._has_integers and not grid.is_held:
             raise BadInput(
                 "the noise is so small that shares would have to be counted in more than 32 bits, "
                 "which a recorded pass does not do: use a smaller max_physical_batch_size, "
                 "clipping='grad_materialize', or no graph"
             )
+
+    def replay(self, batch: Sequence[Tensor], num_real: int, grid: SumGrid) -> None:
+        """Run the pass on a batch that was checked.
+
+        Args:
+            batch: As the loss takes it.
+            num_real: How many of its rows count, the first ones.
+            grid: To which kernels round the shares that they add up inside of one product.
+        """
+        for place, x in zip(self._inputs, batch, strict=True):
+            place[: len(x)].copy_(x, non_blocking=True)
+            if len(x) < len(place):
+                place[len(x) :].zero_()
         self._num_real.fill_(num_real)
         self._spacing.fill_(grid.spacing)
         self._graph.replay()

@@ -28,14 +28,7 @@ class LabelCheck:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         counts = [each for labels in inputs for each in _counts(labels)]
-        is_uneven = [(each != each[:1]).any() for each in counts if len(each)]
-        self._found = torch.stack(is_uneven).any() if is_uneven else torch.tensor(False)
-        self._event: torch.cuda.Event | None = None
-        if self._found.is_cuda:
-            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            on_host.copy_(self._found, non_blocking=True)
-            self._found, self._event = on_host, torch.cuda.Event()
-            self._event.record()
+        self._is_uneven = [_on_host((each != each[:1]).any()) for each in counts]
 
     def finish(self) -> None:
         """Ask for the answer.
@@ -43,15 +36,28 @@ class LabelCheck:
         Raises:
             UnsupportedOperation: Samples have different numbers of labels that count.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        if self._found:
+        for _, event in self._is_uneven:
+            if event is not None:
+                event.synchronize()
+        if any(found for found, _ in self._is_uneven):
             raise UnsupportedOperation(
                 "the model's own loss is a mean over all labelled tokens of the batch, and "
                 "samples have different numbers of them: each sample's gradient then depends "
                 "on the others. Compute unison.per_sample_loss(logits, labels).mean() from "
                 "the model's logits instead"
             )
+
+
+def _on_host(answer: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of a truth on the host, and what to wait for before it is read."""
+    if not answer.is_cuda:
+        return answer, None
+    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+    with torch.cuda.device(answer.device):
+        copy.copy_(answer, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copy, event
 
 
 def _counts(labels: Tensor) -> list[Tensor]:
@@ -61,5 +67,5 @@ def _counts(labels: Tensor) -> list[Tensor]:
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return []
-    is_counted = (labels != IGNORED).reshape(len(labels), -1)  # [batch, tokens]
+    is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
     return [is_counted.sum(1), is_counted[:, 1:].sum(1)]

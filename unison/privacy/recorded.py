@@ -40,11 +40,12 @@ class RecordedPass:
                 f"the graph was recorded for max_grad_norm={recorded.clip_norm}, and this step has "
                 f"{running.release.max_grad_norm}: record another"
             )
+        release, size = running.release, current.logical_size
+        grid = Grid.of_pass(release, size, recorded.num_rows)
+        recorded.check(batch, grid)
         if current.is_last:
             training.check_trained()
             training.open_release(running)
-        release, size = running.release, current.logical_size
-        grid = Grid.of_pass(release, size, recorded.num_rows)
         recorded.replay(batch, current.num_samples, grid)
         running.norms.append(recorded.norms[: current.num_samples].clone())
         first = current.first_position
