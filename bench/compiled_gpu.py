@@ -4,9 +4,10 @@
 
 Models of transformers in bfloat16, random weights, T = 1024, AdamW. A logical batch of 64 rows
 comes in 8 passes of 8, with secure noise. In each round every contender takes one step (8 passes
-and the optimizer), in an order that rotates; ratios are paired by round. Memory is the peak of one
-step of a contender less what was allocated before it was built. `--passes 1 --rows 4 --tokens 512`
-is one pass per step.
+and the optimizer), in an order that rotates; ratios are paired by round. Rounds lie between passes
+64 and 128, at which private training checks again that samples do not mix: what that takes is in
+the steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
+allocated before it was built. `--passes 1 --rows 4 --tokens 512` is one pass per step.
 
 The result is bench/results/compiled-gpu.json. Opacus takes part if its source is in an ignored
 folder (`pip install --no-deps --target bench/peers/site opacus opt_einsum`).
@@ -35,6 +36,7 @@ from unison.privacy import PrivacyEngine
 
 LIMITS = {"gpt2-large": 1.07, "llama-1.1b": 1.08, "opt-1.3b": 1.08, "llama-7b-lora": 1.08}
 MEMORY_LIMIT = 1.15
+WARM_UP_PASSES = 64
 GIB = 2**30
 REFERENCE = "compiled, not private"
 
@@ -240,7 +242,7 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
             step = CONTENDERS[kind](name, shape, device)
             first = seconds(step, device)
             first_peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-            seconds(step, device)
+            warm_up = [seconds(step, device) for _ in range(WARM_UP_PASSES // shape.passes - 1)]
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -253,6 +255,7 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
         figures[kind] = {
             "first_step_seconds": first,
             "first_step_peak_gib": first_peak / GIB,
+            "warm_up_seconds": warm_up,
             "peak_gib": peak / GIB,
         }
         print(kind, figures[kind], flush=True)

@@ -15,7 +15,7 @@ from tests.harness import assert_close
 from tests.harness.largest import Largest
 from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.cross_entropy import reference, using_backend
+from unison.kernels.cross_entropy import reference, statistics, using_backend
 from unison.kernels.cross_entropy.chunks import cut
 from unison.kernels.cross_entropy.head import ROW_MULTIPLE
 
@@ -118,6 +118,18 @@ def test_gradcheck():
         x[0], x[1], labels, bias=x[2], chunk=2, reduction="sample_mean"
     )
     assert torch.autograd.gradcheck(run, (hidden, weight, bias))
+
+
+def test_losses_of_logits_have_a_gradient():
+    labels = torch.tensor([2, IGNORED, 0])
+    logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    run = lambda x: statistics(x, labels, IGNORED)[1]  # noqa: E731
+    assert torch.autograd.gradcheck(run, logits)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(run(logits), expected)
+    (gradient,) = torch.autograd.grad(run(logits).sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        gradient.sum().backward()
 
 
 def test_sample_means_are_those_of_per_sample_loss():
@@ -286,7 +298,7 @@ def test_an_unknown_label_that_nobody_looked_at_is_nan():
     lse, losses = reference.statistics(torch.zeros(3, 5), labels, IGNORED)
     assert losses.isnan().tolist() == [False, True, False]
     logits = torch.zeros(3, 5)
-    reference.gradient_(logits, labels, lse, torch.ones(3), IGNORED)
+    reference.gradient(logits, labels, lse, torch.ones(3), IGNORED, logits)
     assert logits.isnan().all(1).tolist() == [False, True, False]
 
 
@@ -329,8 +341,13 @@ def compare(backend, rows: int, vocab: int, gap: int, dtype: torch.dtype) -> Non
         assert_close(a, e, dtype=torch.float32)
     copy = whole.clone()
     other = copy[:, :vocab]
-    reference.gradient_(logits, labels, expected[0], g, IGNORED)
-    backend.gradient_(other, labels, expected[0], g, IGNORED)
+    apart = torch.full_like(copy, 7.0)
+    backend.gradient(other, labels, expected[0], g, IGNORED, apart[:, :vocab])
+    assert torch.equal(copy, whole)
+    reference.gradient(logits, labels, expected[0], g, IGNORED, logits)
+    backend.gradient(other, labels, expected[0], g, IGNORED, other)
+    assert_close(apart[:, :vocab], other, dtype=torch.float64)
+    assert bool((apart[:, vocab:] == 7.0).all())
     if dtype == torch.bfloat16:  # Triton's interpreter truncates; hardware rounds
         torch.testing.assert_close(other, logits, rtol=2**-7, atol=1e-30, equal_nan=True)
     else:
@@ -384,9 +401,12 @@ for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
         constants = kernels.launch_options(50257)
         options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
         signature = {"logits": dtype, "labels": "*i64", "lse": "*fp32", last: "*fp32",
+                     **({"out": dtype, "out_stride": "i32"} if last == "g" else {}),
                      "num_columns": "i32", "row_stride": "i32", "ignore_index": "i32",
                      "BLOCK": "constexpr"}
-        aligned = {(0,): [["tt.divisibility", 16]], (5,): [["tt.divisibility", 16]]}
+        wide = [i for i, name in enumerate(signature)
+                if name in ("logits", "out", "out_stride", "row_stride")]
+        aligned = {(i,): [["tt.divisibility", 16]] for i in wide}
         source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         print(kernel.__name__, "ld.global.v4" in ptx, "st.global.v4" in ptx)
@@ -428,3 +448,16 @@ def test_on_the_gpu(dtype, chunk):
             results.append(with_gradients(losses, hidden, weight, bias))
     for a, e in zip(*results, strict=True):
         assert_close(a, e, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_per_sample_loss_on_the_gpu(dtype):
+    hidden, weight, labels, _ = inputs((3, 16, 64, 5003), torch.float64)
+    logits = (F.linear(hidden, weight).detach()).to(dtype).cuda().requires_grad_()
+    wide = logits.detach().double().cpu().requires_grad_()
+    found = with_gradients(unison.per_sample_loss(logits[:, 1:], labels[:, 1:].cuda()), logits)
+    expected = with_gradients(unison.per_sample_loss(wide[:, 1:], labels[:, 1:]), wide)
+    for a, e in zip(found, expected, strict=True):
+        assert_close(a.cpu().double(), e, dtype=dtype)

@@ -8,12 +8,12 @@ kernels add up in the same order. Rows that were kept must then have the same ou
 gradient of every parameter, *to the bit*, whatever stands beside them. The losses of replaced rows
 get other weights besides: a gradient that reaches a kept row from another one changes with them.
 
-Where bits differ, kernels may have rounded differently (atomic additions on a GPU; experts that get
-other numbers of tokens). Then all of it is repeated in float64, and 1e-9 of the row's scale is all
-that may change. That excuses rounding and nothing more: code may ask for its dtype, and mix samples
-in that one alone, so in the model's own dtype nothing may move by more than √ε. What cannot run in
-float64 (sharded modules, kernels for one dtype) may change by a few units in the last place of its
-own dtype.
+Where bits differ, kernels may have rounded differently (atomic additions on a GPU, where torch has
+no other kernel; experts that get other numbers of tokens). Then all of it is repeated in float64,
+and 1e-9 of the row's scale is all that may change. That excuses rounding and nothing more: code may
+ask for its dtype, and mix samples in that one alone, so in the model's own dtype nothing may move
+by more than √ε. What cannot run in float64 (sharded modules, kernels for one dtype) may change by a
+few units in the last place of its own dtype.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
-from unison.capture.other_modes import NoDropout, as_double, in_float64
+from unison.capture.other_modes import NoDropout, additions_in_order, as_double, in_float64
 from unison.capture.other_rows import (
     NUM_PROBED,
     Replacement,
@@ -160,7 +160,8 @@ def examine(
         is_rounded,
     )
     try:
-        return examination.verdict()
+        with additions_in_order():
+            return examination.verdict()
     finally:
         state.restore()
 

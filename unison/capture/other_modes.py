@@ -1,5 +1,6 @@
 """Running a module in another way for a while: in float64, or without dropout."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,6 +80,29 @@ _DROPOUTS = {
         "feature_alpha_dropout",
     )
 } | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+
+
+@contextmanager
+def additions_in_order() -> Iterator[None]:
+    """Let GPUs run kernels that add in one order, where torch has them: bits can be compared.
+
+    Without atomic additions a module rarely has to be run in float64, which takes many times longer
+    than in bfloat16. What has no such kernel runs as it is.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    mode, settings = torch.get_deterministic_debug_mode(), torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 class NoDropout(TorchFunctionMode):

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.kernels.cross_entropy import IGNORE_INDEX, sample_means
+from unison.kernels.available import takes
+from unison.kernels.cross_entropy import IGNORE_INDEX, sample_means, statistics
 
 
 def per_sample_loss(
@@ -34,6 +35,10 @@ def token_loss_sums(
 
 
 def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    # A compiler makes one kernel of what is below. Without one, ours reads the logits once, where
+    # torch would copy them to float32 and keep a copy of their logarithms besides.
+    if not torch.compiler.is_compiling() and type(logits) is Tensor and takes(logits):
+        return statistics(logits.flatten(0, 1), labels.flatten(), ignore_index)[1].view_as(labels)
     precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
     losses = F.cross_entropy(
         logits.flatten(0, 1).to(precise),

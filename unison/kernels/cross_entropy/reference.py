@@ -35,8 +35,10 @@ def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tenso
     return lse, losses
 
 
-def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> None:
-    """Put g · (softmax(logits) − onehot(label)) in the place of `logits` [rows, vocab].
+def gradient(
+    logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int, out: Tensor
+) -> None:
+    """Put g · (softmax(logits) − onehot(label)) into `out` [rows, vocab].
 
     Args:
         logits: [rows, vocab], rows of any stride.
@@ -44,6 +46,7 @@ def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_ind
         lse: [rows], as `statistics` returned it.
         g: The gradient of each row's loss [rows], of the dtype of `lse`.
         ignore_index: The label of rows that become 0, whatever they hold.
+        out: Of the shape and dtype of the logits; it may be the logits.
     """
     for rows in _blocks(logits):
         label, is_counted, is_known = _labels(labels[rows], logits.shape[1], ignore_index)
@@ -51,7 +54,7 @@ def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_ind
         ones = torch.ones_like(label, dtype=wide.dtype)
         wide.scatter_add_(1, label.unsqueeze(1), -ones.unsqueeze(1))
         wide.mul_(g[rows].masked_fill(~is_known, torch.nan).unsqueeze(1))
-        logits[rows] = wide.masked_fill_(~is_counted.unsqueeze(1), 0.0).to(logits.dtype)
+        out[rows] = wide.masked_fill_(~is_counted.unsqueeze(1), 0.0).to(out.dtype)
 
 
 def wide_dtype(value: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Rows of logits: their losses, and their gradient in place of them. Two operations.
+"""Rows of logits: their losses, and their gradient, beside them or in their place.
 
 The backend is chosen by device and dtype alone: the backends round differently, and a step must
 not.
@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("unison::cross_entropy_gradient_", mutates_args=("logits",))
 def _gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> None:
-    _backend(logits).gradient_(logits, labels, lse, g, ignore_index)
+    _backend(logits).gradient(logits, labels, lse, g, ignore_index, logits)
 
 
 @_gradient_.register_fake
@@ -72,8 +73,35 @@ def _(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int)
     return None
 
 
+@torch.library.custom_op("unison::cross_entropy_gradient", mutates_args=())
+def _gradient(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> Tensor:
+    out = logits.new_empty(logits.shape)
+    _backend(logits).gradient(logits, labels, lse, g, ignore_index, out)
+    return out
+
+
+@_gradient.register_fake
+def _(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    logits, labels, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, labels, output[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _: Tensor, g: Tensor) -> tuple[Tensor, None, None]:
+    return _gradient(*ctx.saved_tensors, g, ctx.ignore_index), None, None
+
+
+_statistics.register_autograd(_backward, setup_context=_keep)
+
+
 def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exp and loss of each row, float32 or float64: [rows] each.
+
+    Losses have a gradient.
 
     Args:
         logits: [rows, vocab], elements of a row side by side.

@@ -62,9 +62,13 @@ def _slope(x, columns, label, row_lse, scale, is_counted):
 
 
 @triton.jit
-def _gradient(logits, labels, lse, g, num_columns, row_stride, ignore_index, BLOCK: tl.constexpr):
+def _gradient(
+    logits, labels, lse, g, out, out_stride, num_columns, row_stride, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * row_stride
+    out += row * out_stride
     dtype: tl.constexpr = logits.dtype.element_ty
     block = tl.arange(0, BLOCK)
     num_whole = num_columns // BLOCK * BLOCK
@@ -76,13 +80,13 @@ def _gradient(logits, labels, lse, g, num_columns, row_stride, ignore_index, BLO
     for start in range(0, num_whole, BLOCK):
         columns = start + block
         x = tl.load(first + columns)
-        tl.store(first + columns, _slope(x, columns, label, row_lse, scale, is_counted).to(dtype))
+        tl.store(out + columns, _slope(x, columns, label, row_lse, scale, is_counted).to(dtype))
     if num_whole < num_columns:
         columns = num_whole + block
         is_inside = columns < num_columns
         x = tl.load(first + columns, mask=is_inside, other=0.0)
         slope = _slope(x, columns, label, row_lse, scale, is_counted)
-        tl.store(first + columns, slope.to(dtype), mask=is_inside)
+        tl.store(out + columns, slope.to(dtype), mask=is_inside)
 
 
 def launch_options(num_columns: int) -> dict[str, Any]:
@@ -96,25 +100,28 @@ def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tenso
     """As `reference.statistics`, in float32."""
     lse = logits.new_empty(len(logits), dtype=torch.float32)
     losses = torch.empty_like(lse)
-    _launch(_statistics, logits, (labels, lse, losses), ignore_index)
+    _launch(_statistics, logits, (labels.contiguous(), lse, losses), ignore_index)
     return lse, losses
 
 
-def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> None:
-    """As `reference.gradient_`, in float32."""
-    _launch(_gradient, logits, (labels, lse, g), ignore_index)
+def gradient(
+    logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int, out: Tensor
+) -> None:
+    """As `reference.gradient`, in float32."""
+    assert out.stride(1) == 1 or out.shape[1] == 1, out.stride()
+    rows = (each.contiguous() for each in (labels, lse, g))  # gradients of means are expanded
+    _launch(_gradient, logits, (*rows, out, out.stride(0)), ignore_index)
 
 
-def _launch(kernel: Any, logits: Tensor, rows: tuple[Tensor, ...], ignore_index: int) -> None:
+def _launch(kernel: Any, logits: Tensor, rest: tuple[Any, ...], ignore_index: int) -> None:
     assert logits.stride(1) == 1 or logits.shape[1] == 1, logits.stride()
-    rows = tuple(each.contiguous() for each in rows)  # gradients of means are expanded numbers
     num_rows, num_columns = logits.shape
     if num_rows == 0:
         return
     with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
         kernel[(num_rows,)](
             logits,
-            *rows,
+            *rest,
             num_columns,
             logits.stride(0),
             ignore_index,
