@@ -1,5 +1,7 @@
 """Samples that mix are found, however they do; samples that do not are let through."""
 
+import contextlib
+import math
 import random
 
 import numpy as np
@@ -478,8 +480,10 @@ def test_a_loss_of_the_whole_batch_is_looked_at_as_such():
         return model(x).square().sum() / (1 + x.detach().abs().max())
 
     axes = learn_axes(model, squares, x)
-    assert examine(model, total, x, axes, is_scalar=True).mixing is None
-    assert "no sample's own" in str(examine(model, uneven, x, axes, is_scalar=True).mixing)
+    assert examine(model, total, x, axes, is_scalar=True, is_pinned=True).mixing is None
+    assert "no sample's own" in str(
+        examine(model, uneven, x, axes, is_scalar=True, is_pinned=True).mixing
+    )
 
 
 def test_float64_for_a_while():
@@ -516,3 +520,27 @@ def test_checkpointing_in_float64(is_reentrant):
     axes = learn_axes(model, squares, x)
     with in_float64(model):
         check_samples_apart(model, squares, x.double(), axes)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_in_float64_keeps_no_weights(has_mask):
+    """All heads of all samples by all tokens, twice, were most of what a check needed."""
+    sizes, gen = (3, 4, 16, 8), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*sizes, generator=gen).double().requires_grad_() for _ in range(3))
+    mask = torch.randn(3, 1, 16, 16, generator=gen).double() if has_mask else None
+    settings = {"attn_mask": mask, "is_causal": not has_mask}
+    results, kept = [], 0
+
+    def pack(each: Tensor) -> Tensor:
+        nonlocal kept
+        kept = max(kept, each.numel())
+        return each
+
+    for context in (contextlib.nullcontext(), in_float64(nn.Module())):
+        kept = 0
+        with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            output = F.scaled_dot_product_attention(q, k, v, **settings)
+            results.append([output, *torch.autograd.grad(output.square().sum(), (q, k, v))])
+    assert kept <= math.prod(sizes)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -209,6 +209,27 @@ def test_what_training_has_freed_is_room_for_clipping():
     assert by_shapes.seconds > plan.seconds
 
 
+def test_compiled_passes_keep_no_more_than_compiled_training_frees():
+    shapes = [linear(f"{i}.weight", 512, 4096, 1024, 16) for i in range(8)]
+    kept = plan_clipping(shapes, mode="grad_materialize", machine="cuda").layers[0].chosen.cost
+    share = kept.kept_bytes // 16
+    freed = [replace(each, freed_per_sample=share * (i + 1)) for i, each in enumerate(shapes)]
+    free = plan_clipping(freed, machine="cuda")
+    plan = plan_clipping(freed, machine="cuda", is_compiled=True)
+    most = 8 * kept.kept_bytes
+    assert sum(each.chosen.cost.kept_bytes for each in free.layers) == most
+    assert sum(each.chosen.cost.kept_bytes for each in plan.layers) <= 0.85 * most
+    assert (plan.num_forwards, plan.num_backwards) == (1, 1)
+    assert plan.seconds > free.seconds
+    # Where nothing is known of what is freed, and where all must be kept, nothing is bounded.
+    for layers in (shapes, [replace(each, freed_per_sample=1) for each in shapes]):
+        plan = plan_clipping(layers, machine="cuda", is_compiled=True)
+        assert [each.chosen for each in plan.layers] == [each.chosen for each in free.layers]
+    # A budget of the user's is the user's.
+    given = plan_clipping(freed, memory_budget=10**12, machine="cuda", is_compiled=True)
+    assert given.seconds == free.seconds
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_all_that_is_kept_fits_at_every_moment(seed):
     generator = torch.Generator().manual_seed(seed)

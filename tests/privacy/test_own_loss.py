@@ -75,3 +75,43 @@ def test_a_loss_of_the_logits_may_be_uneven():
     output = module(input_ids=ids, labels=labels)
     per_sample_loss(output.logits[:, :-1], labels[:, 1:], ignore_index=-100).mean().backward()
     assert module.transformer.wte.weight.grad is not None
+
+
+def test_a_loss_that_couples_samples_later_is_found_when_it_is_checked_again():
+    """With outputs and own loss in one pass, in few runs of the module."""
+
+    num_runs = 0
+
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.is_coupled = nn.Linear(3, 4), False
+
+        def forward(self, x):
+            nonlocal num_runs  # an attribute would be put back
+            num_runs += 1
+            h = self.inner(x)
+            loss = h.square().sum(1).mean()
+            return {"h": h, "loss": loss * h.detach().abs().mean() if self.is_coupled else loss}
+
+    module = Later()
+    dataset = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+    data_loader = DataLoader(dataset, batch_size=4, shuffle=True)
+    engine, module, optimizer, private = attach(
+        module, data_loader=data_loader, poisson_sampling=False
+    )
+    runs = []
+    for number, (x,) in enumerate(private, start=1):
+        module.is_coupled, num_runs = number == 8, 0
+        optimizer.zero_grad()
+        loss = module(x)["loss"]
+        runs.append(num_runs)
+        if number == 8:
+            with pytest.raises(UnsupportedOperation, match="an output of the module that is no"):
+                loss.backward()
+            break
+        loss.backward()
+        optimizer.step()
+    assert runs[2] == runs[4] == 1  # but for passes 1, 2, 4, 8
+    assert runs[1] == runs[3] == 1 + 6
+    engine.detach()

@@ -41,8 +41,8 @@ from unison.capture.probe_state import ProbeState
 from unison.capture.sketches import RowResults, Sketches
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 
-Run = Callable[[nn.Module, Any], Tensor]
-"""(module, batch) -> losses [batch], or one of the whole batch []."""
+Run = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | None]]
+"""(module, batch) -> losses [batch], or one of the whole batch [], or both."""
 Agree = Callable[[bool], bool]
 """Whether it is so on any of the ranks that run the module together; a collective."""
 
@@ -113,6 +113,7 @@ def examine(
     axes: AxisTable,
     *,
     is_scalar: bool = False,
+    is_pinned: bool = False,
     whole: bool = False,
     state: ProbeState | None = None,
     is_public: Callable[[str], bool] = lambda name: False,
@@ -129,15 +130,17 @@ def examine(
         batch: Some samples.
         axes: Where samples lie.
         is_scalar: Whether `run` returns one loss of the whole batch instead, of which each sample's
-            share is looked at. Negative integers (labels that are left out) then stay where they
-            are: how many there are in each row is for others to compare.
+            share is looked at.
+        is_pinned: Whether negative integers (labels that are left out) stay where they are, as a
+            loss of the whole batch needs: how many there are in each row is for others to compare.
         whole: Whether outputs are compared for all rows of the batch, too, at its own size.
         state: What the module was like before it was probed; of now, unless given.
         is_public: Whether a buffer or parameter of this name may hold what passes write there.
         agree: Lets ranks that run the module together decide together.
         seed: Of what stands in the place of rows.
-        is_light: Whether some of it will do, for a module that was examined before: two ways of
-            replacing rows, which change with the seed, and no other numbers of rows.
+        is_light: Whether some of it will do, for a module that was examined before: one way of
+            replacing rows, which changes with the seed, and no other numbers of rows. Where bits
+            are known to differ, turns are taken at comparing in the model's dtype and in float64.
         is_rounded: Whether bits are known to differ, and need not be compared.
 
     Raises:
@@ -151,6 +154,7 @@ def examine(
         batch,
         axes,
         is_scalar,
+        is_pinned,
         whole,
         state,
         is_public,
@@ -175,6 +179,7 @@ class _Examination:
     batch: Any
     axes: AxisTable
     is_scalar: bool
+    is_pinned: bool
     whole: bool
     state: ProbeState
     is_public: Callable[[str], bool]
@@ -240,7 +245,7 @@ class _Examination:
     def _turn(self, ways: Sequence[Replacement]) -> Sequence[Replacement]:
         """All of them, or those whose turn it is."""
         start = self.seed % len(ways)
-        return [*ways[start:], *ways[:start]][: 2 if self.is_light else None]
+        return [*ways[start:], *ways[:start]][: 1 if self.is_light else None]
 
     def _kept(self, size: int, number: int, how: Replacement, generator: torch.Generator) -> Tensor:
         """Which rows stay: the first one or the last, and some of the others."""
@@ -268,7 +273,7 @@ class _Examination:
         error: Exception | None = None
         for largest_power in (6.0, 1.0, 0.0):
             milder = how if largest_power else Replacement.ROWS
-            other = with_others(rows, kept, milder, largest_power, generator, self.is_scalar)
+            other = with_others(rows, kept, milder, largest_power, generator, self.is_pinned)
             trace = None
             try:
                 trace = self._pass(other, weights)
@@ -295,9 +300,11 @@ class _Examination:
             found = compare(self, rows, tolerance)
             if not self.agree(found.mixing is not None):
                 return found
-        found = compare(self, rows, math.sqrt(self._epsilon(rows)))
-        if self.agree(found.mixing is not None):
-            return found
+        takes_turns = is_rounded and self.is_light
+        if not takes_turns or self.seed // len(_BESIDE_FEW) % 2:  # all ways, then all ways again
+            found = compare(self, rows, math.sqrt(self._epsilon(rows)))
+            if takes_turns or self.agree(found.mixing is not None):
+                return replace(found, is_rounded=True)
         return replace(self._compare_wide(rows, compare), is_rounded=True)
 
     def _compare_wide(self, rows: Any, compare: "Compare") -> MixingReport:
@@ -330,7 +337,7 @@ class _Examination:
         for seed in range(NUM_DRAWS):
             how = (Replacement.ROWS, Replacement.VALUES)[seed % 2]
             kept = self._kept(size, seed, how, generator)
-            other = with_others(rows, kept, how, 0.0, generator, self.is_scalar)
+            other = with_others(rows, kept, how, 0.0, generator, self.is_pinned)
             first, second = (
                 self._pass(each, None, seed=NUM_DRAWS * self.seed + seed) for each in (rows, other)
             )
@@ -430,10 +437,12 @@ class _Examination:
         capture = Capture(self.module, size, axes=self.axes, on_record=sketches.take, streams=True)
         with capture.installed(is_guarded=True), torch.enable_grad():
             with capture.following(rows):
-                result = self._checked(self.run(self.module, rows), size)
+                result, shared = self._run(rows, size)
             if result.requires_grad:
                 weighed = result if self.is_scalar else result * weights.to(result)
-                _run_backward(weighed.sum())
+                _run_backward(
+                    weighed.sum() if shared is None else weighed.sum() + shared.to(weighed)
+                )
         losses = None if self.is_scalar else result.detach().cpu().double()
         found = {name: each.cpu() for name, each in sketches.found.items()}
         buffers = self.state.values()
@@ -454,13 +463,16 @@ class _Examination:
             ) from error
 
     def _losses(self, rows: Any, size: int) -> Tensor | None:
-        found = self._checked(self.run(self.module, rows), size).detach().cpu().double()
+        found = self._run(rows, size)[0].detach().cpu().double()
         return found.expand(size) if self.is_scalar else found
 
-    def _checked(self, losses: Tensor, size: int) -> Tensor:
+    def _run(self, rows: Any, size: int) -> tuple[Tensor, Tensor | None]:
+        """Losses to be compared, and one of the whole batch, of which each sample has a share."""
+        found = self.run(self.module, rows)
+        losses, shared = found if isinstance(found, tuple) else (found, None)
         if not self.is_scalar and losses.shape != (size,):
             raise BadInput(f"expected one loss per sample, [{size}], found {list(losses.shape)}")
-        return losses
+        return losses, shared
 
     # --- what is found ---------------------------------------------------------------------------
 
@@ -506,7 +518,7 @@ class _Examination:
         copies = {name: by_name[name].detach().clone() for name in names}
         kept = torch.arange(_size_of(rows)) == 0
         generator = torch.Generator().manual_seed(self.seed)
-        other = with_others(rows, kept, Replacement.VALUES, 0.0, generator, self.is_scalar)
+        other = with_others(rows, kept, Replacement.VALUES, 0.0, generator, self.is_pinned)
         after = []
         for each in (rows, other):
             self._pass(each, None)

@@ -68,9 +68,55 @@ class _Widening(TorchFunctionMode):
     ) -> Any:
         if func in _NARROWING:
             func, args, kwargs = Tensor.double, args[:1], {}
-        wide = [torch.float64 if _is_narrow(each) else each for each in args]
+        wide: list[Any] = [torch.float64 if _is_narrow(each) else each for each in args]
         named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*wide, **named)
         return func(*wide, **named)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Attention that does not keep its weights, which in float64 no kernel of torch's spares."""
+    named = {**dict(zip(_OPTIONS, rest, strict=False)), **named}
+    mask = named.pop("attn_mask", None)
+    is_plain = all(type(each) is Tensor and each.ndim == 4 for each in (q, k, v))
+    has_gradient = mask is not None and mask.requires_grad
+    if not is_plain or has_gradient or named.get("dropout_p", 0.0):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **named)
+
+    def of_sample(i: int, *parts: Tensor) -> Tensor:
+        own = mask
+        if mask is not None and mask.ndim == 4 and len(mask) == len(q):
+            own = mask[i : i + 1]
+        with torch._C.DisableTorchFunction():
+            return F.scaled_dot_product_attention(*parts, attn_mask=own, **named)
+
+    return _AttentionBySample.apply(of_sample, q, k, v)  # type: ignore[return-value]
+
+
+class _AttentionBySample(torch.autograd.Function):
+    """Attention of one sample after the other, which is run again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, of_sample: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.of_sample = of_sample
+        found = [of_sample(i, *(x[i : i + 1] for x in parts)) for i in range(len(parts[0]))]
+        return torch.cat(found) if found else of_sample(0, *parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
+        parts = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in parts]
+        for i in range(len(g)):
+            own = [x[i : i + 1].detach().requires_grad_() for x in parts]
+            with torch.enable_grad():
+                output = ctx.of_sample(i, *own)
+            for into, grad in zip(
+                grads, torch.autograd.grad(output, own, g[i : i + 1]), strict=True
+            ):
+                into[i : i + 1] = grad
+        return None, *grads
 
 
 _DROPOUTS = {
@@ -116,12 +162,12 @@ class NoDropout(TorchFunctionMode):
             value = args[0] if args else kwargs["input"]
             return value.clone()
         if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_REST, args[4:], strict=False)), **kwargs}
+            args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
 
-_REST = ("dropout_p", "is_causal", "scale", "enable_gqa")
+_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _is_narrow(value: Any) -> bool:

@@ -53,6 +53,7 @@ class Learned:
         machine: str,
         timed: Timed | None = None,
         is_alone: bool = False,
+        is_compiled: bool = False,
     ) -> Plan:
         """Return the methods for batches of this size; the same ones every time.
 
@@ -64,14 +65,20 @@ class Learned:
             timed: Likewise.
             is_alone: Whether nobody else has to plan the same. Then clipping may use what autograd
                 has freed, which depends on the code of the model, and not on shapes alone.
+            is_compiled: As in `plan_clipping`.
         """
-        key = (num_samples, mode, memory_budget, machine, timed, is_alone)
+        key = (num_samples, mode, memory_budget, machine, timed, is_alone, is_compiled)
         if key not in self._plans:
             layers = [replace(layer, batch=num_samples) for layer in self.layers]
             if not is_alone:
                 layers = [replace(layer, freed_per_sample=0) for layer in layers]
             self._plans[key] = plan_clipping(
-                layers, mode=mode, memory_budget=memory_budget, machine=machine, timed=timed
+                layers,
+                mode=mode,
+                memory_budget=memory_budget,
+                machine=machine,
+                timed=timed,
+                is_compiled=is_compiled,
             )
         return self._plans[key]
 

@@ -20,6 +20,7 @@ from unison.clip.alternatives import (
     bytes_needed,
     check_fits,
     fastest,
+    fastest_compiled,
     forward_seconds,
     named,
     total_seconds,
@@ -201,6 +202,7 @@ def plan_clipping(
     memory_budget: int | None = None,
     machine: str = "cpu",
     timed: Timed | None = None,
+    is_compiled: bool = False,
 ) -> Plan:
     """Return the cheapest allowed methods of every layer.
 
@@ -212,6 +214,7 @@ def plan_clipping(
         memory_budget: Bytes that clipping may hold beside the model's own training.
         machine: One of `MACHINES`.
         timed: What methods took on the device. Without it a plan depends on shapes alone.
+        is_compiled: Whether passes are compiled: see [Note: compiled passes] in alternatives.py.
 
     Raises:
         BadInput: if a name is unknown or given twice, or nothing fits the budget.
@@ -227,7 +230,9 @@ def plan_clipping(
     options = [alternatives_of(layer, machine, each) for layer, each in known]
     forwards = [forward_seconds(layer, machine, each) for layer, each in known]
     freed = [layer.freed_bytes for layer in layers]
-    if mode == AUTO:
+    if mode == AUTO and is_compiled and memory_budget is None:
+        chosen = fastest_compiled(options, forwards, freed)
+    elif mode == AUTO:
         chosen = fastest(options, memory_budget, forwards, freed)
     else:
         chosen = [named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]

@@ -118,6 +118,11 @@ class Attachment:
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
 
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether passes are compiled, as far as is known."""
+        return self._compiled is not None and self._compiled.refusal is None
+
     def _take_over_compiled(self) -> None:
         """Let passes be compiled if the user has compiled the module after `make_private`."""
         if not (self._owner.can_compile and self._follows_loss):
@@ -202,7 +207,12 @@ class Attachment:
         """
         inputs = self._inputs_of(args, kwargs, num_rows)
         learned = self._learning.learn(inputs)
-        return self._learning.plan(learned, self._dealing.rows_to_plan(num_rows), inputs)
+        return self._learning.plan(
+            learned,
+            self._dealing.rows_to_plan(num_rows),
+            inputs,
+            is_compiled=self._is_compiled,
+        )
 
     def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
         settings = self.settings
@@ -283,11 +293,16 @@ class Attachment:
         inputs = self._inputs_of(args, kwargs, num_rows)
         learned = self._learning.learn(inputs)
         self._buffers.begin(self.places.modules)
-        plan = self.plan = self._learning.plan(learned, self._dealing.most_rows, inputs)
+        compiled = self._compiled
+        plan = self.plan = self._learning.plan(
+            learned,
+            self._dealing.most_rows,
+            inputs,
+            is_compiled=self._is_compiled,
+        )
         if plan is not self._counted[0]:  # to count takes as long as a layer
             self._counted = plan, plan.num_forwards, plan.num_backwards
         _, num_forwards, num_backwards = self._counted
-        compiled = self._compiled
         is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         parts = {}
         for rows in self._dealing.parts:

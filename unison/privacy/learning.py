@@ -124,7 +124,7 @@ class Learning:
             num_samples = len(some[0])
             return output, (num_samples, dims.of(output, num_samples), per_sample)
 
-        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+        def both(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
             nonlocal has_batch_loss
             output, where = output_of(module, some)
             losses = probe_losses(output, *where)
@@ -135,8 +135,12 @@ class Learning:
                     "outputs of each sample beside a loss, as transformers models do"
                 )
             leaves.extend(map(weakref.ref, leaves_of(losses)))
-            has_batch_loss |= batch_loss(output, *where) is not None
-            return losses
+            shared = batch_loss(output, *where)
+            has_batch_loss |= shared is not None
+            return losses, shared
+
+        def run(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
+            return both(module, some)[0]
 
         def run_batch_loss(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
             output, where = output_of(module, some)
@@ -162,16 +166,24 @@ class Learning:
             "is_light": before is not None and key not in self._inconclusive,
             "is_rounded": key in self._rounded,
         }
-        verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
+        verdict = None
+        if settings["is_light"] and self._refusals[key] is None:
+            # Both in one pass, as long as nothing is wrong.
+            verdict = examine(
+                self._module, both, samples, axes, is_pinned=True, whole=True, **settings
+            )
+        if verdict is None or verdict.mixing is not None:
+            verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
+            self._refusals[key] = None
+            if self.agree(has_batch_loss):
+                settings |= {"is_scalar": True, "is_pinned": True}
+                about = examine(self._module, run_batch_loss, samples, axes, **settings)
+                self._refusals[key] = about.mixing
         # Of rows that are all alike, nothing shows: the next ones may tell.
         (self._inconclusive.discard if verdict.is_conclusive else self._inconclusive.add)(key)
         if verdict.is_rounded:  # on GPUs: atomic additions
             self._rounded.add(key)
         self.written |= verdict.written
-        self._refusals[key] = None
-        if self.agree(has_batch_loss):
-            about = examine(self._module, run_batch_loss, samples, axes, is_scalar=True, **settings)
-            self._refusals[key] = about.mixing
         refuse_leaves(leaves)
         if before is not None:
             return before
@@ -195,8 +207,10 @@ class Learning:
         device = next(self._module.parameters()).device
         return bool(everyone.sum_(torch.tensor([float(flag)], device=device)) > 0)
 
-    def plan(self, learned: Learned, num_rows: int, inputs: Inputs) -> Plan:
-        """Return how batches of as many rows are clipped."""
+    def plan(
+        self, learned: Learned, num_rows: int, inputs: Inputs, *, is_compiled: bool = False
+    ) -> Plan:
+        """Return how batches of as many rows are clipped, in passes that are compiled or not."""
         return learned.plan(
             num_rows,
             mode=self._settings.mode,
@@ -204,6 +218,7 @@ class Learning:
             machine=inputs.device.type,
             timed=self._timed(inputs.device),
             is_alone=self._is_alone,
+            is_compiled=is_compiled,
         )
 
     @property
