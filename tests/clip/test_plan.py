@@ -209,25 +209,20 @@ def test_what_training_has_freed_is_room_for_clipping():
     assert by_shapes.seconds > plan.seconds
 
 
-def test_compiled_passes_keep_no_more_than_compiled_training_frees():
-    shapes = [linear(f"{i}.weight", 512, 4096, 1024, 16) for i in range(8)]
-    kept = plan_clipping(shapes, mode="grad_materialize", machine="cuda").layers[0].chosen.cost
-    share = kept.kept_bytes // 16
-    freed = [replace(each, freed_per_sample=share * (i + 1)) for i, each in enumerate(shapes)]
-    free = plan_clipping(freed, machine="cuda")
-    plan = plan_clipping(freed, machine="cuda", is_compiled=True)
-    most = 8 * kept.kept_bytes
-    assert sum(each.chosen.cost.kept_bytes for each in free.layers) == most
-    assert sum(each.chosen.cost.kept_bytes for each in plan.layers) <= 0.85 * most
+def test_compiled_passes_keep_no_more_than_inputs_and_outputs_of_layers():
+    layers = [linear(f"{i}.weight", 512, 4096, 1024, 16) for i in range(8)]
+    layers += [linear(f"{i}.bias", 512, 256, 256, 16) for i in range(8)]  # smaller multiplied out
+    free = plan_clipping(layers, machine="cuda")
+    plan = plan_clipping(layers, machine="cuda", is_compiled=True)
+    room = sum(16 * 512 * 4 * (rows + columns) for rows, columns in 8 * [(4096, 1024), (256, 256)])
+    kept = [sum(each.chosen.cost.kept_bytes for each in p.layers) for p in (free, plan)]
+    assert kept[0] > room >= kept[1]
     assert (plan.num_forwards, plan.num_backwards) == (1, 1)
     assert plan.seconds > free.seconds
-    # Where nothing is known of what is freed, and where all must be kept, nothing is bounded.
-    for layers in (shapes, [replace(each, freed_per_sample=1) for each in shapes]):
-        plan = plan_clipping(layers, machine="cuda", is_compiled=True)
-        assert [each.chosen for each in plan.layers] == [each.chosen for each in free.layers]
     # A budget of the user's is the user's.
-    given = plan_clipping(freed, memory_budget=10**12, machine="cuda", is_compiled=True)
+    given = plan_clipping(layers, memory_budget=10**12, machine="cuda", is_compiled=True)
     assert given.seconds == free.seconds
+    assert plan_clipping([], machine="cuda", is_compiled=True).layers == ()
 
 
 @pytest.mark.parametrize("seed", range(20))

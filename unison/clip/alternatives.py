@@ -17,11 +17,11 @@ knapsack; this takes a good one, and the same one every time:
 what it had saved for them. Where it is known how much (`Layer.freed_bytes`), clipping may use it:
 what has been kept when a layer comes must fit into the budget and what has been freed by then.
 
-[Note: compiled passes] Memory costs compiled passes more than it costs others: their peak is held
-against that of compiled ordinary training, which recomputes cheap operations and holds about 0.8 of
-what an eager pass saves (0.81 of Llama's blocks and 0.75 of GPT-2's, at any length). So unless the
-user gives a budget, what they keep must fit into what such training frees, or nearly. They take one
-pass over the model: more would not be compiled.
+[Note: compiled passes] The peak of compiled passes is held against that of compiled ordinary
+training, which recomputes what is cheap and saves little more than the inputs and outputs of
+layers. What it saves it frees on the way back, and there is room for as much: so unless the user
+gives a budget, that is all that compiled passes keep. They take one pass over the model, since more
+would not be compiled.
 """
 
 import heapq
@@ -141,27 +141,21 @@ def fastest(
 
 
 def fastest_compiled(
-    options: Sequence[Sequence[Alternative]], forwards: Sequence[float], freed: Sequence[int]
+    layers: Sequence[Layer], options: Sequence[Sequence[Alternative]]
 ) -> list[Alternative]:
     """Return one alternative per layer for passes that are compiled: see [Note: compiled passes].
 
     Args:
+        layers: Their shapes.
         options: Each layer's alternatives.
-        forwards: As in `fastest`.
-        freed: As in `fastest`; zeros where nothing is known, and then nothing is bounded.
     """
-    once = [[a for a in each if a.passes == (1, 1)] or each for each in options]
-    all_freed = max(freed, default=0)
-    if all_freed:
-        room = int(_SPARE * all_freed)
-        found = _fastest(once, room, forwards, [int(_COMPILED * each) for each in freed])
-        if found is not None:
-            return found
-    return fastest(once, None, forwards, freed)
-
-
-_COMPILED = 0.75  # of what an eager pass frees, a compiled one does, with a margin
-_SPARE = 0.1  # of it may be kept besides
+    timed = [[a for a in each if a.measured is not None] or each for each in options]
+    once = [[a for a in each if a.passes == (1, 1)] or each for each in timed]
+    no_wait, room = [0.0] * len(layers), sum(each.factor_bytes for each in layers)
+    # Where not even the smallest fit, they are as small as can be.
+    room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
+    found = _within(once, no_wait, [room] * len(layers))
+    return min(found, key=lambda chosen: total_seconds(chosen, no_wait))
 
 
 def _by_passes(

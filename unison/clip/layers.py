@@ -67,6 +67,15 @@ class Layer:
     is_variable: bool = False
 
     @property
+    def factor_bytes(self) -> int:
+        """Bytes of the inputs and outputs of its products, and of the outputs of its lookups."""
+        found = 0
+        for use in self.uses:
+            inputs = use.rows if use.kind == "product" else 0
+            found += use.tokens * (inputs + use.columns)
+        return self.batch * self.itemsize * found
+
+    @property
     def freed_bytes(self) -> int:
         """Bytes that ordinary training has freed when this layer comes."""
         return self.batch * self.freed_per_sample

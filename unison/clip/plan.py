@@ -231,7 +231,7 @@ def plan_clipping(
     forwards = [forward_seconds(layer, machine, each) for layer, each in known]
     freed = [layer.freed_bytes for layer in layers]
     if mode == AUTO and is_compiled and memory_budget is None:
-        chosen = fastest_compiled(options, forwards, freed)
+        chosen = fastest_compiled(layers, options)
     elif mode == AUTO:
         chosen = fastest(options, memory_budget, forwards, freed)
     else:
