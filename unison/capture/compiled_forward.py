@@ -23,6 +23,7 @@ from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
 from unison.capture.names import places
 from unison.capture.tracked import Tracked
+from unison.capture.unit_draws import unit_draws_known
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import unwatched
 from unison.shard.api import find_blocks
@@ -200,6 +201,7 @@ class CompiledForward:
             self._in_places(shown),
             backend.running(capture, names),
             unwatched(),
+            unit_draws_known(),
             _disable_current_modes(),
         ):
             return self._call(backend, args, kwargs)
