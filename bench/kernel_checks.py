@@ -28,6 +28,7 @@ from unison.kernels import many
 from unison.kernels.cross_entropy import rows as logit_rows
 from unison.kernels.many import reference as many_reference
 from unison.kernels.random import Cipher, Distribution, Recipe, using_backend
+from unison.kernels.random.recipe import secure_floats
 from unison.rng import Key, Stream, noise_spacing
 
 HEAD_LIMIT = 1e-6  # of the chunked head, in float32
@@ -194,11 +195,11 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
 
 def _recipes(count: int, std: float = 0.7) -> Tensor:
     """Return packed recipes of secure noise: int64 [count, RECIPE_LENGTH]."""
-    spacing, key = noise_spacing(std), Key.from_seed(3)
+    key = Key.from_seed(3)
     words = [
         Stream(key, str(i), purpose="noise", cipher=Cipher.CHACHA20).words for i in range(count)
     ]
-    kind, numbers = Distribution.SECURE_NORMAL, (std / spacing, spacing)
+    kind, numbers = Distribution.SECURE_NORMAL, secure_floats(std, noise_spacing(std))
     return torch.stack([Recipe(Cipher.CHACHA20, each, kind, numbers).pack() for each in words])
 
 

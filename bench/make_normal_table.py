@@ -1,20 +1,40 @@
-"""Build the tables of the inverse normal distribution function.
+"""Build the tables of the normal distribution: its inverse, and its upper tail.
 
     python -m bench.make_normal_table            # writes unison/kernels/random/normal_table.txt
     python -m bench.make_normal_table --check    # only compares with the file
+    python -m bench.make_normal_table --bounds   # what docs/rng.md proves, from the file's numbers
 
-A table maps an integer v with tail probability p = v / 2^bits to |z| with P(Z > |z|) = p. The
-exponent of v and its next `SUB_BITS` bits pick a segment; the rest of the mantissa, measured from
+A table of the inverse maps x with tail probability p = x / 2^bits to |z| with P(Z > |z|) = p. The
+exponent of x and its next `SUB_BITS` bits pick a segment; the rest of the mantissa, measured from
 the middle of the segment, is the variable of a polynomial. Coefficients come from interpolation at
 Chebyshev nodes in 40 decimal digits and are written as hexadecimal floats, so they are exact.
+
+The table of the tail holds Taylor coefficients of T(z) = P(Z > z), each as the float64 nearest to
+it and the float64 nearest to what is left.
 """
 
 import argparse
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unison.kernels.random.tables import ORDINARY, SECURE, SUB_BITS, TABLE_FILE, TableShape
+import torch
+
+from unison.kernels.random.recipe import FAR_UPPER, NEAR
+from unison.kernels.random.tables import (
+    NUM_TAIL_COEFFICIENTS,
+    NUM_TAILS,
+    ORDINARY,
+    SECURE,
+    SUB_BITS,
+    TABLE_FILE,
+    TAIL_STEPS,
+    TableShape,
+    table,
+)
+
+UNIT = 2.0**-53  # what rounding to float64 changes, at most, relative to the number
 
 
 def tail_quantile(p: Any) -> Any:
@@ -24,8 +44,7 @@ def tail_quantile(p: Any) -> Any:
 
     z = -mp.mpf(float(ndtri(float(p))))
     for _ in range(4):  # Newton doubles the digits, from 16
-        density = mp.exp(-z * z / 2) / mp.sqrt(2 * mp.pi)
-        z += (mp.erfc(z / mp.sqrt(2)) / 2 - p) / density
+        z += (_tail(z) - p) / _density(z)
     return z
 
 
@@ -33,7 +52,8 @@ def segment_coefficients(shape: TableShape, octave: int, part: int) -> list[floa
     """Return the polynomial of one segment, constant term first, each coefficient a float64."""
     import mpmath as mp
 
-    if octave >= shape.bits - 1:  # v = 2^(bits-1) exactly, reached by rounding only: p = 1/2
+    octave += shape.first_octave
+    if octave >= shape.bits - 1:  # x = 2^(bits-1) exactly, reached by rounding only: p = 1/2
         return [0.0] * shape.num_coefficients
     n = shape.num_coefficients
     half = mp.mpf(2) ** -(SUB_BITS + 1)
@@ -56,15 +76,145 @@ def table_lines(shape: TableShape) -> list[str]:
         ]
 
 
+def tail_coefficients(t: Any, count: int) -> list[Any]:
+    """Return the Taylor coefficients of T around t, to 50 digits or more.
+
+    The n-th derivative of the density is (-1)^n He_n(t) times the density, He_n Hermite's
+    polynomials.
+    """
+    import mpmath as mp
+
+    hermite = [mp.mpf(1), t]
+    while len(hermite) < count:
+        hermite.append(t * hermite[-1] - (len(hermite) - 1) * hermite[-2])
+    density = _density(t)
+    return [_tail(t)] + [
+        (-1) ** n * density * hermite[n - 1] / mp.factorial(n) for n in range(1, count)
+    ]
+
+
+def tail_lines() -> list[str]:
+    """Return one line for each multiple of 1 / TAIL_STEPS: every coefficient and what it lacks."""
+    import mpmath as mp
+
+    def pair(c: Any) -> str:
+        return f"{float(c).hex()} {float(c - float(c)).hex()}"
+
+    with mp.workdps(60):
+        rows = (
+            tail_coefficients(mp.mpf(j) / TAIL_STEPS, NUM_TAIL_COEFFICIENTS)
+            for j in range(NUM_TAILS)
+        )
+        return [" ".join(map(pair, row)) for row in rows]
+
+
+@cache
+def inverse_error(shape: TableShape, segment: int) -> Any:
+    """Return a bound of the error of |z| in one segment, as the table and float64 compute it.
+
+    The n-th derivative of the quantile is P_n(z) / density^n but for its sign, with P_1 = 1 and
+    P_{n+1} = P_n' + n z P_n: coefficients are positive, so P_n grows with z, while the Mills ratio
+    p / density falls.
+    """
+    import mpmath as mp
+
+    n, half = shape.num_coefficients, mp.mpf(2) ** -(SUB_BITS + 1)
+    octave, part = divmod(segment, 1 << SUB_BITS)
+    if octave + shape.first_octave >= shape.bits - 1:
+        return mp.mpf(0)  # the one value there has |z| = 0 exactly
+    low = 1 + 2 * part * half
+    to_p = mp.mpf(2) ** (octave + shape.first_octave - shape.bits)
+    least, most = (tail_quantile((low + u) * to_p) for u in (2 * half, 0))
+    polynomial = [mp.mpf(1)]  # P_1, constant term first
+    for k in range(1, n):
+        slope = [i * c for i, c in enumerate(polynomial)][1:] + [mp.mpf(0)] * 2
+        polynomial = [a + k * b for a, b in zip(slope, [mp.mpf(0), *polynomial], strict=False)]
+    mills = _tail(least) / _density(least)
+    derivative = mp.polyval(polynomial[::-1], most) * (mills / low) ** n
+    interpolated = 2 * (half / 2) ** n * derivative / mp.factorial(n)
+    # Horner's scheme rounds a coefficient when it is stored, when it is added, and twice for each
+    # power of u.
+    row = table(shape, torch.device("cpu"))[:, segment].tolist()
+    rounded = sum((2 * i + 2) * abs(mp.mpf(c)) * half**i for i, c in enumerate(row))
+    return interpolated + rounded * UNIT * (1 + mp.mpf(2) ** -40)
+
+
+def near_error() -> Any:
+    """Return a bound of |scaled - scale · Q(p)| / scale where no more than 63 bits are looked at.
+
+    That is the table's error, of which the argument was rounded to float64 and lacks bits below
+    2^-64, and a rounded product. `NEAR` must be more.
+    """
+    import mpmath as mp
+
+    first = (FAR_UPPER.bit_length() - 1 + 32 - SECURE.first_octave) << SUB_BITS
+    farthest = tail_quantile(mp.mpf(FAR_UPPER) * 2**32 / mp.mpf(2) ** 64)
+    table_error = max(inverse_error(SECURE, each) for each in range(first, SECURE.num_segments))
+    mills = _tail(mp.mpf(0)) / _density(mp.mpf(0))
+    coarse = (1 + mp.mpf(2) ** -20) / (mp.mpf(2) ** 64 * _density(farthest))
+    return table_error + mills * UNIT + coarse + farthest * UNIT
+
+
+def draw_distance(scale: float) -> Any:
+    """Return a bound of the total variation between a secure draw and a rounded normal one.
+
+    An exact decision goes wrong only if T at a boundary between two cells is nearer to p than what
+    the decision's own error comes to. The density of p is 2; the errors are those of docs/rng.md.
+    """
+    import mpmath as mp
+
+    change = max(inverse_error(SECURE, each) for each in range(SECURE.num_segments)) + 2 * UNIT
+    half = mp.mpf(1) / (2 * TAIL_STEPS)
+    total = mp.mpf(0)
+    for j in range(NUM_TAILS):
+        t = mp.mpf(j) / TAIL_STEPS
+        begin, end = max(t - half, mp.mpf(0)), t + half
+        terms = tail_coefficients(t, 2 * NUM_TAIL_COEFFICIENTS)
+        sizes = [abs(c) * half**m for m, c in enumerate(terms)]
+        steep = [m * size / half for m, size in enumerate(sizes)]
+        n = NUM_TAIL_COEFFICIENTS  # of what is cut off, all but the first n terms is far less
+        tail = sum((m + 1) * size for m, size in enumerate(sizes[:n]))
+        tail = 21 * UNIT**2 * tail + 2 * sum(sizes[n:])
+        slope = UNIT * sum((m + 1) * size for m, size in enumerate(steep[:n])) + 2 * sum(steep[n:])
+        newton = change * (slope / _density(end) + 5 * UNIT) + 12 * UNIT**2
+        bits = mp.mpf(2) ** -116 + 4 * UNIT**2 * _tail(begin)
+        total += tail + _density(begin) * newton + bits
+    boundaries = mp.mpf(scale) / TAIL_STEPS + 2  # in each of the segments, at most
+    return 4 * boundaries * total + mp.mpf(2) ** (SECURE.first_octave - 63)
+
+
+def _tail(z: Any) -> Any:
+    import mpmath as mp
+
+    return mp.erfc(z / mp.sqrt(2)) / 2
+
+
+def _density(z: Any) -> Any:
+    import mpmath as mp
+
+    return mp.exp(-z * z / 2) / mp.sqrt(2 * mp.pi)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
+    parser.add_argument("--bounds", action="store_true", help="print them, write nothing")
     arguments = parser.parse_args()
-    text = "".join(
-        f"{shape.name} {shape.num_segments} {shape.num_coefficients}\n"
-        + "".join(line + "\n" for line in table_lines(shape))
-        for shape in (ORDINARY, SECURE)
-    )
+    if arguments.bounds:
+        import mpmath as mp
+
+        with mp.workdps(40):
+            print(f"error of z in spacings per scale: {float(near_error()):.3g}, below {NEAR:.3g}")
+            for bits in (20, 31):
+                distance = draw_distance(2.0**bits)
+                print(f"distance of a draw, scale 2^{bits}: 2^{float(mp.log(distance, 2)):.2f}")
+        return
+    lines = []
+    for shape in (ORDINARY, SECURE):
+        lines += [f"{shape.name} {shape.num_segments} {shape.num_coefficients}"]
+        lines += table_lines(shape)
+    lines += [f"tail {NUM_TAILS} {2 * NUM_TAIL_COEFFICIENTS}", *tail_lines()]
+    text = "".join(line + "\n" for line in lines)
     path = Path(TABLE_FILE)
     if not arguments.check:
         path.write_text(text, encoding="ascii")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.harness import assert_same_bits
 from unison.kernels.random import Cipher, Distribution, Recipe
+from unison.kernels.random.recipe import secure_floats
 from unison.rng import Key, Stream, noise_spacing
 
 # Aligned and not, of less and more than a tile, a scalar, none at all.
@@ -28,15 +29,18 @@ def weights_of(num_tensors: int, batch: int) -> Tensor:
     return torch.rand(num_tensors, batch, generator=gen) + 0.1
 
 
-def recipes_of(num_tensors: int, std: float = 0.7) -> Tensor:
-    spacing, key = noise_spacing(std), Key.from_seed(3)
+def recipes_of(num_tensors: int, std: float = 0.7, near: float | None = None) -> Tensor:
+    """Recipes of noise; a nearness has more of it decided exactly, and changes no value."""
+    key, floats = Key.from_seed(3), secure_floats(std, noise_spacing(std))
+    if near is not None:
+        floats = (*floats[:2], near)
     return torch.stack(
         [
             Recipe(
                 Cipher.CHACHA20,
                 Stream(key, str(i), purpose="noise", cipher=Cipher.CHACHA20).words,
                 Distribution.SECURE_NORMAL,
-                (std / spacing, spacing),
+                floats,
             ).pack()
             for i in range(num_tensors)
         ]

@@ -14,7 +14,6 @@ import json, re, sys, warnings
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from unison.kernels.random.tables import SECURE
 
 warnings.simplefilter("ignore")
 POINTERS = {
@@ -46,7 +45,6 @@ def compiled(kernel, options, types=(), **constants):
 
 def many_cases():
     from unison.kernels.many import launch, triton as k
-    secure = {"SEGMENTS": SECURE.num_segments, "DEGREE": SECURE.num_coefficients - 1}
     plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": launch._SAMPLES_AT_ONCE}
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
@@ -54,14 +52,14 @@ def many_cases():
         for name, is_noisy in (("sum", False), ("noisy", True)):
             yield f"release {name} {aligned}", k.release_kernel, {
                 "num_warps": 4 if is_noisy else 8, **plain}, {}, {
-                **secure, "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
+                "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
                 "ALIGNED": aligned,
                 "TILE": launch._NOISY_TILE if is_noisy else launch._COMBINE_TILE, **at_once}
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
-        **secure, "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
+        "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
         "TILE": launch._COMBINE_TILE, **at_once}
     yield "add integers", k.release_kernel, {"num_warps": 8, **plain}, {}, {
-        **secure, "NOISY": False, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
+        "NOISY": False, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
         "TILE": launch._COMBINE_TILE, **at_once}
     yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
 

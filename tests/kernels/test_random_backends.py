@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput
 from unison.kernels import random
 from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, reference, using_backend
-from unison.kernels.random.recipe import OUTPUT_DTYPES, WORDS_PER_ELEMENT
+from unison.kernels.random.recipe import OUTPUT_DTYPES, WORDS_PER_ELEMENT, secure_floats
+from unison.kernels.random.tables import SECURE
 
 NUMBERS: dict[Distribution, tuple[tuple[float, ...], tuple[int, ...]]] = {
     Distribution.WORDS: ((), ()),
@@ -21,7 +23,8 @@ NUMBERS: dict[Distribution, tuple[tuple[float, ...], tuple[int, ...]]] = {
     Distribution.UNIFORM53: ((-1.0, 2.5, -1.0, 1.375), ()),
     Distribution.NORMAL: ((0.1, 1.3), ()),
     Distribution.TRUNCATED: ((0.1, 1.3, -2.0, 2.0), (123456789, 3123456789)),
-    Distribution.SECURE_NORMAL: ((0.7 * 2.0**20, 2.0**-20), ()),
+    # One value in a thousand is decided exactly; with the usual nearness it is one in a million.
+    Distribution.SECURE_NORMAL: ((0.7 * 2.0**20, 2.0**-20, 0.0005), ()),
     Distribution.BERNOULLI: ((), (2**60,)),
     Distribution.INTEGERS: ((), (-5, 2**62 + 12345)),
 }
@@ -52,6 +55,36 @@ def test_numba_equals_reference(cipher, kind, dtype):
     for starts, run in ROWS:
         expected = drawn("reference", recipe, dtype, starts, run)
         assert torch.equal(drawn("numba", recipe, dtype, starts, run), expected)
+
+
+# Elements of `recipe_of`'s streams that the table alone would get wrong on the finest grid: near to
+# the middle of two values and, the second, so far in the tail that 63 bits are too few.
+OPEN_ONES = [
+    (Cipher.PHILOX, 1279830),
+    (Cipher.PHILOX, 4891333075),
+    (Cipher.CHACHA20, 2536487),
+]
+
+
+def fine_recipe(cipher: Cipher, near: float | None = None) -> Recipe:
+    """The finest grid, with the usual nearness unless another one is given."""
+    scale, spacing, usual = secure_floats(1.0, 2.0**-31)
+    floats = (scale, spacing, usual if near is None else near)
+    return replace(recipe_of(cipher, Distribution.SECURE_NORMAL), floats=floats)
+
+
+@pytest.mark.parametrize(("cipher", "element"), OPEN_ONES)
+def test_open_values_are_decided_exactly(cipher, element):
+    recipe, starts = fine_recipe(cipher), [element - 10]
+    expected = drawn("reference", recipe, torch.float64, starts, 2000)
+    words = reference.element_words(recipe, torch.tensor([element]), 1)
+    v = ((words[0] & 0x7FFFFFFF) << 32) | words[1] | 1
+    by_table = (reference.inverse_tail(v, SECURE) * 2.0**31).round() * 2.0**-31
+    assert float(by_table) != float(expected[10].abs())
+    # Many are open in the second case, all of them, too many for a list, in the last.
+    for near in (None, 0.003, 1.0):
+        found = drawn("numba", fine_recipe(cipher, near), torch.float64, starts, 2000)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.full
@@ -89,9 +122,12 @@ def test_half_precision_is_float32_rounded_once_more():
 INTERPRETED = """
 import sys, torch
 sys.path.insert(0, {folder!r})
-from test_random_backends import CASES, ROWS, drawn, recipe_of
-from unison.kernels.random import Cipher
+from test_random_backends import CASES, OPEN_ONES, ROWS, drawn, fine_recipe, recipe_of
 is_full = {is_full}
+for cipher, element in OPEN_ONES:
+    recipe = fine_recipe(cipher)
+    expected = drawn("reference", recipe, torch.float64, [element - 3], 7)
+    assert torch.equal(drawn("triton", recipe, torch.float64, [element - 3], 7), expected)
 seen = set()
 for cipher, kind, dtype in CASES:
     if dtype == torch.bfloat16:
@@ -130,8 +166,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random import triton as kernels
-for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24)]:
-    recipe = Recipe(cipher, tuple(range(cipher.num_key_words)), kind)
+for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24),
+                     (Cipher.PHILOX, Distribution.SECURE_NORMAL)]:
+    recipe = Recipe(cipher, tuple(range(cipher.num_key_words)), kind, (1.0, 1.0, 1.0))
     constants = kernels.compile_options(recipe, 1 << 20, True)
     options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
     signature = {"out": "*fp32", "numbers": "*i64", "starts": "*i64", "coefficients": "*fp64",
@@ -155,7 +192,7 @@ def test_triton_compiles_without_fused_multiply_adds():
         timeout=110,
     )
     lines = result.stdout.splitlines()
-    assert len(lines) == 2, result.stderr[-2000:]
+    assert len(lines) == 3, result.stderr[-2000:]
     for line in lines:
         _, num_fused, num_products = line.split()
         assert int(num_fused) == 0
@@ -171,6 +208,17 @@ def test_triton_equals_reference_on_the_gpu(cipher, kind, dtype):
         out = torch.empty(len(starts) * run, dtype=dtype, device="cuda")
         fill_rows(out, recipe, torch.tensor(starts), run)
         assert torch.equal(out.cpu(), drawn("reference", recipe, dtype, starts, run))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("cipher", "element"), OPEN_ONES)
+def test_open_values_are_decided_exactly_on_the_gpu(cipher, element):
+    expected = drawn("reference", fine_recipe(cipher), torch.float64, [element - 10], 2000)
+    for near in (None, 0.3):
+        out = torch.empty(2000, dtype=torch.float64, device="cuda")
+        fill_rows(out, fine_recipe(cipher, near), torch.tensor([element - 10]), 2000)
+        assert torch.equal(out.cpu(), expected)
 
 
 def test_operation_passes_opcheck():

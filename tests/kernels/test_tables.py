@@ -1,19 +1,39 @@
+import mpmath
 import numpy as np
 import pytest
 import torch
 from scipy.special import ndtri
 
-from bench.make_normal_table import segment_coefficients, table_lines
+from bench.make_normal_table import (
+    draw_distance,
+    inverse_error,
+    near_error,
+    segment_coefficients,
+    table_lines,
+    tail_coefficients,
+    tail_lines,
+    tail_quantile,
+)
+from unison.kernels.random.recipe import NEAR
 from unison.kernels.random.reference import inverse_tail
-from unison.kernels.random.tables import ORDINARY, SECURE, SUB_BITS, TABLE_FILE, table
+from unison.kernels.random.tables import (
+    NUM_TAIL_COEFFICIENTS,
+    NUM_TAILS,
+    ORDINARY,
+    SECURE,
+    SUB_BITS,
+    TABLE_FILE,
+    TAIL_STEPS,
+    table,
+    tail_table,
+)
+from unison.rng.secure import DRAW_DISTANCE
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [ORDINARY, SECURE], ids=lambda shape: shape.name)
 def test_file_is_what_the_script_computes(shape):
-    import mpmath
-
     stored = table(shape, CPU)
     with mpmath.workdps(40):
         for octave in (0, shape.num_octaves // 2, shape.num_octaves - 2, shape.num_octaves - 1):
@@ -22,11 +42,22 @@ def test_file_is_what_the_script_computes(shape):
                 assert stored[:, (octave << SUB_BITS) + part].tolist() == fresh
 
 
+def test_pairs_of_the_tail_are_its_coefficients():
+    with mpmath.workdps(60):
+        for j in (0, 1, 17, NUM_TAILS - 1):
+            fresh = tail_coefficients(mpmath.mpf(j) / TAIL_STEPS, NUM_TAIL_COEFFICIENTS)
+            for (c, rest), exact in zip(tail_table(CPU)[:, :, j].tolist(), fresh, strict=True):
+                assert c == float(exact)
+                assert abs(mpmath.mpf(c) + mpmath.mpf(rest) - exact) <= abs(exact) * 2.0**-106
+
+
 @pytest.mark.full
 def test_whole_file_is_what_the_script_computes():
     lines = TABLE_FILE.read_text(encoding="ascii").splitlines()
-    assert lines[1 : 1 + ORDINARY.num_segments] == table_lines(ORDINARY)
-    assert lines[2 + ORDINARY.num_segments :] == table_lines(SECURE)
+    secure_at = 2 + ORDINARY.num_segments
+    assert lines[1 : secure_at - 1] == table_lines(ORDINARY)
+    assert lines[secure_at : secure_at + SECURE.num_segments] == table_lines(SECURE)
+    assert lines[secure_at + SECURE.num_segments + 1 :] == tail_lines()
 
 
 @pytest.mark.parametrize(("shape", "tolerance"), [(ORDINARY, 1e-10), (SECURE, 4e-15)])
@@ -46,3 +77,28 @@ def test_ends(shape):
     smallest, largest = inverse_tail(ends, shape).tolist()
     assert smallest == pytest.approx(-ndtri(2.0**-shape.bits), abs=1e-9)
     assert abs(largest) < 1e-9
+
+
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.full)])
+def test_errors_of_the_inverse_keep_to_their_bound(step):
+    """At the ends of segments, where polynomials are worst, in the middle and elsewhere."""
+    worst = 0.0
+    with mpmath.workdps(40):
+        for segment in range(0, SECURE.num_segments - 8, step):
+            octave, part = divmod(segment, 1 << SUB_BITS)
+            places = [0.0, 2.0**-49, 0.0123, 1 / 16, 0.1, 1 / 8 - 2.0**-52]
+            xs = [(1 + part / 8 + u) * 2.0 ** (octave + SECURE.first_octave) for u in places]
+            found = inverse_tail(torch.tensor(xs, dtype=torch.float64), SECURE).tolist()
+            bound = inverse_error(SECURE, segment)
+            for x, z in zip(xs, found, strict=True):
+                error = abs(z - tail_quantile(mpmath.mpf(x) / 2**SECURE.bits))
+                assert error <= bound, (x, float(error), float(bound))
+                worst = max(worst, float(error / bound))
+    assert worst > 0.1  # not a bound of something else
+
+
+def test_the_claimed_bounds_are_those_of_the_tables():
+    with mpmath.workdps(40):
+        assert near_error() < NEAR / 4
+        assert DRAW_DISTANCE / 4 < draw_distance(2.0**20) < DRAW_DISTANCE
+        assert draw_distance(2.0**31) < DRAW_DISTANCE * 2**11

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.errors import BadInput
 from unison.kernels.random import Cipher, Distribution, Recipe
+from unison.kernels.random.recipe import secure_floats
 from unison.privacy import noise as noises
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
@@ -154,7 +155,7 @@ def test_recipes_of_many_parameters_are_those_of_each(noise_multiplier):
     found = noises.recipes_of(names, key, release)
     for row, name in zip(found, names, strict=True):
         stream = Stream(key, name, release.step, noises.PURPOSE, Cipher.CHACHA20)
-        floats = (release.noise_std / spacing, spacing)
+        floats = secure_floats(release.noise_std, spacing)
         recipe = Recipe(Cipher.CHACHA20, stream.words, Distribution.SECURE_NORMAL, floats)
         assert torch.equal(row, recipe.pack())
     found.zero_()  # nobody else has it

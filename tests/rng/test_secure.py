@@ -1,9 +1,17 @@
+import dataclasses
 import math
+import random
+from typing import Any
 
+import mpmath
 import pytest
 import torch
 
+from bench.make_normal_table import tail_quantile
 from unison.errors import BadInput
+from unison.kernels.random import Distribution, Recipe, fill_rows, reference
+from unison.kernels.random.recipe import secure_floats
+from unison.kernels.random.tables import SECURE
 from unison.rng import (
     Cipher,
     Key,
@@ -14,6 +22,7 @@ from unison.rng import (
     round_to_grid,
     secure_normal,
 )
+from unison.rng.secure import MAX_MAGNITUDE
 
 STREAM = Stream(Key.from_seed(5), "w", purpose="noise", cipher=Cipher.CHACHA20)
 
@@ -32,12 +41,10 @@ def test_noise_is_on_the_grid_in_both_dtypes(std):
 
 
 def test_largest_noise_fits_float32():
-    from unison.kernels.random.reference import inverse_tail
-    from unison.kernels.random.tables import SECURE
-
-    largest = float(inverse_tail(torch.tensor([1]), SECURE))
-    assert largest < 9.1
-    assert largest * 2.0**20 < 2.0**24
+    words = torch.zeros(4, 1, dtype=torch.int64)
+    largest = float(exact_steps(words, 2.0**20))
+    assert largest == round(2.0**20 * float(tail_quantile(2.0**-80)))
+    assert largest <= MAX_MAGNITUDE * 2.0**20 < 2.0**24
 
 
 def test_finer_grids_need_float64():
@@ -45,6 +52,124 @@ def test_finer_grids_need_float64():
     assert torch.equal(fine * 2.0**30, (fine * 2.0**30).round())
     with pytest.raises(BadInput, match="wider spacing"):
         secure_normal(STREAM, (10,), 1.0, spacing=2.0**-30)
+    with pytest.raises(BadInput, match=r"at least 4\.66e-10"):
+        secure_normal(STREAM, (10,), 1.0, spacing=2.0**-32, dtype=torch.float64)
+
+
+# ---- values that are decided exactly ---------------------------------------------------------
+
+
+def exact_steps(words: torch.Tensor, scale: float) -> torch.Tensor:
+    """Decide each of 4 words [4, ...]: 31 bits, 32 bits, and two words of which 52 bits count."""
+    return reference.exact_steps(words[0], words[1], words[2:], scale)
+
+
+def words_of(p: Any) -> tuple[int, ...]:
+    """Return the words whose p is the nearest to a given one."""
+    bits = int(mpmath.floor(p * 2**116))
+    return bits >> 84, bits >> 52 & 0xFFFFFFFF, bits >> 20 & 0xFFFFFFFF, (bits & 0xFFFFF) << 12
+
+
+def p_of(words: tuple[int, ...]) -> Any:
+    bits = (words[0] << 84) | (words[1] << 52) | (words[2] << 20) | (words[3] >> 12)
+    return (bits + mpmath.mpf("0.5")) / mpmath.mpf(2) ** 116
+
+
+def rounded(p: Any, scale: float) -> int:
+    """Return what the definition says: scale · Q(p), rounded."""
+    return int(mpmath.floor(tail_quantile(p) * scale + mpmath.mpf("0.5")))
+
+
+def test_the_upper_tail_is_known_to_102_bits():
+    generator = random.Random(0)
+    z = [generator.uniform(0, 10.22) for _ in range(300)]
+    z += [max(0.0, j / 8 + nudge) for j in range(82) for nudge in (-(2.0**-49), 0, 2.0**-49)]
+    tail, rest, slope = reference.upper_tail(torch.tensor(z, dtype=torch.float64))
+    with mpmath.workdps(60):
+        for at, *found in zip(z, tail.tolist(), rest.tolist(), slope.tolist(), strict=True):
+            value, remainder, derivative = map(mpmath.mpf, found)
+            exact = mpmath.erfc(mpmath.mpf(at) / mpmath.sqrt(2)) / 2
+            assert abs(value + remainder - exact) < exact * 2.0**-102
+            assert abs(derivative / mpmath.npdf(mpmath.mpf(at)) + 1) < 2.0**-50
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 0.7 * 2.0**20, 3.0, 2.0**30])
+def test_boundaries_between_cells_are_where_they_should_be(scale):
+    """A hair to either side of them, which 63 bits cannot tell apart: from 0 to 10 σ."""
+    generator = random.Random(1)
+    with mpmath.workdps(60):
+        cells = {math.floor(generator.uniform(0, 10.1) * scale) for _ in range(60)} | {0}
+        drawn, expected = [], []
+        for cell in cells:
+            boundary = mpmath.erfc((cell + mpmath.mpf("0.5")) / scale / mpmath.sqrt(2)) / 2
+            hair = boundary * mpmath.mpf(2) ** -92 + mpmath.mpf(2) ** -115
+            for side, steps in ((hair, cell), (-hair, cell + 1)):
+                drawn.append(words_of(boundary + side))
+                assert rounded(p_of(drawn[-1]), scale) == steps
+                expected.append(steps)
+    assert exact_steps(torch.tensor(drawn).T, scale).tolist() == expected
+
+
+def test_any_words_are_decided_as_defined():
+    generator, scale = random.Random(2), 0.7 * 2.0**20
+    drawn = [tuple(generator.getrandbits(each) for each in (31, 32, 32, 32)) for _ in range(60)]
+    for zeros in range(1, 50):  # into the tail, where the first words say little or nothing
+        bits = generator.getrandbits(115 - zeros)
+        if bits >> 36:
+            drawn.append(words_of(mpmath.ldexp(bits, -116)))
+    drawn += [(0x7FFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), (1 << 30, 0, 0, 0)]
+    with mpmath.workdps(60):
+        expected = [rounded(p_of(each), scale) for each in drawn]
+    assert exact_steps(torch.tensor(drawn).T, scale).tolist() == expected
+
+
+def test_every_cell_beyond_8_sigma_can_be_drawn():
+    """63 bits alone leave most of them out."""
+    scale, first = 2.0**20, round(8.3 * 2.0**20)
+    with mpmath.workdps(40):
+        middles = [mpmath.erfc(k / scale / mpmath.sqrt(2)) / 2 for k in range(first, first + 200)]
+        drawn = [words_of(p) for p in middles]
+    assert len({each[:2] for each in drawn}) <= 3
+    assert exact_steps(torch.tensor(drawn).T, scale).tolist() == [*range(first, first + 200)]
+
+
+@pytest.mark.parametrize(("std", "spacing"), [(0.7, 2.0**-20), (1.0, 2.0**-30), (3.0, 1.0)])
+def test_deciding_all_values_exactly_changes_none(std, spacing):
+    recipe = Recipe(
+        STREAM.cipher, STREAM.words, Distribution.SECURE_NORMAL, secure_floats(std, spacing)
+    )
+    all_open = dataclasses.replace(recipe, floats=(*recipe.floats[:2], 1.0))
+    found = [torch.empty(20_000, dtype=torch.float64) for _ in range(2)]
+    for each, out in zip((recipe, all_open), found, strict=True):
+        reference.fill(out, each, torch.tensor([5]), out.numel())
+    assert torch.equal(*found)
+
+
+# Elements of streams whose value is open by itself, as one in a million is: near to the middle of
+# two grid points, or in the tail.
+NEAR_ONES, FAR_ONES = (6583212, 7705295, 12656603), (1983218, 2588697, 3430158)
+
+
+@pytest.mark.parametrize("element", [*NEAR_ONES, *FAR_ONES])
+def test_values_that_are_open_by_themselves(element):
+    key = tuple((i * 2654435761) % 2**32 for i in range(1, 11))
+    floats = secure_floats(0.7, 2.0**-20)
+    recipe = Recipe(Cipher.CHACHA20, key, Distribution.SECURE_NORMAL, floats)
+    start = torch.tensor([element])
+    w0, w1 = reference.element_words(recipe, start, 1).view(-1).tolist()
+    more = reference.element_words(recipe, start, 1, 1 << 62).view(-1).tolist()
+    upper = w0 & 0x7FFFFFFF
+    scaled = float(reference.inverse_tail(torch.tensor((upper << 32) | w1), SECURE)) * floats[0]
+    assert abs(abs(scaled - round(scaled)) - 0.5) < floats[2] or upper < 1 << 10
+    assert (upper < 1 << 10) == (element in FAR_ONES)
+    with mpmath.workdps(60):
+        expected = rounded(p_of((upper, w1, *more)), floats[0]) * (-1 if w0 >> 31 else 1)
+    out = torch.empty(1, dtype=torch.float64)
+    fill_rows(out, recipe, start, 1)
+    assert float(out) / floats[1] == expected
+
+
+# ---- the grid ----------------------------------------------------------------------------------
 
 
 def test_round_to_grid_is_nearest_and_exact():

@@ -20,7 +20,7 @@ from torch import Tensor
 from unison.kernels import many
 from unison.kernels.many.table import Sent, sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH
+from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
 from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
@@ -208,8 +208,7 @@ def recipes_of(
 @lru_cache(maxsize=16)
 def _blank_recipe(std: float, cipher: Cipher) -> np.ndarray:
     """Return a recipe with nothing in the place of the key: int64 [RECIPE_LENGTH]."""
-    spacing = noise_spacing(std)
-    floats = (std / spacing, spacing)
+    floats = secure_floats(std, noise_spacing(std))
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
     return np.array(blank.numbers(), np.int64)
 

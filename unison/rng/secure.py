@@ -1,9 +1,9 @@
-"""Normal noise for privacy: ChaCha20, 63 random bits, on a fixed grid.
+"""Normal noise for privacy: ChaCha20, as many random bits as a value needs, on a fixed grid.
 
 Floating-point noise added to a floating-point sum leaks through the low-order bits (Mironov 2012):
 which sums are reachable depends on the data. Here noise and sum are both multiples of one public
 spacing, so they add without rounding and the result's low-order bits say nothing. docs/rng.md
-("Secure normals") has the argument, the bounds and what is not proved.
+("Secure normals") has the argument and the bounds.
 """
 
 import math
@@ -13,15 +13,18 @@ import torch
 from unison import check
 from unison.errors import BadInput
 from unison.kernels.random import Cipher, Distribution
+from unison.kernels.random.recipe import secure_floats
 from unison.kernels.random.reference import ROUND_MAGIC
 from unison.rng.distributions import Where, _fill
 from unison.rng.streams import Stream
 
 GRID_BITS = 20
-MAX_MAGNITUDE = 9.1  # no |z| exceeds the quantile of 2^-64, 9.08
-# Total variation that the end of the tail puts between one value and a rounded normal one. What
-# else there is between them is not in it: docs/rng.md, "What is not proved".
-DRAW_DISTANCE = 2.0**-63
+MAX_MAGNITUDE = 10.25  # no |z| exceeds the quantile of 2^-80, 10.22
+# Total variation between one value and a normal one rounded to the grid, for spacings of 2^-20
+# standard deviations or more (`draw_distance` in bench/make_normal_table.py computes the bound, and
+# docs/rng.md proves it). Finer ones have proportionally more, and so an end.
+DRAW_DISTANCE = 2.0**-75
+_MAX_SCALE = 2.0**31
 _MAX_INTEGER = {torch.float32: 2.0**24, torch.float64: 2.0**51}
 _CHUNK = 1 << 22
 
@@ -62,15 +65,18 @@ def secure_normal(
     """Return normal noise of mean 0 on the grid of multiples of `spacing`.
 
     Guarantees:
-        63 random bits of ChaCha20 a value; every value is an exact multiple of `spacing`; float32
-        and float64 hold the same values. The noise does not depend on any data, so it may be drawn
-        at any time, on any CUDA stream.
+        A value differs from a normal one that is rounded to the nearest multiple of `spacing` with
+        probability `DRAW_DISTANCE` at most, times how often the spacing goes into 2^-20 · std if
+        that is more than once; ChaCha20 is taken for random. Every value is an exact multiple of
+        `spacing`; float32 and float64 hold the same values. The noise does not depend on any data,
+        so it may be drawn at any time, on any CUDA stream.
 
     Args:
         stream: Must use `Cipher.CHACHA20`.
         where: Box or shape.
         std: Standard deviation of the noise.
-        spacing: A power of two; `noise_spacing(std)` unless given. Finer grids need float64.
+        spacing: A power of two, at least 2^-31 · std; `noise_spacing(std)` unless given. Finer
+            grids than that need float64.
         dtype: float32 or float64; bfloat16 and float16 cannot hold the grid.
         device: Where to put the result.
         out: Tensor to fill instead.
@@ -89,7 +95,12 @@ def secure_normal(
             f"{dtype} cannot hold noise of {std=} on a grid of {spacing=}: use a wider spacing "
             "or float64"
         )
-    floats = (std / spacing, spacing)
+    if std / spacing > _MAX_SCALE:
+        raise BadInput(
+            f"noise of {std=} is not known well enough on a grid of {spacing=}: use a spacing of "
+            f"at least {std / _MAX_SCALE:.3g}"
+        )
+    floats = secure_floats(std, spacing)
     return _fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
 
 

@@ -31,7 +31,7 @@ from unison.kernels.many.table import (
     tile_map,
     to_send,
 )
-from unison.kernels.random.tables import SECURE, table
+from unison.kernels.random.tables import SECURE, kernel_table
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -258,10 +258,9 @@ def release(
             (len(tensors), 1),
             (
                 group.table(at, out_at, device), recipes, tensors, first,
-                weights if index is None else weights[index], table(SECURE, device),
+                weights if index is None else weights[index], kernel_table(SECURE, device),
             ),
             (batch, 1.0 / divisor),
-            SEGMENTS=SECURE.num_segments, DEGREE=SECURE.num_coefficients - 1,
             NOISY=is_noisy, DTYPE=_DTYPES[group.dtype], ADD=add, ALIGNED=group.is_aligned,
             TILE=size, AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
             num_warps=4 if is_noisy else 8, enable_fp_fusion=False,

@@ -19,7 +19,7 @@ from unison.kernels.many import table as t
 from unison.kernels.random.recipe import FLOATS_AT as FLOATS
 from unison.kernels.random.recipe import RECIPE_LENGTH
 from unison.kernels.random.reference import ROUND_MAGIC
-from unison.kernels.random.triton import _chacha, _inverse_tail, _weave8
+from unison.kernels.random.triton import _chacha, _weave8, secure_steps
 
 VALUES, STRIDE, NUMEL, OUT = (tl.constexpr(each) for each in (t.VALUES, t.STRIDE, t.NUMEL, t.OUT))
 FIRST, KIND, SAMPLES = (tl.constexpr(each) for each in (t.FIRST, t.KIND, t.SAMPLES))
@@ -91,16 +91,14 @@ def total_kernel(parts, first_tiles, out, num_tensors, num_tiles, BLOCK: tl.cons
 
 
 @triton.jit
-def _normals(recipe, tile, coefficients, TILE: tl.constexpr, SEGMENTS, DEGREE):
-    """Return a tile of normal values, float64; the tile begins at a block of the cipher."""
-    block = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+def _noise(recipe, tile, coefficients, TILE: tl.constexpr):
+    """Return a tile of noise in spacings, float64; the tile begins at a block of the cipher."""
+    first = tile * (TILE // 8)
+    block = first + tl.arange(0, TILE // 8)
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, recipe)
     upper = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
     lower = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
-    v = ((upper & 0x7FFFFFFF).to(tl.int64) << 32) | lower.to(tl.int64) | 1
-    z = _inverse_tail(v, coefficients, SEGMENTS, DEGREE)
-    sign = (upper & 0x80000000).to(tl.int64) << 32
-    return (z.to(tl.int64, bitcast=True) | sign).to(tl.float64, bitcast=True)
+    return secure_steps(upper, lower, first, recipe, coefficients, True)
 
 
 @triton.jit
@@ -134,8 +132,8 @@ def _weighted(
 @triton.jit
 def release_kernel(
     table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
-    SEGMENTS: tl.constexpr, DEGREE: tl.constexpr, NOISY: tl.constexpr, DTYPE: tl.constexpr,
-    ADD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    NOISY: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
 
@@ -181,13 +179,12 @@ def release_kernel(
         if NOISY:
             recipe = recipes + tensor * RECIPE
             spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
-            std = tl.load(recipe + FLOATS_AT).to(tl.float64, bitcast=True) * spacing
-            z = _normals(recipe, begin // TILE + tile, coefficients, TILE, SEGMENTS, DEGREE)
+            steps = _noise(recipe, begin // TILE + tile, coefficients, TILE)
             # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number
-            # rounds the sum to the grid, and subtracting it rounds the noise. Added up it is gone,
-            # exactly.
+            # rounds the sum to the grid. Taken off the noise, which is on the grid, it is gone from
+            # the total, exactly.
             magic = MAGIC * spacing
-            total = (total + magic) + (z * std - magic)
+            total = (total + magic) + (steps * spacing - magic)
         if tl.float64 != DTYPE:
             total = total.to(tl.float32)
         made = (total * factor).to(DTYPE)

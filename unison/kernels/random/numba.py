@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from unison.kernels.compiled import jit, num_pieces, run_pieces
+from unison.kernels.random import reference
 from unison.kernels.random.ciphers import (
     CHACHA_CONSTANTS,
     CHACHA_DOUBLE_ROUNDS,
@@ -23,7 +24,7 @@ from unison.kernels.random.ciphers import (
     PHILOX_W0,
     PHILOX_W1,
 )
-from unison.kernels.random.recipe import Cipher, Distribution, Recipe
+from unison.kernels.random.recipe import FAR_UPPER, Cipher, Distribution, Recipe
 from unison.kernels.random.reference import ROUND_MAGIC
 from unison.kernels.random.tables import (
     FRACTION_MASK,
@@ -31,11 +32,11 @@ from unison.kernels.random.tables import (
     ONE_BITS,
     ORDINARY,
     SECURE,
-    SEGMENT_OFFSET,
     SEGMENT_SHIFT,
     table,
 )
 
+_ROOM = 64
 TILE = 1024  # elements
 LANES = 64  # ChaCha20 blocks computed side by side
 
@@ -52,6 +53,8 @@ _UNIFORM24, _UNIFORM53 = int(Distribution.UNIFORM24), int(Distribution.UNIFORM53
 _NORMAL, _TRUNCATED = int(Distribution.NORMAL), int(Distribution.TRUNCATED)
 _SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
 _WORDS, _BERNOULLI = int(Distribution.WORDS), int(Distribution.BERNOULLI)
+_ORDINARY_OFFSET, _SECURE_OFFSET = ORDINARY.segment_offset, SECURE.segment_offset
+_FAR = FAR_UPPER << 32
 
 
 @jit
@@ -146,7 +149,7 @@ def _chacha_words(words, first, num_blocks, state, x):
 
 
 @jit
-def _inverse_tails(tile, v, coefficients, n):
+def _inverse_tails(tile, v, coefficients, offset, n):
     """Write |z| for each v: see `reference.inverse_tail`."""
     degree = coefficients.shape[0] - 1
     bits = tile.view(np.int64)
@@ -156,7 +159,7 @@ def _inverse_tails(tile, v, coefficients, n):
     for i in range(n):
         tile[i] = np.float64(v[i])
     for i in range(n):
-        segment[i] = (bits[i] >> SEGMENT_SHIFT) - SEGMENT_OFFSET
+        segment[i] = (bits[i] >> SEGMENT_SHIFT) - offset
         u_bits[i] = (bits[i] & FRACTION_MASK) | ONE_BITS
     top = coefficients[degree]
     for i in range(n):
@@ -170,7 +173,10 @@ def _inverse_tails(tile, v, coefficients, n):
 
 @jit
 def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_negative):
-    """Write the float64 values of n elements whose words begin at words[at]."""
+    """Write the float64 values of n elements whose words begin at words[at].
+
+    Returns how many are open, to be decided exactly: secure normals, whose v[i] is -1 from then on.
+    """
     if distribution == _UNIFORM24:
         for i in range(n):
             tile[i] = np.float64(np.int64(words[at + i]) >> 8) * 2.0**-24
@@ -198,18 +204,27 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
 
     is_normal = distribution != _UNIFORM24 and distribution != _UNIFORM53
     if is_normal:  # one call site: the function is inlined, and compiled again, at each
-        _inverse_tails(tile, v, tables[1] if distribution == _SECURE_NORMAL else tables[0], n)
+        is_secure = distribution == _SECURE_NORMAL
+        offset = _SECURE_OFFSET if is_secure else _ORDINARY_OFFSET
+        _inverse_tails(tile, v, tables[1] if is_secure else tables[0], offset, n)
         for i in range(n):
             tile[i] = -tile[i] if is_negative[i] else tile[i]
+    num_open = 0
     if distribution == _SECURE_NORMAL:
         for i in range(n):
-            tile[i] = (tile[i] * floats[0] + ROUND_MAGIC - ROUND_MAGIC) * floats[1]
+            scaled = tile[i] * floats[0]
+            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+            is_open = (abs(scaled - steps) > 0.5 - floats[2]) | (v[i] < _FAR)
+            v[i] = -1 if is_open else v[i]
+            num_open += is_open
+            tile[i] = steps * floats[1]
     else:
         for i in range(n):
             tile[i] = tile[i] * floats[1] + floats[0]
     if distribution != _NORMAL and distribution != _SECURE_NORMAL:
         for i in range(n):
             tile[i] = min(max(tile[i], floats[2]), floats[3])
+    return num_open
 
 
 @jit
@@ -246,11 +261,16 @@ def _draw_ints(tile, words, at, n, distribution, ints):
 
 
 @jit
-def _fill_tiles(outs, starts, run, area, cipher, distribution, width, key, floats, ints, tables):
+def _fill_tiles(
+    outs, opens, starts, run, area, cipher, distribution, width, key, floats, ints, tables
+):
     """Fill rows area[0]:area[1], columns area[2]:area[3] of the output [num_rows * run].
 
     The output is the one of `outs` (float32, float64, int64, uint8) that is not empty: one function
     for all types compiles in a quarter of the time that one function for each would take.
+
+    Where the output holds secure normals that are open is written to `opens`, as far as there is
+    room, after their number.
     """
     out_float32, out_float64, out_int64, out_uint8 = outs
     is_float = len(out_float32) + len(out_float64) > 0
@@ -287,9 +307,15 @@ def _fill_tiles(outs, starts, run, area, cipher, distribution, width, key, float
                 _chacha_words(words, _U(block), num_blocks, state, x)
             at, to = offset * width, row * run + column
             if is_float:
-                _draw_floats(
+                num_open = _draw_floats(
                     values, words, at, n, distribution, floats, ints, tables, v, is_negative
                 )
+                if num_open:
+                    for i in range(n):
+                        if v[i] == -1:
+                            opens[0] += 1
+                            if opens[0] < len(opens):
+                                opens[opens[0]] = to + i
                 if len(out_float32):
                     for i in range(n):
                         out_float32[to + i] = values[i]
@@ -337,7 +363,29 @@ def fill(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int) -> N
     )
     first_elements = starts.numpy()
     areas = _cut(len(first_elements), run, num_pieces(out.numel()))
-    run_pieces(_fill_tiles, [(outs, first_elements, run, area, *rest) for area in areas])
+    opens = [np.zeros(_ROOM + (out.numel() >> 6), np.int64) for _ in areas]
+    pieces = zip(opens, areas, strict=True)
+    run_pieces(
+        _fill_tiles, [(outs, each, first_elements, run, area, *rest) for each, area in pieces]
+    )
+    if any(each[0] for each in opens):
+        _decide(out.view(-1), recipe, starts, run, opens)
+
+
+def _decide(
+    out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int, opens: list[np.ndarray]
+) -> None:
+    """Let the reference draw the secure normals that are open: one in a million.
+
+    To compile what decides them would take twice as long as all the rest.
+    """
+    if any(each[0] >= len(each) for each in opens):  # as good as never
+        reference.fill(out, recipe, starts, run)
+        return
+    at = torch.from_numpy(np.concatenate([each[1 : 1 + each[0]] for each in opens]))
+    values = torch.empty(len(at), dtype=out.dtype)
+    reference.fill(values, recipe, starts[at // run] + at % run, 1)
+    out[at] = values
 
 
 def _fill_through_float32(

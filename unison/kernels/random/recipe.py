@@ -68,6 +68,13 @@ OUTPUT_DTYPES = {
     Distribution.INTEGERS: (torch.int64,),
 }
 
+# Secure normals that are this near to the middle of two grid points, in standard deviations, or so
+# far in the tail that their first 63 bits are too coarse, are decided by more bits and exactly:
+# 2^-20 of them at the usual spacing (docs/rng.md, "How a value is decided").
+NEAR = 2.0**-42
+FAR_UPPER = 1 << 10  # the upper 31 of the 63 bits are less: P(|Z| > |z|) < 2^-21
+MORE_BLOCKS = 1 << 62  # their further bits lie in blocks from here on; no element's own is there
+
 NUM_KEY, NUM_FLOATS, NUM_INTS = 10, 4, 2
 KEY_AT = 2
 FLOATS_AT = KEY_AT + NUM_KEY
@@ -85,6 +92,15 @@ def bits_float(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
+def secure_floats(std: float, spacing: float) -> tuple[float, float, float]:
+    """Return the floats of a SECURE_NORMAL recipe.
+
+    The third says how near to the middle of two multiples a value must be, in spacings, to be
+    decided exactly. More than NEAR changes no value; tests use it to have many decided so.
+    """
+    return std / spacing, spacing, std / spacing * NEAR
+
+
 @dataclass(frozen=True, repr=False)
 class Recipe:
     """A cipher, the words that identify a stream, a distribution and its numbers.
@@ -96,7 +112,7 @@ class Recipe:
     | UNIFORM24, UNIFORM53 | low, high - low, least and greatest allowed result | |
     | NORMAL | mean, standard deviation | |
     | TRUNCATED | mean, standard deviation, least and greatest result | first rank, count of ranks |
-    | SECURE_NORMAL | standard deviation / spacing, spacing | |
+    | SECURE_NORMAL | standard deviation / spacing, spacing, nearness (see `secure_floats`) | |
     | BERNOULLI | | greatest 63-bit draw that counts as success, -1 for none |
     | INTEGERS | | low, high - low |
     """
@@ -106,6 +122,10 @@ class Recipe:
     distribution: Distribution
     floats: tuple[float, ...] = ()
     ints: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.distribution is Distribution.SECURE_NORMAL:  # without nearness it would not be
+            assert any(self.floats[2:]), "floats come from secure_floats"
 
     @property
     def words_per_element(self) -> int:

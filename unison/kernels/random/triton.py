@@ -11,6 +11,7 @@ compile variants by their divisibility, and Python floats would arrive as float3
 
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from contextlib import nullcontext
 from typing import Any
@@ -22,19 +23,22 @@ import triton.language as tl
 from unison.kernels.random.ciphers import CHACHA_CONSTANTS, PHILOX_M0, PHILOX_M1
 from unison.kernels.random.ciphers import PHILOX_W0 as W0
 from unison.kernels.random.ciphers import PHILOX_W1 as W1
+from unison.kernels.random.recipe import FAR_UPPER, MORE_BLOCKS, Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import FLOATS_AT as FLOATS
 from unison.kernels.random.recipe import INTS_AT as INTS
-from unison.kernels.random.recipe import Cipher, Distribution, Recipe
-from unison.kernels.random.reference import ROUND_MAGIC
+from unison.kernels.random.reference import ROUND_MAGIC, SPLIT
 from unison.kernels.random.tables import (
     FRACTION_MASK,
     MIDDLE,
+    NUM_TAIL_COEFFICIENTS,
+    NUM_TAILS,
     ONE_BITS,
     ORDINARY,
     SECURE,
-    SEGMENT_OFFSET,
+    SECURE_LENGTH,
     SEGMENT_SHIFT,
-    table,
+    TAIL_STEPS,
+    kernel_table,
 )
 
 M32 = tl.constexpr(0xFFFFFFFF)
@@ -42,7 +46,17 @@ PM0, PM1 = tl.constexpr(PHILOX_M0), tl.constexpr(PHILOX_M1)
 PW0, PW1 = tl.constexpr(W0), tl.constexpr(W1)
 C0, C1, C2, C3 = (tl.constexpr(c) for c in CHACHA_CONSTANTS)
 FLOATS_AT, INTS_AT = tl.constexpr(FLOATS), tl.constexpr(INTS)
-SHIFT, OFFSET = tl.constexpr(SEGMENT_SHIFT), tl.constexpr(SEGMENT_OFFSET)
+SHIFT = tl.constexpr(SEGMENT_SHIFT)
+ORDINARY_OFFSET = tl.constexpr(ORDINARY.segment_offset)
+SECURE_OFFSET = tl.constexpr(SECURE.segment_offset)
+ORDINARY_SEGMENTS = tl.constexpr(ORDINARY.num_segments)
+ORDINARY_DEGREE = tl.constexpr(ORDINARY.num_coefficients - 1)
+SECURE_SEGMENTS = tl.constexpr(SECURE.num_segments)
+SECURE_DEGREE = tl.constexpr(SECURE.num_coefficients - 1)
+LEAST, TAILS_AT = tl.constexpr(2.0**SECURE.first_octave), tl.constexpr(SECURE_LENGTH)
+TAILS, TAIL_DEGREE = tl.constexpr(NUM_TAILS), tl.constexpr(NUM_TAIL_COEFFICIENTS - 1)
+TAILS_PER_UNIT, CUT = tl.constexpr(float(TAIL_STEPS)), tl.constexpr(SPLIT)
+FAR, MORE = tl.constexpr(FAR_UPPER), tl.constexpr(MORE_BLOCKS)
 FRACTION, ONE = tl.constexpr(FRACTION_MASK), tl.constexpr(ONE_BITS)
 MID, MAGIC = tl.constexpr(MIDDLE), tl.constexpr(ROUND_MAGIC)
 UNIFORM24 = tl.constexpr(int(Distribution.UNIFORM24))
@@ -86,25 +100,37 @@ def _philox(block, numbers):
 
 
 @triton.jit
-def _rotate(x, n: tl.constexpr):
-    return (x << n) | (x >> (32 - n))
-
-
-@triton.jit
 def _quarter_round(a, b, c, d):
     a = a + b
-    d = _rotate(d ^ a, 16)
+    d = d ^ a
+    d = (d << 16) | (d >> 16)
     c = c + d
-    b = _rotate(b ^ c, 12)
+    b = b ^ c
+    b = (b << 12) | (b >> 20)
     a = a + b
-    d = _rotate(d ^ a, 8)
+    d = d ^ a
+    d = (d << 8) | (d >> 24)
     c = c + d
-    b = _rotate(b ^ c, 7)
+    b = b ^ c
+    b = (b << 7) | (b >> 25)
     return a, b, c, d
 
 
 @triton.jit
-def _chacha(block, numbers):
+def _double_round(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15):
+    x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
+    x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
+    x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
+    x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
+    x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
+    x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
+    x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
+    x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@triton.jit
+def _chacha(block, numbers, UNROLLED: tl.constexpr = True):
     low = block.to(tl.uint32)
     high = (block >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
@@ -122,15 +148,16 @@ def _chacha(block, numbers):
     x4, x5, x6, x7 = zero + s4, zero + s5, zero + s6, zero + s7
     x8, x9, x10, x11 = zero + s8, zero + s9, zero + s10, zero + s11
     x12, x13, x14, x15 = low, high, zero + s14, zero + s15
-    for _ in tl.static_range(10):
-        x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
-        x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
-        x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
-        x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
-        x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
-        x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
-        x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
-        x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
+    if UNROLLED:
+        for _ in tl.static_range(10):
+            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
+                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+            )
+    else:
+        for _ in range(10):
+            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
+                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+            )
     x0, x1, x2, x3 = x0 + C0, x1 + C1, x2 + C2, x3 + C3
     x4, x5, x6, x7 = x4 + s4, x5 + s5, x6 + s6, x7 + s7
     x8, x9, x10, x11 = x8 + s8, x9 + s9, x10 + s10, x11 + s11
@@ -150,15 +177,143 @@ def _weave8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _inverse_tail(v, coefficients, SEGMENTS: tl.constexpr, DEGREE: tl.constexpr):
-    """Return |z| for each integer v: see `reference.inverse_tail`."""
-    bits = v.to(tl.float64).to(tl.int64, bitcast=True)
+def _inverse_tail(
+    x, coefficients, SEGMENTS: tl.constexpr, DEGREE: tl.constexpr, OFFSET: tl.constexpr
+):
+    """Return |z| for each x, float64: see `reference.inverse_tail`."""
+    bits = x.to(tl.int64, bitcast=True)
     segment = ((bits >> SHIFT) - OFFSET).to(tl.int32)
     u = ((bits & FRACTION) | ONE).to(tl.float64, bitcast=True) - MID
     z = tl.load(coefficients + DEGREE * SEGMENTS + segment)
     for d in tl.static_range(DEGREE):
         z = z * u + tl.load(coefficients + (DEGREE - 1 - d) * SEGMENTS + segment)
     return z
+
+
+@triton.jit
+def _ordinary(v, coefficients):
+    x = v.to(tl.float64)
+    return _inverse_tail(x, coefficients, ORDINARY_SEGMENTS, ORDINARY_DEGREE, ORDINARY_OFFSET)
+
+
+@triton.jit
+def _secure(x, coefficients):
+    return _inverse_tail(x, coefficients, SECURE_SEGMENTS, SECURE_DEGREE, SECURE_OFFSET)
+
+
+@triton.jit
+def _product(a, b):
+    """Return a · b rounded, and what is lost by it, exactly: see `reference`."""
+    product = a * b
+    cut_a, cut_b = a * CUT, b * CUT
+    a1, b1 = cut_a - (cut_a - a), cut_b - (cut_b - b)
+    a0, b0 = a - a1, b - b1
+    return product, (((a1 * b1 - product) + a1 * b0) + a0 * b1) + a0 * b0
+
+
+@triton.jit
+def _exact_steps(upper, lower, more0, more1, scale, coefficients):
+    """Return scale · Q(p), rounded to an integer: see `reference.exact_steps`; words are int64."""
+    after = ((more0 << 20) | (more1 >> 12)).to(tl.float64) * 2.0**-52 + 2.0**-53
+    top, low = upper.to(tl.float64) * 4294967296.0, lower.to(tl.float64)
+    whole = top + low
+    rest = ((top - whole) + low) + after
+    x = whole + rest
+    rest = rest - (x - whole)
+    rest = tl.where(x < LEAST, 0.0, rest)
+    x = tl.where(x < LEAST, LEAST, x)
+    z = _secure(x, coefficients)
+    nearest = (z * TAILS_PER_UNIT + MAGIC) - MAGIC
+    h = z - nearest * (1 / TAILS_PER_UNIT)
+    pair = coefficients + TAILS_AT + 2 * TAIL_DEGREE * TAILS + nearest.to(tl.int32)
+    slope = z * 0.0
+    tail, tail_rest = tl.load(pair), tl.load(pair + TAILS)
+    for _ in range(TAIL_DEGREE):
+        pair -= 2 * TAILS
+        slope = slope * h + tail
+        product, error = _product(tail, h)
+        error = error + tail_rest * h
+        coefficient = tl.load(pair)
+        total = coefficient + product
+        back = total - coefficient
+        lost = (coefficient - (total - back)) + (product - back)
+        lost = lost + (error + tl.load(pair + TAILS))
+        tail = total + lost
+        tail_rest = lost - (tail - total)
+    excess = (tail - x * 2.0**-64) + (tail_rest - rest * 2.0**-64)
+    change = -excess / slope
+    change = change + 0.5 * z * change * change
+    y, y_rest = _product(scale, z)
+    steps = (y + MAGIC) - MAGIC
+    y_rest = y_rest + scale * change
+    off = y - steps
+    up, down = (off - 0.5) + y_rest > 0, (off + 0.5) + y_rest < 0
+    return steps + up.to(tl.float64) - down.to(tl.float64)
+
+
+@triton.jit
+def _pick8(lane, a, b, c, d, e, f, g, h):
+    left = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    right = tl.where(lane < 6, tl.where(lane == 4, e, f), tl.where(lane == 6, g, h))
+    return tl.where(lane < 4, left, right).to(tl.int64)
+
+
+@triton.jit
+def _words_of_one(block, lane, numbers, CHACHA: tl.constexpr):
+    """Return the two words of one element, by its block and its place in it."""
+    if CHACHA:
+        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
+            block, numbers, UNROLLED=False
+        )
+        a = _pick8(lane, w0, w2, w4, w6, w8, w10, w12, w14)
+        b = _pick8(lane, w1, w3, w5, w7, w9, w11, w13, w15)
+    else:
+        w0, w1, w2, w3 = _philox(block, numbers)
+        a = tl.where(lane == 0, w0, w2).to(tl.int64)
+        b = tl.where(lane == 0, w1, w3).to(tl.int64)
+    return a, b
+
+
+@triton.jit(noinline=True)
+def _decided(block, lane, numbers, coefficients, CHACHA: tl.constexpr):
+    own0, own1 = _words_of_one(block, lane, numbers, CHACHA)
+    more0, more1 = _words_of_one(block + MORE, lane, numbers, CHACHA)
+    scale = _real(numbers, 0)
+    exact = _exact_steps(own0 & 0x7FFFFFFF, own1, more0, more1, scale, coefficients)
+    return tl.where((own0 >> 31) == 1, -exact, exact) + 0.0  # no -0.0
+
+
+@triton.jit
+def secure_steps(w0, w1, first, numbers, coefficients, CHACHA: tl.constexpr):
+    """Return secure noise in spacings: integers, float64.
+
+    Those few that are open are decided one at a time, in scalars, and from the key on: a tile of
+    them, or the words of all others kept for them, would take the registers of the rest.
+
+    Args:
+        w0: First words of consecutive elements, all those of some blocks.
+        w1: Second words.
+        first: The number of the first block.
+        numbers: The recipe.
+        coefficients: `kernel_table(SECURE)`.
+        CHACHA: Whether that is the cipher.
+    """
+    PER_BLOCK: tl.constexpr = 8 if CHACHA else 2
+    scale = _real(numbers, 0)
+    upper = (w0 & 0x7FFFFFFF).to(tl.int64)
+    z = _secure(((upper << 32) | w1.to(tl.int64) | 1).to(tl.float64), coefficients)
+    scaled = tl.where((w0 >> 31) == 1, -z, z) * scale
+    steps = (scaled + MAGIC) - MAGIC
+    is_open = (tl.abs(scaled - steps) > 0.5 - _real(numbers, 2)) | (upper < FAR)
+    steps = tl.where(is_open, float("nan"), steps)
+    column = tl.arange(0, w0.shape[0])
+    last = tl.max(tl.where(is_open, column, -1), 0)
+    while last >= 0:
+        block, lane = first + last // PER_BLOCK, last % PER_BLOCK
+        exact = _decided(block, lane, numbers, coefficients, CHACHA)
+        steps = tl.where(column == last, exact, steps)
+        last = tl.max(tl.where((steps != steps) & (column < last), column, -1), 0)
+    return steps
 
 
 @triton.jit
@@ -172,7 +327,7 @@ def _multiply(a, n):
 
 
 @triton.jit
-def _draw1(w, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr, DEG: tl.constexpr):
+def _draw1(w, numbers, coefficients, DIST: tl.constexpr):
     """Values of elements that consume one word."""
     word = w.to(tl.int64)
     if DIST == WORDS:
@@ -182,7 +337,7 @@ def _draw1(w, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr,
         x = x * _real(numbers, 1) + _real(numbers, 0)
         return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
     elif DIST == NORMAL:
-        z = _inverse_tail((w << 1) | 1, coefficients, SEGMENTS, DEG)  # 32 bits: the sign falls out
+        z = _ordinary((w << 1) | 1, coefficients)  # 32 bits: the sign falls out
         return tl.where((w >> 31) == 1, -z, z) * _real(numbers, 1) + _real(numbers, 0)
     else:
         tl.static_assert(DIST == TRUNCATED)
@@ -191,16 +346,14 @@ def _draw1(w, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr,
         rank += _number(numbers, INTS_AT)
         is_negative = (rank >> 31) == 0
         from_tail = tl.where(is_negative, rank, 4294967295 - rank).to(tl.uint32)
-        z = _inverse_tail((from_tail << 1) | 1, coefficients, SEGMENTS, DEG)
+        z = _ordinary((from_tail << 1) | 1, coefficients)
         x = tl.where(is_negative, -z, z) * _real(numbers, 1) + _real(numbers, 0)
         return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
 
 
 @triton.jit
-def _draw2(
-    w0, w1, numbers, coefficients, DIST: tl.constexpr, SEGMENTS: tl.constexpr, DEG: tl.constexpr
-):
-    """Values of elements that consume two words."""
+def _draw2(w0, w1, first, numbers, coefficients, DIST: tl.constexpr, CHACHA: tl.constexpr):
+    """Values of elements that consume two words; `first` is the number of their first block."""
     upper = w0.to(tl.int64)
     lower = w1.to(tl.int64)
     if DIST == UNIFORM53:
@@ -208,10 +361,7 @@ def _draw2(
         x = x * _real(numbers, 1) + _real(numbers, 0)
         return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
     elif DIST == SECURE_NORMAL:  # noqa: RET505
-        v = ((upper & 0x7FFFFFFF) << 32) | lower | 1
-        z = _inverse_tail(v, coefficients, SEGMENTS, DEG)
-        x = tl.where((upper >> 31) == 1, -z, z) * _real(numbers, 0)
-        return ((x + MAGIC) - MAGIC) * _real(numbers, 1)
+        return secure_steps(w0, w1, first, numbers, coefficients, CHACHA) * _real(numbers, 1)
     else:
         tl.static_assert(DIST == BERNOULLI)
         return ((upper << 31) | (lower >> 1)) <= _number(numbers, INTS_AT)
@@ -238,8 +388,6 @@ def _fill(
     CHACHA: tl.constexpr,
     DIST: tl.constexpr,
     WIDTH: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DEGREE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -248,7 +396,8 @@ def _fill(
     tile = (tl.program_id(0) % tiles_per_row).to(tl.int64)
     PER_BLOCK: tl.constexpr = (16 if CHACHA else 4) // WIDTH
     start = tl.load(starts + row)
-    block = start // PER_BLOCK + tile * TILE + tl.arange(0, TILE)
+    first = start // PER_BLOCK + tile * TILE
+    block = first + tl.arange(0, TILE)
     if CHACHA:
         w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
             block, numbers
@@ -258,11 +407,11 @@ def _fill(
                 _weave8(w0, w2, w4, w6, w8, w10, w12, w14),
                 _weave8(w1, w3, w5, w7, w9, w11, w13, w15),
             )
-            value = _draw1(w, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+            value = _draw1(w, numbers, coefficients, DIST)
         elif WIDTH == 2:
             a = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
             b = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
-            value = _draw2(a, b, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+            value = _draw2(a, b, first, numbers, coefficients, DIST, CHACHA)
         else:
             a, b = _weave4(w0, w4, w8, w12), _weave4(w1, w5, w9, w13)
             c, d = _weave4(w2, w6, w10, w14), _weave4(w3, w7, w11, w15)
@@ -271,10 +420,10 @@ def _fill(
         w0, w1, w2, w3 = _philox(block, numbers)
         if WIDTH == 1:
             w = _weave4(w0, w1, w2, w3)
-            value = _draw1(w, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+            value = _draw1(w, numbers, coefficients, DIST)
         elif WIDTH == 2:
             a, b = tl.interleave(w0, w2), tl.interleave(w1, w3)
-            value = _draw2(a, b, numbers, coefficients, DIST, SEGMENTS, DEGREE)
+            value = _draw2(a, b, first, numbers, coefficients, DIST, CHACHA)
         else:
             value = _draw4(w0, w1, w2, w3, numbers)
     column = tile * (TILE * PER_BLOCK) + tl.arange(0, TILE * PER_BLOCK)
@@ -297,7 +446,6 @@ LAUNCH: dict[Cipher, dict[str, int]] = {
 
 def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any]:
     """Return the constants and launch options of the kernel for a recipe."""
-    shape = SECURE if recipe.distribution is Distribution.SECURE_NORMAL else ORDINARY
     options = dict(LAUNCH[recipe.cipher])
     blocks_in_row = -(-run // recipe.elements_per_block) + (not is_aligned)
     while options["TILE"] > 32 and options["TILE"] >= 2 * blocks_in_row:
@@ -307,8 +455,6 @@ def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any
         "CHACHA": recipe.cipher is Cipher.CHACHA20,
         "DIST": int(recipe.distribution),
         "WIDTH": recipe.words_per_element,
-        "SEGMENTS": shape.num_segments,
-        "DEGREE": shape.num_coefficients - 1,
         "ALIGNED": is_aligned,
         "enable_fp_fusion": False,
         **options,
@@ -332,7 +478,7 @@ def fill(out: torch.Tensor, recipe: Recipe, starts: torch.Tensor, run: int) -> N
         numbers = packed.to(out.device, non_blocking=True)
         if numbers is not packed:
             packed.zero_()  # it holds the key
-        coefficients = table(shape, out.device)
+        coefficients = kernel_table(shape, out.device)
         for row in range(0, len(starts), rows_at_once):
             begin = starts[row : row + rows_at_once].to(out.device, non_blocking=True)
             part = flat[row * run : (row + len(begin)) * run]
