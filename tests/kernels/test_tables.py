@@ -99,6 +99,7 @@ def test_errors_of_the_inverse_keep_to_their_bound(step):
 
 def test_the_claimed_bounds_are_those_of_the_tables():
     with mpmath.workdps(40):
-        assert near_error() < NEAR / 4
+        assert max(inverse_error(SECURE, i) for i in range(SECURE.num_segments)) < 4.3e-15
+        assert near_error() < 4.9e-14 < NEAR / 4
         assert DRAW_DISTANCE / 4 < draw_distance(2.0**20) < DRAW_DISTANCE
         assert draw_distance(2.0**31) < DRAW_DISTANCE * 2**11

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -22,7 +23,8 @@ from tests.privacy.accounts import (
     times,
 )
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.accounting import epsilon_of, epsilon_of_events, event_of
+from unison.privacy import accounting
+from unison.privacy.accounting import epsilon_of, epsilon_of_events, event_of, last_place
 from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.budget import Budget, BudgetGuard
 from unison.privacy.calibration import (
@@ -32,6 +34,8 @@ from unison.privacy.ledger import Ledger
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Cosine, Exponential, Stairs
 from unison.privacy.spending import ADJACENCY, Event, Spending, spending_of
+from unison.rng.distributions import drawn_probability
+from unison.rng.secure import DRAW_DISTANCE
 
 # ---- the ledger's ε is dp-accounting's -------------------------------------------------------
 
@@ -270,22 +274,38 @@ def test_a_capacity_that_is_never_reached_costs_nothing():
         assert plain * (1 - 1e-12) <= found <= plain * most
 
 
+def test_truncated_draws_are_counted_at_the_rate_that_is_drawn(monkeypatch):
+    """A rate below 2^-11 may be no multiple of 2^-63, which is what membership can have."""
+    rates, rate = [], 1e-5 / 3
+    assert 0 < rate - drawn_probability(rate) < 2.0**-63
+    monkeypatch.setattr(accounting, "last_place", lambda s: rates.append(s.rate) or last_place(s))
+    sampling = TruncatedPoisson(rate=rate, capacity=3, num_records=100_000)
+    found = [
+        epsilon_of_events({Event(each, 1.0): 10}, DELTA, accountant)
+        for accountant in ("pld", "rdp")
+        for each in (sampling, replace(sampling, rate=drawn_probability(rate)))
+    ]
+    assert rates == [drawn_probability(rate)] * 2
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
 # ---- the noise's distance --------------------------------------------------------------------
 
 
 def test_the_distance_of_the_noise_is_taken_off_delta():
     mechanism = make(ALL, 30.0, rounded_elements=10**9)
     held = spending_of(releases(mechanism, 100))
-    distance = 100 * 10**9 * 2.0**-63
+    distance = 100 * 10**9 * DRAW_DISTANCE
     assert held.num_draws == 10**11
     for accountant in ("pld", "rdp"):
-        found = epsilon_of(held, 3e-8, accountant)
-        assert found == epsilon_of_events(held.events, 3e-8 - distance, accountant)
-        assert found > 1.01 * epsilon_of_events(held.events, 3e-8, accountant)
-        with pytest.warns(UserWarning, match="100,000,000,000 values of noise may be 1.1e-08 away"):
-            assert epsilon_of(held, 1e-8, accountant) == math.inf
-    assert epsilon_of(held, 1e-5, "odometer") == epsilon_of_events(held.events, 1e-5, "odometer")
-    assert epsilon_of(held, 1e-6, "odometer") == math.inf  # more than its part of δ
+        found = epsilon_of(held, 6e-12, accountant)
+        assert found == epsilon_of_events(held.events, 6e-12 - distance, accountant)
+        assert found > 1.01 * epsilon_of_events(held.events, 6e-12, accountant)
+        with pytest.warns(UserWarning, match="100,000,000,000 values of noise may be 2.6e-12 away"):
+            assert epsilon_of(held, 2e-12, accountant) == math.inf
+    assert epsilon_of(held, 1e-9, "odometer") == epsilon_of_events(held.events, 1e-9, "odometer")
+    assert epsilon_of(held, 1e-10, "odometer") == math.inf  # more than its part of δ
     counted = make(adaptive=AdaptiveClipping(count_noise_multiplier=5.0), rounded_elements=7)
     assert spending_of(releases(counted, 3)).num_draws == 3 * 8
 

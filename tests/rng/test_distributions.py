@@ -1,6 +1,8 @@
 """Statistics with fixed keys: a failure is a change, never bad luck."""
 
 import math
+import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from unison.rng import (
     truncated_normal,
     uniform,
 )
+from unison.rng.distributions import drawn_probability
 
 QUICK, FULL = 10**6, 10**7
 
@@ -107,6 +110,14 @@ def test_tails_of_secure_normals():
     for bound in (2.0, 3.0, 4.0, 5.0):
         expected = n * 2 * stats.norm.sf(bound)
         assert abs(int((x > bound).sum()) - expected) < 4 * math.sqrt(expected) + 1
+
+
+def test_drawn_probabilities_are_what_the_threshold_says():
+    generator = random.Random(0)
+    for q in (0.0, 1.0, 0.5, 2.0**-64, *(generator.random() ** 9 for _ in range(300))):
+        drawn = Fraction(math.floor(Fraction(q) * 2**63), 2**63)
+        assert Fraction(drawn_probability(q)) == drawn
+        assert q < 2.0**-11 or drawn == Fraction(q)
 
 
 def test_tiny_probabilities_are_exact():

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, TruncatedPoisson
 from unison.privacy.spending import Event, Source, Spending, has_passes, spending_of
+from unison.rng.distributions import drawn_probability
 from unison.rng.secure import DRAW_DISTANCE
 
 if TYPE_CHECKING:
@@ -266,6 +268,7 @@ def _rdp_of(event: Event, orders: Sequence[float]) -> np.ndarray:
             accountant = rdp.RdpAccountant(orders, _relation([event]))
             return accountant.compose(_dp_event(event))._rdp
     # As if it were told whether the others fill a batch, and of those whether the record is in.
+    sampling = _as_drawn(sampling)
     plain = _rdp_of(Event(Poisson(rate=sampling.rate), z), orders)
     others, capacity = _other_members(sampling), sampling.capacity
     filled, kept = others.sf(capacity - 1), _kept_by_lot(sampling)
@@ -276,6 +279,14 @@ def _rdp_of(event: Event, orders: Sequence[float]) -> np.ndarray:
         within = np.log(kept) + power * (power + 1) / (2 * z**2)
         mixed = np.logaddexp(np.log1p(-filled) + power * plain, np.log(filled - kept))
         return np.logaddexp(mixed, within) / power
+
+
+def _as_drawn(sampling: TruncatedPoisson) -> TruncatedPoisson:
+    """The sampling with the rate that is drawn: lower by less than 2^-63.
+
+    A plain Poisson draw costs the less for it; whether one with a capacity does is not asked.
+    """
+    return replace(sampling, rate=drawn_probability(sampling.rate))
 
 
 def _other_members(sampling: TruncatedPoisson) -> Any:
@@ -321,6 +332,7 @@ def _pld_of_truncated(
     """
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
+    sampling = _as_drawn(sampling)
     plain = privacy_loss_distribution.from_gaussian_mechanism(
         z, value_discretization_interval=interval, sampling_prob=sampling.rate
     )

@@ -122,6 +122,17 @@ def truncated_normal(
     return _fill(stream, where, Distribution.TRUNCATED, dtype, device, out, floats, ints)
 
 
+def drawn_probability(probability: float) -> float:
+    """Return the probability of `bernoulli`'s True: rounded down to a multiple of 2^-63.
+
+    A float64 from 2^-11 on is such a multiple, and any such multiple below is a float64.
+
+    >>> drawn_probability(1 / 2047) == 1 / 2047, drawn_probability(1e-19)
+    (True, 0.0)
+    """
+    return math.floor(probability * 2.0**63) * 2.0**-63
+
+
 def bernoulli(
     stream: Stream,
     where: Where,
@@ -130,7 +141,7 @@ def bernoulli(
     device: torch.device | str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return True with the given probability, exact to 2^-63: a 63-bit draw against a threshold."""
+    """Return True with `drawn_probability`: a 63-bit draw against a threshold."""
     check.probability(probability=probability)
     threshold = math.floor(Fraction(probability) * (1 << 63))
     return _fill(
