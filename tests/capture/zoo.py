@@ -383,6 +383,16 @@ OTHERS: dict[str, Case] = {
 
 ZOO: dict[str, Case] = {**DECODERS, **OTHERS}
 
+# Of one layer, for a compiler that takes a second per kernel; some of their kernels are the same.
+_ONE = {"num_hidden_layers": 1}
+SMALL: dict[str, Case] = {
+    "gpt2": Case(build("GPT2", "LMHeadModel", **{**_GPT, "n_layer": 1}), ids, lm_loss),
+    "llama": _lm("Llama", **{**_HEADED, **_ONE}),
+    "qwen3": _lm("Qwen3", **{**_HEADED, **_ONE}),
+    "gemma": _lm("Gemma", **{**_HEADED, **_ONE}),
+    "bert": _classifier("Bert", **{**_ENCODER, **_ONE}),
+}
+
 # Tokens of all samples go to experts in one tensor.
 EXPERTS: dict[str, Case] = {
     "mixtral": _lm("Mixtral", **_HEADED, num_local_experts=4, experts_implementation="eager"),

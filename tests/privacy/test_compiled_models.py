@@ -1,5 +1,6 @@
 """Compiled private training of models of transformers: whole, by blocks, or with a reason."""
 
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,10 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
+from tests.capture.cases.language import TRANSFORMERS
 from tests.capture.common import Case
-from tests.capture.zoo import ZOO
+from tests.capture.zoo import SMALL, ZOO
+from tests.harness.oracle import clipped_sum, per_sample_norms
 from tests.privacy.common import attach
 from tests.privacy.test_compiled import EAGER, passes_of
+from unison.privacy import Poisson
 
 SAMPLES, STEPS = 8, 2
 
@@ -112,6 +116,71 @@ def test_models_train_as_they_do_uncompiled(name):
     compiled, refusal = check(name)
     assert (refusal is not None) == (name in UNCOMPILED), refusal
     assert (len(compiled) > 1) == (name in BY_BLOCKS)
+
+
+# ---- architectures, beside the oracle ------------------------------------------------------------
+
+CLOSE = 1e-6  # of the whole clipped sum, in float32
+BLOCKS_OF = {"OPT", "BART", "Whisper enc", "Wav2Vec2"}  # see BY_BLOCKS
+
+
+def check_step(case: Case, backend: str) -> list[str]:
+    """A compiled step in float32 is that of the loop over samples in float64; what was compiled."""
+    torch.manual_seed(0)
+    model, batch = case.make().double().train(), case.batch(SAMPLES)
+    max_norm = float(per_sample_norms(model, case.loss, batch).median())
+    expected = clipped_sum(model, case.loss, batch, max_norm)
+    model.float()
+    engine, module, _, private = attach(
+        model,
+        data_loader=DataLoader(Rows(tree_map(as_float32, batch)), batch_size=SAMPLES),
+        noise_multiplier=0.0,
+        max_grad_norm=max_norm,
+        sampling=Poisson(rate=1.0),
+        expected_batch_size=SAMPLES,
+        compile={"backend": backend},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in private:
+            case.loss(module, rows).mean().backward()
+    passes = passes_of(engine)
+    compiled = [each.name for each in passes.forwards if each.refusal is None]
+    assert passes.num_graphs > 0, passes.refusal
+    engine.detach()
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    found = [model.get_parameter(name).grad for name in names]
+    whole = torch.cat([expected[name].flatten() for name in names])
+    parts = [
+        torch.zeros_like(expected[name]) if each is None else each.double() * SAMPLES
+        for name, each in zip(names, found, strict=True)
+    ]
+    assert (torch.cat([each.flatten() for each in parts]) - whole).norm() <= CLOSE * whole.norm()
+    return compiled
+
+
+def as_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+by_inductor = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
+
+
+@by_inductor
+@pytest.mark.timeout(300)  # tens of kernels, compiled one by one
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_through_inductor(name):
+    check_step(SMALL[name], "inductor")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=by_inductor)])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_architectures_of_transformers(name, backend):
+    """All of them, each of which is one graph or at least has blocks that are."""
+    compiled = check_step(TRANSFORMERS[name], backend)
+    assert (len(compiled) > 1) == (name in BLOCKS_OF)
 
 
 def test_a_models_own_loss_is_compiled_with_it():
