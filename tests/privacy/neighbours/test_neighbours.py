@@ -109,27 +109,41 @@ def test_legitimate_loops_are_trained(name, mode):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+def as_it_is(case: Case) -> Case:
+    return case
+
+
 def compiled(case: Case) -> Case:
     torch._dynamo.reset()
     return replace(case, settings={**case.settings, "compile": {"backend": "aot_eager"}})
 
 
+quiet_compiler = pytest.mark.filterwarnings("ignore")  # and of what runs uncompiled
+eager_and_compiled = pytest.mark.parametrize(
+    "how", [as_it_is, pytest.param(compiled, marks=[pytest.mark.full, quiet_compiler])]
+)
+
+
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, and of what runs uncompiled
+@quiet_compiler
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_covered_or_refused_compiled(name):
-    verdict = judge(compiled(ADVERSARIAL[name]), AUTO)
+    """What is refused is refused by the sentence of an eager run."""
+    case = ADVERSARIAL[name]
+    verdict = judge(compiled(case), AUTO)
     assert verdict.is_covered, verdict
     assert not verdict.is_split or name in REFUSED_BY_DATA, verdict
+    assert verdict.refusal == judge(case, AUTO).refusal
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore")
+@quiet_compiler
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_legitimate_loops_are_trained_compiled(name):
     case = compiled(LEGITIMATE[name])
     verdict = judge(case, AUTO)
     assert verdict.is_covered, verdict
+    assert verdict.refusal == judge(LEGITIMATE[name], AUTO).refusal
     assert verdict.refusal is None or case.may_be_refused, verdict.refusal
     if case.has_oracle and verdict.refusal is None:
         expected = oracle_sum(case)
@@ -137,12 +151,13 @@ def test_legitimate_loops_are_trained_compiled(name):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+@eager_and_compiled
 @pytest.mark.parametrize("name", loops.TERMS)
-def test_a_term_on_parameters_is_added_after_the_noise(name):
+def test_a_term_on_parameters_is_added_after_the_noise(name, how):
     """Neither clipped nor multiplied: the gradient differs by the term's own."""
     term = loops.TERMS[name]
-    plain = run(loops.with_term(None, noise_multiplier=1.0), AUTO)
-    found = run(loops.with_term(term, noise_multiplier=1.0), AUTO)
+    plain = run(how(loops.with_term(None, noise_multiplier=1.0)), AUTO)
+    found = run(how(loops.with_term(term, noise_multiplier=1.0)), AUTO)
     assert found.refusal is None, found.refusal
     torch.manual_seed(7)
     module = loops.with_term(term).model().double()
@@ -158,19 +173,21 @@ def test_a_term_on_parameters_is_added_after_the_noise(name):
         torch.testing.assert_close((with_term - without) / size, own, rtol=1e-5, atol=1e-6)
 
 
-def test_a_grad_scaler_trains_or_is_refused():
+@eager_and_compiled
+def test_a_grad_scaler_trains_or_is_refused(how):
     """Not "no training at all, silently": its scale is undone, or one sentence names it."""
-    verdict = judge(loops.GRAD_SCALER, AUTO)
+    verdict = judge(how(loops.GRAD_SCALER), AUTO)
     assert verdict.is_covered, verdict
     if verdict.refusal is None:
         expected = oracle_sum(loops.GRAD_SCALER)
-        found = run(loops.GRAD_SCALER, AUTO).sums[0]
+        found = run(how(loops.GRAD_SCALER), AUTO).sums[0]
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+@eager_and_compiled
 @pytest.mark.parametrize("name", loops.DECLARED)
-def test_what_is_declared_is_trained(name):
-    taken = run(loops.DECLARED[name], AUTO)
+def test_what_is_declared_is_trained(name, how):
+    taken = run(how(loops.DECLARED[name]), AUTO)
     assert taken.refusal is None, taken.refusal
     assert len(taken.sums) == loops.DECLARED[name].steps
 
