@@ -3,13 +3,24 @@
 import functools
 import warnings
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+import unison
 from tests.harness import World, run_on_ranks
-from tests.privacy.sharded import CONFIG, oracle_run, private_run, relative
+from tests.privacy.common import attach
+from tests.privacy.sharded import CONFIG, losses, oracle_run, private_run, relative
+from tests.privacy.test_compiled import passes_of
+from unison.models import build
+from unison.shard.flat_group import FlatGroup, Phase
+from unison.shard.policies import MixedPrecision
+from unison.shard.unit import units_of
 
 STEPS: dict[str, Any] = {"rate": 0.06, "steps": 6}  # two of them empty, most ranks without samples
 ALL = ("losses", "norms", "digest")
@@ -67,3 +78,103 @@ def test_dropout_and_accumulation(backend):
     found = check_bits({2: "zero3"}, case, ("norms", "digest"))
     expected = run_on_ranks(1, run, {"how": "none", **case, "compile": False})[0]
     assert relative(found, expected) <= 1e-5
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+WIDE = replace(CONFIG, d_model=64, d_ff=256, num_layers=3)  # weights are most of it
+
+
+def kept_by(loss: Tensor) -> dict[int, int]:
+    """Bytes of the memory that the graph of a loss holds on to, by its address.
+
+    Memory of parameters that are not gathered at the moment has none.
+    """
+    found: dict[int, int] = {}
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [each for each, _ in node.next_functions]
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += [*getattr(node, "saved_tensors", ()), *getattr(node, "_tensors_no_vc_check", ())]
+        for each in saved:
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def memory_run(world: World, compile: Any, precision: str) -> dict[str, Any]:  # noqa: A002
+    """Bytes that a step keeps from forward to backward, and the most that it has gathered."""
+    torch._dynamo.reset()
+    policy = MixedPrecision(param=torch.bfloat16 if precision == "policy" else None)
+    model = unison.auto_shard(build(WIDE, seed=3), gradient_divisor=1, mp_policy=policy)
+    size = 2 * world.size  # of one row per rank the checks learn nothing, and run in every step
+    ids = torch.arange(3 * size)[:, None] + torch.arange(4)
+    engine, module, optimizer, loader = attach(
+        model,
+        data_loader=DataLoader(TensorDataset(ids), batch_size=size, shuffle=True),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        poisson_sampling=False,
+        recheck=False,
+        compile=compile,
+    )
+    units = units_of(model)
+    groups = [group for unit in units for group in unit.groups]
+    blocks = [group for unit in units[1:] for group in unit.groups]
+    found: dict[str, Any] = {"peak": 0, "num_gathers": 0, "blocks": sum(map(full_bytes, blocks))}
+
+    def gathered(of: list[FlatGroup]) -> int:
+        return sum(each.full.untyped_storage().nbytes() for each in of)
+
+    def start_gather(group: FlatGroup, start: Any = FlatGroup.start_gather) -> None:
+        found["num_gathers"] += group.phase is Phase.SHARDED
+        start(group)
+        found["peak"] = max(found["peak"], gathered(groups))
+
+    for step, (rows,) in enumerate(loader):
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(FlatGroup, "start_gather", start_gather if step else gather_as_ever),
+        ):
+            warnings.simplefilter("ignore")
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                loss = losses(module, rows).mean()
+            own = {each.full.untyped_storage()._cdata for each in groups}
+            kept = kept_by(loss).items()
+            found["kept"] = sum(size for place, size in kept if place not in own)
+            found["gathered"] = gathered(blocks)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["after"] = gathered(groups)
+    if compile:
+        assert all(each.refusal is None for each in passes_of(engine).forwards)
+        assert passes_of(engine).num_graphs == 1
+    engine.detach()
+    return found
+
+
+gather_as_ever = FlatGroup.start_gather
+full_bytes = attrgetter("full_bytes")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "precision",
+    ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in ("policy", "autocast"))],
+)
+def test_compiled_units_keep_nothing_of_what_they_gather(backend, precision):
+    """AOTAutograd saves weights for the backward pass: as views of memory that is freed."""
+    expected = run_on_ranks(2, memory_run, False, precision)[0]
+    found = run_on_ranks(2, memory_run, {"backend": backend}, precision)[0]
+    assert found["gathered"] == found["after"] == 0
+    assert found["peak"] == expected["peak"]
+    # In both steps every block twice, and the root, which stays.
+    assert found["num_gathers"] == expected["num_gathers"] == 2 * (2 * WIDE.num_layers + 1)
+    assert found["kept"] <= 1.05 * expected["kept"]
+    if precision != "autocast":  # whose casts of weights are kept, eager or compiled
+        assert found["kept"] < 0.2 * found["blocks"]

@@ -189,7 +189,7 @@ def _run_forward(
             output = _compute(unit, context, args, kwargs)
             unit.check_not_written(written)
         if torch.is_grad_enabled() and not is_recompute:
-            watch_compiled(output, unit.reach)
+            watch_compiled(output, (args, kwargs), unit.reach)
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)

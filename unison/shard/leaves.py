@@ -155,7 +155,7 @@ class Changed(Tensor):
         next(each for each in tree_iter((args, kwargs)) if isinstance(each, Changed)).refuse()
 
 
-def watch_compiled(output: Any, wait: Callable[[], None]) -> None:
+def watch_compiled(output: Any, inputs: Any, wait: Callable[[], None]) -> None:
     """Let compiled code that made a module's output wait in its backward pass.
 
     What torch.compile compiles is one node of autograd, also of what a module keeps beside its
@@ -163,14 +163,12 @@ def watch_compiled(output: Any, wait: Callable[[], None]) -> None:
 
     Args:
         output: Of the module, with tensors in it.
+        inputs: Of the module. What made them is another's: a wait there would gather the module's
+            parameters again when it is through with them.
         wait: Called when the backward pass of compiled code begins.
     """
-    seen: set[Any] = set()
-    nodes = [
-        value.grad_fn
-        for value in tree_iter(output)
-        if type(value) is Tensor and value.grad_fn is not None
-    ]
+    seen = set(_nodes_of(inputs))
+    nodes = [node for node in _nodes_of(output) if node not in seen]
     for _ in range(_STEPS_TO_COMPILED):
         for node in nodes:
             if node.name().startswith("CompiledFunction"):
@@ -182,6 +180,12 @@ def watch_compiled(output: Any, wait: Callable[[], None]) -> None:
             for below, _ in node.next_functions
             if below is not None and below not in seen and below.name() not in _LEAVES
         ][:_STEPS_TO_COMPILED]
+
+
+def _nodes_of(values: Any) -> list[Any]:
+    """The nodes of autograd that have made the tensors in nested values."""
+    tensors = [value for value in tree_iter(values) if type(value) is Tensor]
+    return [value.grad_fn for value in tensors if value.grad_fn is not None]
 
 
 _STEPS_TO_COMPILED = 3
