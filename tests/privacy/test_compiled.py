@@ -175,6 +175,28 @@ def test_two_forward_passes_of_one_batch():
     check_same(run(EAGER), run(False))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("how", ["backward(inputs=)", "autograd.grad"])
+def test_gradients_of_named_tensors_train_nothing_and_it_is_said(how, is_compiled):
+    """Parameters take no gradients of autograd's own, so that none of them leaves unclipped."""
+    settings = {"compile": EAGER} if is_compiled else {}
+    engine, module, optimizer, loader = attach(**settings)
+    batches = iter(loader)
+    x, y = next(batches)
+    before = [each.detach().clone() for each in module.parameters()]
+    loss, trained = cross_entropy(module(x), y), list(module.parameters())
+    if how == "autograd.grad":
+        assert torch.autograd.grad(loss, trained, allow_unused=True) == (None,) * len(trained)
+    else:
+        loss.backward(inputs=trained)
+    optimizer.step()
+    with pytest.raises(BadInput, match="step 0 never went backward"):
+        next(batches)
+    assert engine.ledger.num_intents == 0
+    assert all(map(torch.equal, module.parameters(), before))
+    engine.detach()
+
+
 def test_a_batch_that_mixes_is_refused_as_ever():
     class Mixing(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

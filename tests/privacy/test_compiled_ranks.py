@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import unison
 from tests.harness import World, run_on_ranks
 from tests.privacy.common import attach
-from tests.privacy.sharded import CONFIG, losses, oracle_run, private_run, relative
+from tests.privacy.sharded import CONFIG, losses, oracle_run, private_run, relative, shard
+from tests.privacy.sharded import rows as all_rows
 from tests.privacy.test_compiled import passes_of
+from unison.errors import BadInput
 from unison.models import build
 from unison.shard.flat_group import FlatGroup, Phase
 from unison.shard.policies import MixedPrecision
@@ -78,6 +80,49 @@ def test_dropout_and_accumulation(backend):
     found = check_bits({2: "zero3"}, case, ("norms", "digest"))
     expected = run_on_ranks(1, run, {"how": "none", **case, "compile": False})[0]
     assert relative(found, expected) <= 1e-5
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def lone_run(world: World, how: str, compile: Any) -> tuple[int, str, int]:  # noqa: A002
+    """Steps until one rank alone has shorter rows, what was said of it, and steps in the ledger."""
+    torch._dynamo.reset()
+    model = shard(build(CONFIG, seed=3), how, world, "fast")
+    engine, module, optimizer, loader = attach(
+        model,
+        data_loader=DataLoader(TensorDataset(all_rows()), batch_size=4, shuffle=True),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        poisson_sampling=False,
+        compile=compile,
+    )
+    num_steps, said = 0, ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for (ids,) in loader:
+                own = ids[:, :7] if num_steps == 2 and world.rank == 1 else ids
+                optimizer.zero_grad()
+                losses(module, own).mean().backward()
+                optimizer.step()
+                num_steps += 1
+        except BadInput as error:
+            said = str(error)
+    return num_steps, said, engine.ledger.num_intents
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+def test_a_rank_that_alone_has_other_shapes(compile):  # noqa: A002
+    """Where passes are collectives every rank says so, before anything is spent; else it is right.
+
+    The rank would learn of the new shape by passes of its own, and the others would wait.
+    """
+    for num_steps, said, num_intents in run_on_ranks(2, lone_run, "zero3", compile):
+        assert "different shapes in one pass" in said
+        assert num_steps == num_intents == 2
+    for num_steps, said, _ in run_on_ranks(2, lone_run, "ddp", compile):
+        assert (num_steps, said) == (6, "")
 
 
 # ---- memory --------------------------------------------------------------------------------------

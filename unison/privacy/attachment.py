@@ -8,6 +8,7 @@ two, the gate runs a backward pass of its own for the norms before it lets the u
 records are added up with the coefficients that are known by then.
 """
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -47,6 +48,7 @@ from unison.privacy.running import (
     RunningPart,
     RunningPass,
 )
+from unison.privacy.step_graph import is_recording
 from unison.privacy.trained import Trained
 
 
@@ -291,6 +293,7 @@ class Attachment:
         self._take_over_compiled()
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
+        self._refuse_other_kinds(inputs)
         learned = self._learning.learn(inputs)
         self._buffers.begin(self.places.modules)
         compiled = self._compiled
@@ -331,6 +334,26 @@ class Attachment:
             self._refuse_to_repeat()
             running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
         return running
+
+    def _refuse_other_kinds(self, inputs: Inputs) -> None:
+        """Refuse batches of another kind than other ranks have; a collective if passes are.
+
+        What a kind does is learned by passes of its own. A rank that ran them alone would gather
+        units while the others sum gradients.
+        """
+        everyone = self._owner.everyone
+        if everyone.size == 1 or not self._owner.runs_together or is_recording():
+            return
+        own = zlib.crc32(repr(inputs.kind).encode())
+        kinds = torch.zeros(everyone.size, dtype=torch.float64, device=inputs.device)
+        kinds[everyone.rank] = own  # each has one owner and all others add 0: exact
+        if set(everyone.sum_(kinds).tolist()) != {own}:
+            shapes = [list(inputs.leaves[place].shape) for place in inputs.places]
+            raise BadInput(
+                f"ranks gave the module batches of different shapes in one pass (here {shapes}), "
+                "and parameters are sharded: ranks must run the same passes. Pad all rows to one "
+                "length, as make_private(row_shape={...}) does, or use DistributedDataParallel"
+            )
 
     def _refuse_to_repeat(self) -> None:
         if not self._owner.can_repeat:
