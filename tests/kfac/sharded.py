@@ -76,17 +76,21 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
         world: The ranks.
         case: `how` it is sharded; `counts` of rows of each global batch; `granule` for the ordered
             reducer; `shares` of the rows that each rank takes where batches are not dealt;
-            `micro_batch`; `dtype`; `stop` after so many steps and return what is `stored`, or go
-            on from that, with the curvature in a `folder`; everything else goes into the settings.
+            `micro_batch`; `dtype`; `compile` blocks by a backend; `config` of the model; `stop`
+            after so many steps and return what is `stored`, or go on from that, with the curvature
+            in a `folder`; everything else goes into the settings.
     """
     case = dict(case)
     how, counts = case.pop("how"), case.pop("counts", (6, 7, 6))
     granule, shares = case.pop("granule", None), case.pop("shares", None)
     micro_batch, dtype = case.pop("micro_batch", None), case.pop("dtype", torch.float64)
     stored, stop = case.pop("stored", None), case.pop("stop", None)
-    folder = case.pop("folder", None)
-    model = build(CONFIG, seed=1).to(dtype)
+    folder, backend = case.pop("folder", None), case.pop("compile", None)
+    model = build(case.pop("config", CONFIG), seed=1).to(dtype)
+    blocks = find_blocks(model) if backend else []
     model = shard(model, how, world, "ordered" if granule else "fast")
+    for each in blocks:
+        each.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     kfac = unison.KFAC(
         model, KFACConfig(**{"update_every": 2, "min_layer_size": 20, **case}), optimizer
@@ -149,6 +153,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     found["usage"] = kfac.memory_usage()
     found["calls"] = dict(kfac._owner.ranks.num_calls)
     found["shown"] = repr(kfac)
+    compiled = kfac._compiled
+    found["compiled"] = compiled and (compiled.refusal, compiled.num_graphs)
     if stop is not None:
         if folder is not None:
             kfac.save(folder)

@@ -427,8 +427,12 @@ class _SlotSet:
         """Hand the gradient of a slot over."""
         assert self._capture is not None
         self._is_used = True
-        make = self._graph.slots[number].record
-        record = Dense(gradient) if make is None else make(self._kept.pop(number), gradient)
+        make, kept = self._graph.slots[number].record, self._kept
+        if make is None:
+            record: Record = Dense(gradient)
+        else:  # other backward passes may come, unless this one is all there is
+            went_in = kept.pop(number) if self._capture.is_light else kept[number]
+            record = make(went_in, gradient)
         self._capture.on_record(self._names[number], record)
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,39 +24,14 @@ from unison.capture.compiled import CompiledCapture
 from unison.capture.names import places
 from unison.capture.tracked import Tracked
 from unison.capture.unit_draws import unit_draws_known
+from unison.dynamo import DynamoBackend, pinned
 from unison.errors import UnsupportedOperation
-from unison.rng.draw_mode import unwatched
+from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
+from unison.shard.dtensors import fsdp2_modules
 from unison.shard.each_granule import call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
 from unison.shard.unit import unit_of, units_of
-
-
-class Passes(Protocol):
-    """Knows of the pass under way."""
-
-    @property
-    def captures(self) -> Sequence[Capture]:
-        """Those that take the records of compiled code; none if the module runs as it is."""
-        ...
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether the module runs for another reason than to be trained or evaluated."""
-        ...
-
-    def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What the user's backend makes of a forward, for passes without gradients."""
-        ...
-
-    def backend(self, capture: Capture, kinds: tuple[str, ...]) -> CompiledCapture:
-        """What compiles modules for passes like the capture's.
-
-        Args:
-            capture: Of the pass.
-            kinds: How the module's parameters are trained, one by one.
-        """
-        ...
 
 
 class CompiledForward:
@@ -71,20 +46,26 @@ class CompiledForward:
         refusal: Why the module runs uncompiled; None if it does not.
     """
 
-    def __init__(self, name: str, module: nn.Module, passes: Passes) -> None:
+    def __init__(self, name: str, module: nn.Module, passes: "CapturedPasses") -> None:
         self.name, self._module, self._passes = name, module, passes
         self._places = [(each.module, each.attribute) for each in places(module)]
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None
         self._unit = unit_of(module)
+        self._eager: Any = None  # while it is attached: the module's own forward
+
+    def attach(self) -> None:
+        """Take the place of the module's own forward."""
+        unit, module, before = self._unit, self._module, self._eager
         self._had_own = "forward" in vars(module)
-        if self._unit is None:
-            self._eager = module.forward
+        self._eager = module.forward if unit is None else unit.inner
+        if self._eager != before:  # the user has put another one there
+            self._compiled, self._worked = {}, set()
+        if unit is None:
             module.forward = self
         else:
-            self._eager = self._unit.inner
-            self._unit.inner = self
+            unit.inner = self
 
     def detach(self) -> None:
         """Give the module its own forward back."""
@@ -236,6 +217,169 @@ class CompiledForward:
         return listener if isinstance(listener, Capture) else self._passes.captures[0]
 
 
+class CapturedPasses:
+    """A module's passes under a capture, compiled: whole, or block by block.
+
+    See [Note: whole, or by blocks] in privacy/compiled.py.
+
+    Args:
+        module: The module.
+        inner: The backend that compiles it.
+        is_granular: Whether passes are cut into granules.
+        agree: Whether something is so on any rank, where ranks run the module together.
+
+    Attributes:
+        forwards: What is compiled.
+        is_trying: Whether the module runs to be tried out.
+        refusal: Why the module runs uncompiled; None if it does not.
+    """
+
+    what = "captured passes"  # as warnings call them
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: DynamoBackend,
+        *,
+        is_granular: bool,
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._module, self._inner = module, pinned(inner) if is_granular else inner
+        self._agree, self._is_granular = agree, is_granular
+        self._backends: dict[Any, CompiledCapture] = {}
+        self._axes: list[Any] = []  # keeps them, and so their ids
+        self._captures: list[Capture] = []
+        self._evaluated: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.is_trying = False
+        self._num_told = 0  # of the modules that run uncompiled
+        self.refusal: str | None = None
+        self._cuts = cuts_of(module, is_granular=is_granular)  # those that were not tried in vain
+        self.forwards = self._of_first_cut()
+
+    def _of_first_cut(self) -> list[CompiledForward]:
+        cut = self._cuts[0] if self._cuts else {}
+        return [CompiledForward(*each, self) for each in cut.items()]
+
+    def attach(self) -> None:
+        """Put compiled forwards in the place of the modules' own."""
+        for each in self.forwards:
+            each.attach()
+
+    def detach(self) -> None:
+        """Give the modules their own forwards back."""
+        for each in self.forwards:
+            each.detach()
+
+    def backend(self, capture: Capture, kinds: tuple[str, ...]) -> CompiledCapture:
+        """What compiles modules for passes like a capture's.
+
+        Args:
+            capture: Of the pass.
+            kinds: How the module's parameters are trained, one by one.
+        """
+        draws = draws_of_granule() is not None
+        key = id(self._inner), id(capture.axes), capture.batch, kinds, draws
+        if key not in self._backends:
+            self._axes.append(capture.axes)
+            self._backends[key] = CompiledCapture(self._inner)
+        return self._backends[key]
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the user's backend has compiled."""
+        found = self._backends.items()
+        return sum(len(each.graphs) for key, each in found if key[0] == id(self._inner))
+
+    def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user's backend makes of a forward, for passes without gradients."""
+        if forward not in self._evaluated:
+            self._evaluated[forward] = torch.compile(forward, backend=self._inner)
+        return self._evaluated[forward]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the module runs for another reason than to be trained or evaluated."""
+        return self.is_trying
+
+    @property
+    def captures(self) -> Sequence[Capture]:
+        """Those that take the records of compiled code; none if the module runs as it is."""
+        return self._captures
+
+    @contextmanager
+    def running(self, captures: Sequence[Capture]) -> Iterator[None]:
+        """Around a pass that is compiled, forward and backward; none lets it run as it is."""
+        before, self._captures = self._captures, list(captures)
+        try:
+            yield
+        finally:
+            self._captures = before
+
+    def _try_out(self, difference: Callable[[], str | None]) -> None:
+        """Find a cut that compiles, and by which passes come out as they should.
+
+        Args:
+            difference: Runs the module, and says why a pass is not what it should be, on all ranks
+                or on none; None if it is.
+        """
+        first: str | None = None
+        self.is_trying = True
+        try:
+            while self._cuts:
+                reason = difference()
+                refused = [each for each in self.forwards if each.refusal is not None]
+                is_refused = reason is not None or len(refused) == len(self.forwards)
+                if not self._agree(is_refused):
+                    self._tell(refused, first)
+                    return
+                first = first or reason or (refused[0].refusal if refused else _ELSEWHERE)
+                self._cuts.pop(0)
+                self.detach()
+                self.forwards = self._of_first_cut()
+                self.attach()
+        finally:
+            self.is_trying = False
+        self._refuse(first or "nothing in it can be compiled alone")
+
+    def _refuse(self, reason: str) -> None:
+        """Let the module run as it is from now on, and say why."""
+        self.refusal = reason
+        self.detach()
+        self.forwards = []
+        warnings.warn(
+            f"{self.what} of {type(self._module).__name__} run uncompiled: {reason}", stacklevel=2
+        )
+
+    def _tell(self, refused: Sequence[CompiledForward], why_not_first: str | None) -> None:
+        """Warn of what runs uncompiled, each once."""
+        if why_not_first is not None:
+            ways = ["block by block", "as a whole"]
+            way, not_so = reversed(ways) if self._is_granular else ways
+            warnings.warn(
+                f"{self.what} of {type(self._module).__name__} are compiled {way}, not {not_so}: "
+                f"{why_not_first}",
+                stacklevel=2,
+            )
+        told, self._num_told = self._num_told, len(refused)
+        if len(refused) > told:
+            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            warnings.warn(
+                f"{refused[0].name}{others} run uncompiled: {refused[0].refusal}", stacklevel=2
+            )
+
+    @contextmanager
+    def _compiling_by(self, backend: DynamoBackend) -> Iterator[None]:
+        """Compile by another backend than the user's."""
+        before, self._inner = self._inner, backend
+        try:
+            yield
+        finally:
+            self._inner = before
+
+
+_ELSEWHERE = "it cannot be compiled on another rank"
+
+
 def _kind(mark: Any, factored: Collection[str]) -> str:
     """How a parameter is trained; blocks that differ in it are not compiled alike."""
     if not isinstance(mark, Tracked):
@@ -313,13 +457,16 @@ def cuts_of(module: nn.Module, *, is_granular: bool) -> list[dict[str, nn.Module
     """
     names = {id(each): name for name, each in module.named_modules()}
     root = module.module if isinstance(module, DistributedDataParallel) else module
-    blocks = [each for each in find_blocks(root) if not _has_units_below(each)]
+    blocks = [each for each in find_blocks(root) if not _has_shards_below(each)]
     cuts = [{names[id(each)]: each for each in blocks}] if blocks else []
-    if _has_units_below(root):
+    if _has_shards_below(root):
         return cuts
     whole = {names[id(root)] or type(root).__name__: root}
     return [*cuts, whole] if is_granular else [whole, *cuts]
 
 
-def _has_units_below(module: nn.Module) -> bool:
-    return any(each is not unit_of(module) for each in units_of(module))
+def _has_shards_below(module: nn.Module) -> bool:
+    """Whether parts of a module gather their parameters themselves, which cannot be traced."""
+    if any(each is not unit_of(module) for each in units_of(module)):
+        return True
+    return any(child is not module for _, child in fsdp2_modules(module))

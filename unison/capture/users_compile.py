@@ -1,8 +1,8 @@
 """What the user has compiled: run as it was written where a capture looks on, and given back."""
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,14 +44,6 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
             undo.callback(setattr, where, name, getattr(where, name))
             setattr(where, name, own)
     return found[0] if found else None
-
-
-@contextmanager
-def as_written(module: nn.Module) -> Iterator[None]:
-    """Let a module run as it was written in this block."""
-    with ExitStack() as undo:
-        uncompile(module, undo)
-        yield
 
 
 COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place

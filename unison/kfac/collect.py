@@ -1,6 +1,6 @@
 """Running kept passes once more, under the capture, and making sums of their records."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,107 +9,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from unison.capture import AxisTable, Capture, learn_axes, resized
-from unison.errors import BadInput
+from unison.kfac.compiled import CompiledStatistics
 from unison.kfac.config import KFACConfig
-from unison.kfac.factors import diagonal_sums, kronecker_sums, token_weights
-from unison.kfac.layers import Layer, Method, Survey, bias_names, plain_record
+from unison.kfac.layers import Layer, Survey, bias_names
 from unison.kfac.owners import Owner
 from unison.kfac.owners.batches import parts_of
-from unison.kfac.packing import FOLDED, Packing
+from unison.kfac.packing import Packing
+from unison.kfac.part_sums import PartSums
 from unison.kfac.passes import Gradient, Part, Pass
 from unison.kfac.phases import phase
-from unison.ops import Product, Record
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
-
-
-class PartSums:
-    """Sums over one part of a pass, layer by layer; what the capture calls.
-
-    Args:
-        layers: All layers.
-        config: For the form of weight sharing and the kind of Fisher matrix.
-        part: The part; only its mask and number of labels are read.
-        packing: How matrices are given away.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], config: KFACConfig, part: Part, packing: Packing = FOLDED
-    ) -> None:
-        self._layers, self._config, self._part = layers, config, part
-        self._packing = packing
-        self._by_parameter = {layer.name: layer for layer in layers}
-        self._has_g = config.fisher != "forward"
-        self._is_first = True  # of several columns: inputs are counted once
-        self._sums: dict[tuple[str, str], Tensor] = {}
-        self._uses: dict[str, list[Record]] = {}
-
-    def record(self, name: str, record: Record) -> None:
-        """Take a use of a parameter."""
-        layer = self._by_parameter.get(name)
-        if layer is None or layer.method is Method.IDENTITY:
-            return  # a bias comes with its weight
-        record = plain_record(record)
-        if layer.method is Method.DIAGONAL:
-            self._uses.setdefault(name, []).append(record)
-        elif isinstance(record, Product):
-            self._add_kronecker(layer, record)
-
-    def _add_kronecker(self, layer: Layer, record: Product) -> None:
-        if (record.g.shape[-1], record.a.shape[-1]) != (layer.rows, layer.columns):
-            raise BadInput(
-                f"{layer.name} was used as a matrix of {layer.rows} x {layer.columns}, and is now "
-                f"used as one of {record.g.shape[-1]} x {record.a.shape[-1]}"
-            )
-        weights = token_weights(self._part.mask, record.g.shape[1], layer.name)
-        with phase("products"):
-            found = kronecker_sums(
-                record,
-                weights,
-                sharing=self._config.sharing,
-                has_bias=layer.bias is not None,
-                wants_a=self._is_first,
-                wants_g=self._has_g,
-            )
-        if found.a is not None:
-            self._add(layer.name, "a", found.a)
-            self._add(layer.name, "tokens", found.num_tokens)
-        if found.g is not None:
-            self._add(layer.name, "g", found.g)
-
-    def end_column(self) -> None:
-        """End a backward pass: all uses of every parameter are there."""
-        is_counted = None if self._part.mask is None else self._part.mask.any(dim=1)
-        with phase("products"):
-            for name, records in self._uses.items():
-                self._add(name, "d", diagonal_sums(records, is_counted))
-        self._uses.clear()
-        self._is_first = False
-
-    def _add(self, name: str, side: str, value: Tensor) -> None:
-        before = self._sums.get((name, side))
-        self._sums[name, side] = value if before is None else before.add_(value)
-
-    def vectors(self, like: Tensor) -> list[Tensor | None]:
-        """What ranks add up, one vector per layer: sums, then what to divide them by.
-
-        The sums are gone afterwards: the capture, which knows this object, is freed late.
-        """
-        return [self._vector(layer, like) for layer in self._layers]
-
-    def _vector(self, layer: Layer, like: Tensor) -> Tensor | None:
-        take, name = self._sums.pop, layer.name
-        if (name, "d") in self._sums:
-            values = [take((name, "d")).reshape(-1)]
-        elif (name, "a") in self._sums:
-            sides = ("a", "g") if self._has_g else ("a",)
-            values = [self._packing.pack(take((name, side))) for side in sides]
-            values.append(take((name, "tokens")).reshape(1))
-        else:
-            return None
-        values.append(like.new_full((1,), float(self._part.num_terms)))
-        return torch.cat([value.to(like) for value in values])
 
 
 class Collector:
@@ -146,6 +57,7 @@ class Collector:
         num_parts: int,
         like: Tensor,
         packing: Packing,
+        compiled: CompiledStatistics | None,
     ) -> Iterator[tuple[int | None, list[Tensor | None]]]:
         """Make the sums of all parts of some passes.
 
@@ -156,39 +68,67 @@ class Collector:
                 the same collectives.
             like: Of the dtype and on the device that sums are made in.
             packing: How matrices are given away.
+            compiled: Compiles the passes; None if they run as they are.
 
         Yields:
             Each part's granule, and its sums by layer.
         """
         done = 0
         for each in passes:
-            inputs = parts_of(each.inputs, len(each.parts))
-            for index, (part, own) in enumerate(zip(each.parts, inputs, strict=True)):
-                sums = PartSums(layers, self._config, part, packing)
-                self._run_part(each, index, part, own, sums)
+            for index, part in enumerate(each.parts):
+                sums = self._sums(each, index, layers, packing, compiled)
                 done += 1
                 yield part.granule, sums.vectors(like)
         for _ in range(num_parts - done):  # a rank with fewer parts keeps the others company
-            each = passes[-1]
-            part, inputs = each.parts[0], parts_of(each.inputs, len(each.parts))[0]
-            self._run_part(each, 0, part, inputs, PartSums([], self._config, part))
+            self._sums(passes[-1], 0, [], packing, compiled)
 
-    def _run_part(self, each: Pass, index: int, part: Part, inputs: Any, sums: PartSums) -> None:
-        is_empty = each.num_rows == 0
+    def _sums(
+        self,
+        each: Pass,
+        index: int,
+        layers: Sequence[Layer],
+        packing: Packing,
+        compiled: CompiledStatistics | None,
+    ) -> PartSums:
+        """Make the sums of one part of a pass."""
+        part = each.parts[index]
+        inputs = parts_of(each.inputs, len(each.parts))[index]
+
+        def run(is_compiled: bool) -> PartSums:
+            sums = PartSums(layers, self._config, part, packing)
+            self._run_part(each, index, inputs, sums, compiled if is_compiled else None)
+            return sums
+
+        return run(False) if compiled is None else compiled.sums(run)
+
+    def _run_part(
+        self,
+        each: Pass,
+        index: int,
+        inputs: Any,
+        sums: PartSums,
+        compiled: CompiledStatistics | None,
+    ) -> None:
+        part, is_empty = each.parts[index], each.num_rows == 0
         # A rank without rows runs one of zeros, and counts nothing of it.
         rows = 1 if is_empty else each.num_rows
         if is_empty:
             inputs = _with_rows(inputs, rows)
             sums = PartSums([], self._config, part)
-        granule = nullcontext()
-        if part.granule is not None:
-            granule = of_granule(index)
-        with self._prepared(each, has_rows=not is_empty), granule:
+        with (
+            self._prepared(each, has_rows=not is_empty),
+            nullcontext() if part.granule is None else of_granule(index),  # of the draws there
+        ):
             capture = self._capture(rows, inputs, sums.record)
-            with capture.installed(), torch.enable_grad():
+            with (
+                capture.installed(),
+                nullcontext() if compiled is None else compiled.running([capture]),
+                torch.enable_grad(),
+            ):
                 flat = tree_flatten(self._owner.module(*inputs[0], **inputs[1]))[0]
                 with self._in_full_precision():
                     self._send_back(flat, part, sums, is_empty=is_empty)
+            capture.release()
 
     def _send_back(
         self, flat: Sequence[Any], part: Part, sums: PartSums, *, is_empty: bool
@@ -230,7 +170,20 @@ class Collector:
             example = _with_rows(inputs, max(rows, NUM_SURVEYED))
             with outside_draws():
                 self._axes = learn_axes(module, _call, example)
-        return Capture(module, rows, axes=self._axes, on_record=on_record)
+        capture = Capture(module, rows, axes=self._axes, on_record=on_record)
+        capture.factored = {held.name for held in self._owner.held}
+        return capture
+
+
+def kinds_of(passes: Sequence[Pass]) -> list[Hashable]:
+    """What makes compiled code of parts another one: how many rows they have, and how long."""
+    found: list[Hashable] = []
+    for each in passes:
+        for inputs in parts_of(each.inputs, len(each.parts)):
+            flat = tree_flatten(inputs)[0]
+            shapes = (tuple(value.shape) for value in flat if isinstance(value, Tensor))
+            found.append((each.num_rows, *shapes))
+    return found
 
 
 def _gradient_of(output: Tensor, gradient: Gradient | None) -> Tensor:

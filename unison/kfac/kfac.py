@@ -6,6 +6,7 @@ ranks, inverses on their owners, then gradients to owners, steps, steps back.
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unison.capture.users_compile import as_written, unwrapped
+from unison.capture.users_compile import uncompile, unwrapped
+from unison.dynamo import DynamoBackend
 from unison.errors import BadInput
 from unison.kfac.assignment import Assignment, assign
 from unison.kfac.checkpoint import (
@@ -24,7 +26,8 @@ from unison.kfac.checkpoint import (
     save_layers,
     with_prefix,
 )
-from unison.kfac.collect import Collector
+from unison.kfac.collect import Collector, kinds_of
+from unison.kfac.compiled import CompiledStatistics
 from unison.kfac.config import Every, KFACConfig
 from unison.kfac.graft import graft_of
 from unison.kfac.inverse import NotInvertible
@@ -112,6 +115,7 @@ class KFAC:
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
         self._collector = Collector(self._owner, config)
+        self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
         self._graft = graft_of(config)
         self._watch = Watch(module, self._owner, asker(self))
@@ -220,11 +224,14 @@ class KFAC:
         if missing:
             self._passes.clear()
             raise BadInput(f"step {self.num_steps} updates the factors, and {missing}")
-        most = largest(ranks, sum(len(each.parts) for each in self._passes), self._device)
         passes, self._passes = self._passes, []
         self._watch.is_paused = True
         try:
-            with as_written(self._module), self._owner.observing():
+            with ExitStack() as undo:
+                backend = uncompile(self._module, undo) or self._watch.backend
+                num_parts = sum(len(each.parts) for each in passes)
+                most, is_plain = largest(ranks, self._device, num_parts, int(backend is None))
+                undo.enter_context(self._owner.observing())
                 if not self.layers:
                     layers = [each.as_dict() for each in self._collector.find_layers(passes[0])]
                     layers = value_from(ranks, 0, layers)
@@ -235,8 +242,14 @@ class KFAC:
                 has_g = self.config.fisher != "forward"
                 sizes = [each.vector_size(has_g=has_g, packing=packing) for each in self.layers]
                 sums = FactorSums(sizes, self._assignment, ranks, like, edges)
+                compiled = None
+                if backend is not None and not is_plain:  # on any rank
+                    compiled = self._compiled_by(backend)
+                    undo.enter_context(compiled.attached(kinds_of(passes)))
                 with phase("statistics"):
-                    for each in self._collector.run(passes, self.layers, most, like, packing):
+                    for each in self._collector.run(
+                        passes, self.layers, most, like, packing, compiled
+                    ):
                         sums.take(*each)
         finally:
             self._watch.is_paused = False
@@ -246,6 +259,19 @@ class KFAC:
             for (index, total), own in zip(totals.items(), counts, strict=True):
                 self._states[index].update(total, *own, packing)
         self._last_update = self.num_steps
+
+    def _compiled_by(self, backend: DynamoBackend) -> CompiledStatistics:
+        """What compiles passes for statistics with the user's backend."""
+        known, ranks, device = self._compiled, self._owner.ranks, self._device
+        if known is None or known.settings != (backend, self._is_ordered):
+            known = self._compiled = CompiledStatistics(
+                self._owner.module,
+                backend,
+                is_granular=self._is_ordered,
+                agree=lambda is_so: bool(largest(ranks, device, int(is_so))[0]),
+                keeps_graph=self.config.fisher == "exact",
+            )
+        return known
 
     def _invert(self) -> None:
         """Invert this rank's layers; what fails on one rank raises on all, with the same words."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture import Surroundings, batch_size_of
+from unison.capture.users_compile import backend_of_caller
+from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.kfac.owners.base import Owner
 from unison.kfac.owners.batches import (
@@ -89,11 +91,13 @@ class Watch:
 
     Attributes:
         current: The last pass; None before the first and after `forget`.
+        backend: What compiles the code around the module, as of the last pass; None if nothing.
     """
 
     def __init__(self, module: nn.Module, owner: Owner, is_wanted: Callable[[], bool]) -> None:
         self._module, self._owner, self._is_wanted = module, owner, is_wanted
         self.current: Pass | None = None
+        self.backend: DynamoBackend | None = None
         self.is_paused = False
         self._num_rows = 0  # of all ranks in earlier batches of this step
         self._surroundings: Surroundings | None = None
@@ -130,6 +134,7 @@ class Watch:
         self._surroundings = None
         if is_watched:
             refuse_private(self._module)
+            self.backend = backend_of_caller()
             self._surroundings = Surroundings.here(module)
             draws = draws_of_pass((args, kwargs))
             self._draws = draws and (draws, draws.state())

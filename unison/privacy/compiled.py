@@ -10,26 +10,23 @@ per-sample norms must be those of the eager capture, parameter by parameter. A m
 does not work runs as it is, and a warning says why.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture, state_kept
-from unison.capture.compiled import CompiledCapture
-from unison.capture.compiled_forward import CompiledForward, cuts_of, reason_of
+from unison.capture.compiled_forward import CapturedPasses, reason_of
 from unison.clip import Clipping, Learned, Plan
-from unison.dynamo import DynamoBackend, pinned
+from unison.dynamo import DynamoBackend
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
-from unison.rng.draw_mode import draws_of_granule, outside_draws
+from unison.rng.draw_mode import outside_draws
 
 MAX_KINDS = 16  # of batches, each with kernels of its own
 
 
-class CompiledPasses:
+class CompiledPasses(CapturedPasses):
     """Compiles a module's private passes.
 
     Args:
@@ -38,12 +35,9 @@ class CompiledPasses:
         is_granular: Whether passes are cut into granules.
         is_aside: Whether the module runs for another reason than to be trained.
         agree: Whether something is so on any rank, where ranks run the module together.
-
-    Attributes:
-        forwards: What is compiled.
-        is_trying: Whether the module runs to be tried out.
-        refusal: Why the module runs uncompiled; None if it does not.
     """
+
+    what = "private passes"
 
     def __init__(
         self,
@@ -54,71 +48,20 @@ class CompiledPasses:
         is_aside: Callable[[], bool],
         agree: Callable[[bool], bool],
     ) -> None:
-        self._module, self._inner = module, pinned(inner) if is_granular else inner
-        self._is_aside, self._agree, self._is_granular = is_aside, agree, is_granular
-        self._backends: dict[Any, CompiledCapture] = {}
-        self._axes: list[Any] = []  # keeps them, and so their ids
+        super().__init__(module, inner, is_granular=is_granular, agree=agree)
+        self._is_aside = is_aside
         self._learned: dict[tuple[int, int], Learned] = {}  # kinds of batches that were tried
-        self._captures: list[Capture] = []
-        self._evaluated: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.is_trying = False
-        self._num_told = 0  # of the modules that run uncompiled
-        self.refusal: str | None = None
-        self._cuts = cuts_of(module, is_granular=is_granular)  # those that were not tried in vain
-        self.forwards: list[CompiledForward] = []
-        self._install()
-
-    def _install(self) -> None:
-        """Compile by the first cut that is left."""
-        self.detach()
-        if self._cuts:
-            self.forwards = [CompiledForward(*each, self) for each in self._cuts[0].items()]
-
-    def detach(self) -> None:
-        """Give the modules their own forwards back."""
-        for each in self.forwards:
-            each.detach()
-        self.forwards = []
-
-    def backend(self, capture: Capture, kinds: tuple[str, ...]) -> CompiledCapture:
-        """What compiles modules for passes like the capture's; see `Passes`."""
-        draws = draws_of_granule() is not None
-        key = id(self._inner), id(capture.axes), capture.batch, kinds, draws
-        if key not in self._backends:
-            self._axes.append(capture.axes)
-            self._backends[key] = CompiledCapture(self._inner)
-        return self._backends[key]
-
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs the user's backend has compiled."""
-        found = self._backends.items()
-        return sum(len(each.graphs) for key, each in found if key[0] == id(self._inner))
-
-    def evaluated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What the user's backend makes of a forward; see `Passes`."""
-        if forward not in self._evaluated:
-            self._evaluated[forward] = torch.compile(forward, backend=self._inner)
-        return self._evaluated[forward]
+        self.attach()
 
     @property
     def is_aside(self) -> bool:
-        """Whether the module runs for another reason than to be used; see `Passes`."""
+        """Whether the module runs for another reason than to be used; see `CapturedPasses`."""
         return self.is_trying or self._is_aside()
 
     @property
     def captures(self) -> Sequence[Capture]:
-        """Those of the pass under way, if it is compiled; see `Passes`."""
+        """Those of the pass under way, if it is compiled; see `CapturedPasses`."""
         return () if self._is_aside() else self._captures
-
-    @contextmanager
-    def running(self, captures: Sequence[Capture]) -> Iterator[None]:
-        """Around a pass that is compiled, forward and backward; none lets it run as it is."""
-        before, self._captures = self._captures, list(captures)
-        try:
-            yield
-        finally:
-            self._captures = before
 
     # --- trying it out ---------------------------------------------------------------------------
 
@@ -134,46 +77,12 @@ class CompiledPasses:
         kind = id(learned), num_rows
         if self.refusal is None and kind not in self._learned:
             self._learned[kind] = learned
-            self.is_trying = True
-            try:
-                self._try(inputs, learned, plan, num_rows)
-            finally:
-                self.is_trying = False
+            reason = self._refusal_of(learned, plan)
+            if reason is None:
+                self._try_out(lambda: self._difference(inputs, learned, plan, num_rows))
+            else:
+                self._refuse(reason)
         return self.refusal is None
-
-    def _try(self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int) -> None:
-        first, reason = None, self._refusal_of(learned, plan)
-        while reason is None and self._cuts:
-            reason = self._difference(inputs, learned, plan, num_rows)
-            refused = [each for each in self.forwards if each.refusal is not None]
-            if reason is None and len(refused) < len(self.forwards):
-                self._tell(refused, first)
-                return
-            first = first or reason or refused[0].refusal
-            self._cuts.pop(0)
-            self._install()
-            reason = None
-        self.refusal = first or reason or "nothing in it can be compiled alone"
-        self.detach()
-        warnings.warn(
-            f"private passes of {type(self._module).__name__} run uncompiled: {self.refusal}",
-            stacklevel=2,
-        )
-
-    def _tell(self, refused: Sequence[CompiledForward], why_not_whole: str | None) -> None:
-        """Warn of what runs uncompiled, each once."""
-        if why_not_whole is not None:
-            warnings.warn(
-                f"private passes of {type(self._module).__name__} are compiled block by block, not "
-                f"as a whole: {why_not_whole}",
-                stacklevel=2,
-            )
-        told, self._num_told = self._num_told, len(refused)
-        if len(refused) > told:
-            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-            warnings.warn(
-                f"{refused[0].name}{others} run uncompiled: {refused[0].refusal}", stacklevel=2
-            )
 
     def _refusal_of(self, learned: Learned, plan: Plan) -> str | None:
         if plan.num_forwards != 1 or plan.num_backwards != 1:
@@ -215,15 +124,6 @@ class CompiledPasses:
                 if self._agree(has_failed):
                     break
         return reason or "it is not the same on another rank"
-
-    @contextmanager
-    def _compiling_by(self, backend: DynamoBackend) -> Iterator[None]:
-        """Compile by another backend than the user's."""
-        before, self._inner = self._inner, backend
-        try:
-            yield
-        finally:
-            self._inner = before
 
     def _norms(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int, *, is_compiled: bool

@@ -11,6 +11,7 @@ from unison.errors import BadInput
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws
 from unison.shard.deal import BatchPlan, current_plan
+from unison.shard.dealt import without_plan
 from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks
 
@@ -83,7 +84,7 @@ def _after(plan: BatchPlan, num_before: int) -> int:
 def parts_of(value: Any, num_parts: int) -> list[Any]:
     """A nested value cut into its granules; whole if there is one part and no granules."""
     if num_granules_of(value) == 0 and num_parts == 1:
-        return [value]
+        return [without_plan(value)]
     return split(value, num_parts)
 
 
@@ -94,7 +95,7 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def tensors_of(value: Tensor) -> list[Tensor]:
     """The tensors of a value, one per granule."""
-    return value.parts if isinstance(value, PerGranule) else [value]
+    return value.parts if isinstance(value, PerGranule) else [without_plan(value)]
 
 
 def requires_grad(value: Any) -> bool:

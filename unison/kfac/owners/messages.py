@@ -34,8 +34,8 @@ def summed(ranks: Ranks, values: Tensor) -> Tensor:
     return ranks.sum_(values)
 
 
-def largest(ranks: Ranks, value: int, device: torch.device) -> int:
-    """The largest of a number over ranks; a collective."""
+def largest(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
+    """The largest of each number over ranks; a collective."""
     if ranks.size == 1:
-        return value
-    return int(ranks.max_(torch.tensor([value], device=device)))
+        return list(values)
+    return ranks.max_(torch.tensor(values, device=device)).tolist()
