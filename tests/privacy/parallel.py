@@ -1,6 +1,7 @@
 """Small models cut by torch's own plans, and private runs of them on any number of ranks."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unison
 from tests.harness import World
+from unison.names import canonical_name
 from unison.privacy import Poisson, PrivacyEngine, PrivateLoader
 
 VOCAB, WIDTH, HEADS, NUM_TOKENS, NUM_RECORDS = 37, 12, 4, 6, 24  # an odd vocabulary: uneven parts
@@ -231,6 +233,8 @@ def private_run(
     plan: str = "usual",
     degree: int | None = None,
     steps: int = 3,
+    before: Callable[[Any], Any] = lambda model: model,
+    after: Callable[[Any], Any] = lambda model: model,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train, and return what must not depend on how the model is cut.
@@ -241,12 +245,15 @@ def private_run(
         plan: One of `PLANS`.
         degree: Ranks on the tensor axis; all unless given.
         steps: Logical batches.
+        before: What the user makes of the model before `make_private`.
+        after: What the user makes of it after that.
         settings: For `make_private`.
     """
-    model: nn.Module = Model(kind)
+    cut_model: nn.Module = Model(kind)
     if world is not None:
-        cut(model, mesh_for(world, degree or world.size), plan)
-    engine, model, optimizer, loader = attach(model, **settings)
+        cut(cut_model, mesh_for(world, degree or world.size), plan)
+    engine, model, optimizer, loader = attach(before(cut_model), **settings)
+    model = after(model)
     found: dict[str, Any] = {"losses": [], "norms": [], "records": [], "gradients": []}
     done, loss_of_step = 0, 0.0
     while done < steps:
@@ -263,13 +270,17 @@ def private_run(
                 found["losses"].append(loss_of_step)
                 found["norms"].append(engine.per_sample_norms())
                 found["records"].append(loader._draws.records(current.step))
-                gradients = {name: full(each.grad) for name, each in model.named_parameters()}
+                gradients = {name: full(each.grad) for name, each in named(cut_model).items()}
                 found["gradients"].append(gradients)
                 loss_of_step, done = 0.0, done + 1
             optimizer.step()
             if done == steps:
                 break
-    found["parameters"] = {name: full(each) for name, each in model.named_parameters()}
-    found["own"] = {name: own(each) for name, each in model.named_parameters()}
+    found["parameters"] = {name: full(each) for name, each in named(cut_model).items()}
+    found["own"] = {name: own(each) for name, each in named(cut_model).items()}
     engine.detach()
     return found
+
+
+def named(model: nn.Module) -> dict[str, Any]:
+    return {canonical_name(name): each for name, each in model.named_parameters()}

@@ -24,12 +24,14 @@ from unison.capture.compiled import CompiledCapture
 from unison.capture.names import places
 from unison.capture.tracked import Tracked
 from unison.capture.unit_draws import unit_draws_known
+from unison.capture.users_compile import unwrapped
 from unison.dynamo import DynamoBackend, pinned
 from unison.errors import UnsupportedOperation
+from unison.names import canonical_name
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
 from unison.shard.dtensors import fsdp2_modules
-from unison.shard.each_granule import call_each_granule
+from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
 from unison.shard.unit import unit_of, units_of
 
@@ -52,29 +54,31 @@ class CompiledForward:
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None
-        self._unit = unit_of(module)
-        self._eager: Any = None  # while it is attached: the module's own forward
+        # While it is attached: in whose attribute, and the module's own forward, which was there.
+        self._where: tuple[Any, str] = module, "forward"
+        self._eager: Any = None
 
     def attach(self) -> None:
         """Take the place of the module's own forward."""
-        unit, module, before = self._unit, self._module, self._eager
-        self._had_own = "forward" in vars(module)
-        self._eager = module.forward if unit is None else unit.inner
+        module, before = self._module, self._eager
+        own = vars(module).get("forward")
+        self._had_own, unit = own is not None, unit_of(module)
+        self._where = module, "forward"
+        if unit is not None:
+            self._where = unit, "inner"
+        elif hasattr(own, CALLED_BY_GRANULE):
+            self._where = own, CALLED_BY_GRANULE
+        self._eager = getattr(*self._where)
         if self._eager != before:  # the user has put another one there
             self._compiled, self._worked = {}, set()
-        if unit is None:
-            module.forward = self
-        else:
-            unit.inner = self
+        setattr(*self._where, self)
 
     def detach(self) -> None:
         """Give the module its own forward back."""
-        if self._unit is not None:
-            self._unit.inner = self._eager
-        elif self._had_own:
-            self._module.forward = self._eager
-        else:
+        if self._where[0] is self._module and not self._had_own:
             del vars(self._module)["forward"]
+        else:
+            setattr(*self._where, self._eager)
 
     # A copy of the module runs what the user wrote ([Note: copies are plain] in border.py): the
     # class's forward, or one that the user had put on the instance.
@@ -455,9 +459,10 @@ def cuts_of(module: nn.Module, *, is_granular: bool) -> list[dict[str, nn.Module
     Returns:
         The modules that are compiled, by name, for each way.
     """
-    names = {id(each): name for name, each in module.named_modules()}
-    root = module.module if isinstance(module, DistributedDataParallel) else module
-    blocks = [each for each in find_blocks(root) if not _has_shards_below(each)]
+    names = {id(each): canonical_name(name) for name, each in module.named_modules()}
+    root = unwrapped(module.module if isinstance(module, DistributedDataParallel) else module)
+    blocks = [unwrapped(each) for each in find_blocks(root)]
+    blocks = [each for each in blocks if not _has_shards_below(each)]
     cuts = [{names[id(each)]: each for each in blocks}] if blocks else []
     if _has_shards_below(root):
         return cuts

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from unison.dynamo import DynamoBackend, backend_of
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.owners.base import Owner
 from unison.privacy.sampling import Poisson, Sampling, Shuffled
 from unison.rng import Key
 
@@ -86,16 +85,13 @@ def check_public_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[st
 
 
 def check_compile(
-    options: bool | Mapping[str, Any],
-    users: DynamoBackend | None,
-    owner: Owner,
+    options: bool | Mapping[str, Any], users: DynamoBackend | None
 ) -> DynamoBackend | None:
-    """The backend for private passes; None if they are not compiled, with a warning why.
+    """The backend for private passes; None if they are not to be compiled.
 
     Args:
         options: What `make_private` was given.
         users: The backend of what the user has compiled before.
-        owner: Who holds the parameters.
     """
     if options is False and users is None:
         return None
@@ -106,13 +102,6 @@ def check_compile(
             f"compile= takes backend, mode and options of torch.compile, found {unknown}; graphs "
             "are whole and made for each size of a batch in any case"
         )
-    if not owner.can_compile:
-        warnings.warn(
-            "private passes run uncompiled: torch's own fully_shard and parallelize_module put "
-            "hooks between the modules; use unison.fully_shard, or DistributedDataParallel",
-            stacklevel=3,
-        )
-        return None
     return users if users is not None and not arguments else backend_of(arguments)
 
 

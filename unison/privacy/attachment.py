@@ -8,6 +8,7 @@ two, the gate runs a backward pass of its own for the norms before it lets the u
 records are added up with the coefficients that are known by then.
 """
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -96,6 +97,7 @@ class Attachment:
         self._learning = Learning(module, settings, owner, self.trained)
         self._buffers = BufferWatch(self._learning.may_write)
         self._compiled: CompiledPasses | None = None
+        self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
         self._label_check: LabelCheck | None = None  # of the pass under way
         # A forward pass: what it draws, and its samples where values move rows.
@@ -109,7 +111,12 @@ class Attachment:
             self._compile_with(settings.compile)
 
     def _compile_with(self, backend: DynamoBackend) -> None:
-        """Compile the module's passes from now on."""
+        """Compile the module's passes from now on, or say once why they are not."""
+        why_not = self._owner.why_uncompiled
+        if why_not is not None:
+            self._is_told = True
+            warnings.warn(f"private passes run uncompiled: {why_not}", stacklevel=2)
+            return
         self._compiled = CompiledPasses(
             self.module,
             backend,
@@ -127,12 +134,12 @@ class Attachment:
 
     def _take_over_compiled(self) -> None:
         """Let passes be compiled if the user has compiled the module after `make_private`."""
-        if not (self._owner.can_compile and self._follows_loss):
+        if not self._follows_loss:
             return
         backend = None
         if is_compiled(self.places.held.attributes):
             backend = uncompile(self.module, self._handles)
-        if self._compiled is None:
+        if self._compiled is None and not self._is_told:
             backend = backend or backend_of_caller()
             if backend is not None:
                 self._compile_with(backend)

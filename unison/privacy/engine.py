@@ -252,7 +252,7 @@ class PrivacyEngine:
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
             loader.rows = RowShapes(row_shape, padding)
-            compiled = check_compile(compile, backend, owner)
+            compiled = check_compile(compile, backend)
             device = owner.owned[0].parameter.device if owner.owned else torch.device("cpu")
             ledger = open_on_ranks(
                 self._ledger_path,
@@ -267,7 +267,9 @@ class PrivacyEngine:
                     num_records=len(loader.dataset),  # type: ignore[arg-type]
                     device=str(device),
                     fingerprint=fingerprint(
-                        granule=granule, device=device, is_compiled=compiled is not None
+                        granule=granule,
+                        device=device,
+                        is_compiled=compiled is not None and owner.why_uncompiled is None,
                     ),
                 ),
                 data_salt=data_salt,

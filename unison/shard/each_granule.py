@@ -30,6 +30,10 @@ Call = Callable[[int, tuple, dict[str, Any]], Any]
 """(index of the granule on this rank, its arguments, its keyword arguments) -> its output."""
 
 
+# On a forward that puts each granule's parameters in place: what it calls then.
+CALLED_BY_GRANULE = "_unison_called_by_granule"
+
+
 def call_each_granule(
     name: str, module: nn.Module, call: Call, num_granules: int, args: tuple, kwargs: dict[str, Any]
 ) -> Any:

@@ -95,6 +95,7 @@ class RecordsWhole:
     """An owner whose ranks all hold other samples, and record the uses of whole parameters."""
 
     ranks: Ranks
+    why_uncompiled: str | None = None
 
     @property
     def everyone(self) -> Ranks:
@@ -123,7 +124,7 @@ class Owner(Protocol):
         is_ordered: Whether passes are cut into granules: the same bits on any number of ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
-        can_compile: Whether the module's passes may go through torch.compile.
+        why_uncompiled: Why the module's passes cannot go through torch.compile; None if they can.
         owned: Every trainable parameter, or this rank's part of it.
     """
 
@@ -131,7 +132,7 @@ class Owner(Protocol):
     is_ordered: bool
     can_repeat: bool
     runs_together: bool
-    can_compile: bool
+    why_uncompiled: str | None
     owned: Sequence[Owned]
 
     @property

@@ -26,7 +26,7 @@ from unison.privacy.owners.fsdp2_group import FSDP2Group, rows_of
 from unison.privacy.owners.sums import GroupSums, exchange
 from unison.shard.deal import BatchPlan
 from unison.shard.dtensors import fsdp2_modules, is_dtensor, show_shards
-from unison.shard.each_granule import call_each_granule
+from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
 from unison.shard.fsdp2.attach import set_attribute, wrap_hook
 from unison.shard.fsdp2.checks import param_groups_of
@@ -51,7 +51,6 @@ class FSDP2(RecordsWhole):
 
     can_repeat = False
     runs_together = True
-    can_compile = False
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         if PLACING in module.__dict__:
@@ -211,11 +210,11 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
             f"{name} is one of several modules in one fully_shard call, which cannot be run in "
             "granules; call fully_shard once per module"
         )
-    run, has_children = module.forward, _has_children(module)
+    own, has_children = module.forward, _has_children(module)
 
-    @functools.wraps(run)
+    @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        num_granules = num_granules_of((args, kwargs))
+        num_granules, run = num_granules_of((args, kwargs)), getattr(forward, CALLED_BY_GRANULE)
         if num_granules == 0:
             return run(*args, **kwargs)
         if has_children:
@@ -231,6 +230,7 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
 
         return call_each_granule(name, module, call, num_granules, args, kwargs)
 
+    setattr(forward, CALLED_BY_GRANULE, own)  # or what is compiled of it
     set_attribute(undo, module, "forward", forward)
     handle = state._pre_forward_hook_handle
     wrap_hook(undo, module._forward_pre_hooks, handle.id, wrapper=before_forward)

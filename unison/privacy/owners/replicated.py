@@ -32,7 +32,6 @@ class Replicated(RecordsWhole):
 
     can_repeat = True
     runs_together = False
-    can_compile = True
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered

@@ -104,7 +104,10 @@ class TensorParallel:
 
     can_repeat = True
     runs_together = True
-    can_compile = False
+    why_uncompiled: str | None = (
+        "what parallelize_module has cut computes with distributed tensors, whose parts no rule "
+        "takes while a graph is traced"
+    )
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         refuse_compiled(module.named_modules())

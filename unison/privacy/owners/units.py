@@ -35,7 +35,6 @@ class Units(RecordsWhole):
 
     can_repeat = False
     runs_together = True
-    can_compile = True
 
     def __init__(self, module: nn.Module) -> None:
         root = unit_of(module)
