@@ -19,7 +19,7 @@ from tests.harness.compiling import NUM_RUNS, counting
 from tests.shard.common import DECODER, ordered_run, per_sample_loss, tokens
 from unison.models import build
 from unison.rng import compiled_draws
-from unison.shard import auto_shard, digest
+from unison.shard import auto_shard, deal, digest
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -108,6 +108,16 @@ def test_compiling_around_units_warns(world):
     model = compile_around(auto_shard(build(DECODER, seed=0)))
     with pytest.warns(UserWarning, match="Compile the blocks instead"):
         model(tokens(2, DECODER, world.rank)[:, :-1])
+
+
+@ranks(2)
+def test_compiling_around_granules_is_refused(world):
+    torch.compiler.reset()
+    options: dict[str, Any] = {"reducer": "ordered", "gradient_divisor": 1}
+    model = compile_around(auto_shard(build(DECODER, seed=0), **options))
+    (rows,) = deal([tokens(4, DECODER, 0)], granule=1)
+    with pytest.raises(Exception, match="compile its blocks instead"):
+        model(rows[:, :-1])
 
 
 def compiled_by(backend: str) -> Callable[[nn.Module], None]:

@@ -343,7 +343,7 @@ class CapturedPasses:
                 self.attach()
         finally:
             self.is_trying = False
-        self._refuse(first or "nothing in it can be compiled alone")
+        self._refuse(first or _NO_BLOCKS)
 
     def _refuse(self, reason: str) -> None:
         """Let the module run as it is from now on, and say why."""
@@ -382,6 +382,7 @@ class CapturedPasses:
 
 
 _ELSEWHERE = "it cannot be compiled on another rank"
+_NO_BLOCKS = "it has no repeated blocks that are sharded as a whole, each by one fully_shard"
 
 
 def _kind(mark: Any, factored: Collection[str]) -> str:

@@ -131,6 +131,9 @@ MAPPED_BY[Tensor.__contains__] = _contains
 _REFUSED = {
     "backward": "make it one number first with unison.batch_mean(per_sample_losses)",
     "item": "make it one number first with unison.batch_mean(per_sample_losses)",
+    # What a compiler asks of a tensor before all else.
+    "untyped_storage": "torch.compile around a batch in granules does not see them; shard the "
+    "model with unison.fully_shard and compile its blocks instead: block.compile()",
     "__bool__": "each granule may have another truth; make it one number with unison.batch_mean",
 }
 
