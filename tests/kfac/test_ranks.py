@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_uneven_ranks_and_an_empty_one(size, how):
     # Not dealt: ranks number their rows one after the other.
     shares = (4, 0, 2) if size == 3 else (0, 6)
     check_close(size, how, counts=(6, 6), shares=shares)
+
+
+def test_dropout_in_granules():
+    """The pass for statistics draws what the user's pass has drawn for each sample."""
+    case = {"how": "units", "granule": 2, "config": replace(CONFIG, dropout=0.3)}
+    expected = run_on_ranks(1, run, case)[0]
+    for found in run_on_ranks(2, run, case):
+        assert found["digest"] == expected["digest"]
 
 
 def test_more_ranks_than_rows():

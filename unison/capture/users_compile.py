@@ -13,8 +13,13 @@ from unison.shard.unit import unit_of
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile(module)` returned; other modules are themselves."""
+    """The module inside of what `torch.compile(module)` returned; other modules are themselves.
+
+    So is what was sharded after it was compiled: it holds the unit.
+    """
     if type(module).__name__ != "OptimizedModule":  # importing it takes a second
+        return module
+    if unit_of(module) is not None:
         return module
     return module._modules["_orig_mod"]  # type: ignore[return-value]
 

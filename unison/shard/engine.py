@@ -125,7 +125,8 @@ def compile_inside(unit: Unit) -> None:
 
 
 def _call_compiled(unit: Unit, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():  # of a module around it
+    # Of a module around it; or hooks come first, which take it out of the compiler's hands.
+    if torch.compiler.is_compiling() or unit.runs_hooks_first:
         return unit.module._call_impl(*args, **kwargs)
     return run_forward(unit, args, kwargs)
 

@@ -95,6 +95,9 @@ class Unit:
         self.forward = self.inner = forward  # the user's own; and what a pass calls
         self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
         self.is_inside = False  # while compiled code of the module runs, see engine.py
+        # Whether hooks of the module run before its parameters are gathered even where it is
+        # compiled in place: private training decides there what passes compute with.
+        self.runs_hooks_first = False
         self.loops_over_model = False  # set when mapping single operations turned out impossible
         self.has_children = False
         self.requires_sync = True  # see verbs.py

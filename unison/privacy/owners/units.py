@@ -43,7 +43,8 @@ class Units(RecordsWhole):
                 "parts of the module are sharded and the module itself is not; call "
                 "unison.fully_shard on it too, or unison.auto_shard"
             )
-        self.module = module
+        self.module, self._root = module, root
+        self._root.runs_hooks_first = True
         self._units = context_of(root).units
         self.ranks = root.axes.all
         self.is_ordered = root.options.reducer == "ordered"
@@ -131,6 +132,7 @@ class Units(RecordsWhole):
 
     def detach(self) -> None:
         """Leave the module as it was."""
+        self._root.runs_hooks_first = False
         self.module.__dict__.pop(PLACING, None)
         for group, dtype in self._dtypes:
             group.reduce_dtype = dtype
