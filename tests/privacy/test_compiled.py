@@ -1,6 +1,8 @@
 """Private training with compiled passes: the same parameters as without, or a sentence."""
 
 import copy
+import math
+import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
@@ -16,6 +19,8 @@ from unison.names import canonical_name
 from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine
 from unison.privacy.compiled import CompiledPasses
+from unison.privacy.passes import cut_passes
+from unison.shard import current_plan
 
 EAGER = {"backend": "aot_eager"}
 
@@ -89,6 +94,74 @@ def test_few_graphs_are_made():
     assert passes.refusal is None
     engine.detach()
     assert "forward" not in vars(module)
+
+
+def test_passes_of_poisson_batches():
+    """64 samples expected, passes of 8: hardly more of them than of fixed batches, all alike."""
+    records, rate = 640, 0.1
+    chances = [
+        math.comb(records, n) * rate**n * (1 - rate) ** (records - n) for n in range(records + 1)
+    ]
+    passes = [len(cut_passes(n, max_physical_batch_size=8)) for n in range(records + 1)]
+    assert sum(map(operator.mul, chances, passes)) <= 1.10 * len(
+        cut_passes(64, max_physical_batch_size=8)
+    )
+    x = torch.randn(records, 6, generator=torch.Generator().manual_seed(0))
+    rows = TensorDataset(x, torch.arange(records) % 3)
+    engine, module, optimizer, loader = attach(
+        data_loader=DataLoader(rows, batch_size=64), max_physical_batch_size=8, compile=EAGER
+    )
+    num_padded, done = 0, 0
+    for x, y in loader:
+        plan = current_plan()
+        assert plan is not None
+        is_real = plan.sample_ids >= 0  # what a metric leaves out
+        assert len(x) == len(is_real) == 8
+        assert int(is_real.sum()) == loader.current.num_samples
+        num_padded += int((~is_real).sum())
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+        optimizer.step()
+        done += loader.current.is_last
+        if done == 5:
+            break
+    assert num_padded > 0
+    assert passes_of(engine).num_graphs == 1
+    engine.detach()
+
+
+def parameters_of(kind: str, compile: object) -> dict[str, Tensor]:  # noqa: A002
+    """Parameters after steps under autocast, or of rows of several lengths."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    x = torch.randn(32, 4, 6, generator=torch.Generator().manual_seed(1))
+    engine, module, optimizer, loader = attach(
+        model,
+        data_loader=DataLoader(TensorDataset(x), batch_size=8, shuffle=True),
+        poisson_sampling=False,
+        noise_multiplier=0.0,
+        compile=compile,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*compiled")
+        for step, (rows,) in enumerate(loader):
+            length = 1 + step % 3 if kind == "lengths" else 4
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                output = module(rows[:, :length])
+            output.float().square().flatten(1).sum(1).mean().backward()
+            optimizer.step()
+    if compile:
+        assert passes_of(engine).refusal is None
+        assert passes_of(engine).num_graphs == (3 if kind == "lengths" else 1)
+    engine.detach()
+    return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*mkldnn_matmul")  # a CPU without bf16
+@pytest.mark.parametrize("kind", ["autocast", "lengths"])
+def test_autocast_and_changing_lengths(kind):
+    check_same(parameters_of(kind, EAGER), parameters_of(kind, False))
 
 
 class Branch(nn.Module):

@@ -82,6 +82,31 @@ def test_dropout_and_accumulation(backend):
     assert relative(found, expected) <= 1e-5
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.parametrize("granule", [None, 2])
+def test_the_whole_cross(backend, dropout, physical, granule):
+    """Sharded at 1 and 2 ranks: one digest in granules, and the eager run's result."""
+    case = {
+        "granule": granule,
+        "physical": physical,
+        "config": replace(CONFIG, dropout=dropout),
+        "compile": {"backend": backend},
+        "steps": 3,
+    }
+    if granule is not None:
+        found = [check_bits({1: "zero3", 2: "zero3"}, case, ("norms", "digest"))]
+    else:
+        found = [run_on_ranks(size, run, {"how": "zero3", **case})[0] for size in (1, 2)]
+    if granule is None and dropout:
+        return  # masks are the compiler's own: that it trains is all there is to see
+    expected = run_on_ranks(1, run, {"how": "none", **case, "compile": False})[0]
+    for each in found:
+        assert relative(each, expected) <= 1e-5
+
+
 # ---- ranks that differ ---------------------------------------------------------------------------
 
 

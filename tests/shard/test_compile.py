@@ -19,7 +19,7 @@ from tests.harness.compiling import NUM_RUNS, counting
 from tests.shard.common import DECODER, ordered_run, per_sample_loss, tokens
 from unison.models import build
 from unison.rng import compiled_draws
-from unison.shard import auto_shard, deal, digest
+from unison.shard import auto_shard, deal, digest, find_blocks
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -127,6 +127,13 @@ def compiled_by(backend: str) -> Callable[[nn.Module], None]:
         layers[1] = torch.compile(layers[1], backend=backend)
 
     return change
+
+
+def test_blocks_compiled_in_two_ways_are_blocks():
+    """Else the model is one unit, in which nothing is compiled."""
+    model = build(replace(DECODER, num_layers=2), seed=0)
+    compiled_by("aot_eager")(model)
+    assert find_blocks(model) == list(model.layers)
 
 
 def ordered(world: World, backend: str | None, micro_batch: int | None) -> dict:

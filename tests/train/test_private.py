@@ -105,6 +105,17 @@ def test_a_terminal_shows_what_is_not_covered_and_says_so(is_terminal, tells_all
     assert ("4.125" in shown) == (is_terminal or tells_all)
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_time_that_compiling_took_is_shown(is_terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=80)
+    with ProgressView(console, 3, 1, is_private=True) as view:
+        view.show_compiling()
+        view.show_step(1, RESULT, 100.0, FACTS)
+        view.show_compiled(41.6)
+    assert "the first step, with compiling, took 42 s" in output.getvalue()
+
+
 def test_physical_batches_change_nothing_but_rounding(text, tmp_path):
     whole = train(config_of(tmp_path / "whole", text, SEEDED, overrides={**SMALL, "dropout": 0.1}))
     cut = train(

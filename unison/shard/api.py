@@ -138,7 +138,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     for child in module.children():
         members = list(child.children())
-        classes = Counter(type(member) for member in members)
+        # What `torch.compile(block)` returned is of another class than a block beside it.
+        classes = Counter(type(each._modules.get("_orig_mod", each)) for each in members)
         is_list = isinstance(child, nn.ModuleList | nn.Sequential)
         if is_list and classes and classes.most_common(1)[0][1] >= 2:
             blocks += [member for member in members if any(True for _ in member.parameters())]
