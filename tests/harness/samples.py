@@ -43,6 +43,15 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
             (0, 7, torch.float32),
         ]
     ],
+    "unison::cross_entropy_gradient": [
+        (*_rows(*sample), -100)
+        for sample in [
+            (5, 123, torch.float32, 3),
+            (3, 7, torch.float64),
+            (4, 9, torch.bfloat16),
+            (0, 7, torch.float32),
+        ]
+    ],
     "unison::cross_entropy_gradient_": [
         (*_rows(*sample), -100)
         for sample in [

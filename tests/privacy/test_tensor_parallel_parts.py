@@ -173,7 +173,7 @@ def test_modules_that_are_not_known(world):
         attach(model)
     model = cut(Model("mlp"), mesh, "usual")
     model.compile(backend="eager")
-    with pytest.warns(UserWarning, match="run uncompiled: torch's own fully_shard and parallelize"):
+    with pytest.warns(UserWarning, match="run uncompiled: what parallelize_module has cut"):
         attach(model)
 
 
