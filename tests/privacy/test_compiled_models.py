@@ -175,6 +175,7 @@ def test_a_step_through_inductor(name):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # DeBERTa
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=by_inductor)])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_architectures_of_transformers(name, backend):

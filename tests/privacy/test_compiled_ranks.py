@@ -152,7 +152,8 @@ def test_a_rank_that_alone_has_other_shapes(compile):  # noqa: A002
 
 # ---- memory --------------------------------------------------------------------------------------
 
-WIDE = replace(CONFIG, d_model=64, d_ff=256, num_layers=3)  # weights are most of it
+# Weights are most of it; fewer than numba is asked to draw, which compiles for a minute at first.
+WIDE = replace(CONFIG, d_model=48, d_ff=192, num_layers=3)
 
 
 def kept_by(loss: Tensor) -> dict[int, int]:
