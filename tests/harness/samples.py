@@ -32,35 +32,17 @@ def _rows(rows: int, vocab: int, dtype: torch.dtype, gap: int = 0) -> tuple[Any,
     return logits, labels, logits.to(wide).logsumexp(1), torch.randn(rows, dtype=wide)
 
 
+_LOGITS = [
+    (5, 123, torch.float32, 3),
+    (3, 7, torch.float64),
+    (4, 9, torch.bfloat16),
+    (0, 7, torch.float32),
+]
 _WORDS = torch.tensor([1, 2, 3, 4])
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
-    "unison::cross_entropy_statistics": [
-        (*_rows(*sample)[:2], -100)
-        for sample in [
-            (5, 123, torch.float32, 3),
-            (3, 7, torch.float64),
-            (4, 9, torch.bfloat16),
-            (0, 7, torch.float32),
-        ]
-    ],
-    "unison::cross_entropy_gradient": [
-        (*_rows(*sample), -100)
-        for sample in [
-            (5, 123, torch.float32, 3),
-            (3, 7, torch.float64),
-            (4, 9, torch.bfloat16),
-            (0, 7, torch.float32),
-        ]
-    ],
-    "unison::cross_entropy_gradient_": [
-        (*_rows(*sample), -100)
-        for sample in [
-            (5, 123, torch.float32, 3),
-            (3, 7, torch.float64),
-            (4, 9, torch.bfloat16),
-            (0, 7, torch.float32),
-        ]
-    ],
+    "unison::cross_entropy_statistics": [(*_rows(*sample)[:2], -100) for sample in _LOGITS],
+    "unison::cross_entropy_gradient": [(*_rows(*sample), -100) for sample in _LOGITS],
+    "unison::cross_entropy_gradient_": [(*_rows(*sample), -100) for sample in _LOGITS],
     "unison::drop": [
         (torch.randn(3, 7), _WORDS, torch.tensor([4, 9, 2]), 0, 0, 0.5),
         (torch.randn(5, 3, 2), _WORDS, torch.tensor([1, 2, 3]), 2, 1, 0.1),

@@ -300,6 +300,25 @@ def test_dropout():
     engine.detach()
 
 
+def test_a_number_that_is_drawn_and_multiplied_with():
+    """It is a tensor to the compiler, and not the number of `capture/unit_draws.py`."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.inner(x) * (0.999 + 0.001 * torch.rand([]))
+
+    engine, module, optimizer, loader = attach(Scaled(), compile=EAGER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, optimizer, loader, 3)
+    assert passes_of(engine).refusal is None
+    engine.detach()
+
+
 def compiled_whole(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 

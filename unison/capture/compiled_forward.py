@@ -9,7 +9,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class CompiledForward:
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None
+        self._has_unit_draws = False  # is compiled only with `unit_draws_known`
         # While it is attached: in whose attribute, and the module's own forward, which was there.
         self._where: tuple[Any, str] = module, "forward"
         self._eager: Any = None
@@ -186,10 +187,16 @@ class CompiledForward:
             self._in_places(shown),
             backend.running(capture, names),
             unwatched(),
-            unit_draws_known(),
             _disable_current_modes(),
         ):
-            return self._call(backend, args, kwargs)
+            output, refusal = self._call(backend, args, kwargs)
+            if refusal is not None and not self._has_unit_draws:
+                # A number that is drawn, and decides nothing, may be all that was in the way.
+                self._has_unit_draws = True
+                output, found = self._call(backend, args, kwargs)
+                self._has_unit_draws = found is None
+                refusal = refusal if found is not None else None
+            return output, refusal
 
     def _call(
         self, backend: CompiledCapture, args: tuple, kwargs: dict[str, Any]
@@ -199,12 +206,11 @@ class CompiledForward:
                 self._eager, backend=backend, dynamic=False, fullgraph=True
             )
         compiled, num_runs = self._compiled[backend], backend.num_runs
+        draws = unit_draws_known() if self._has_unit_draws else nullcontext()
         try:
-            if backend in self._worked:
+            # Each kind has its own backend.
+            with draws, nullcontext() if backend in self._worked else _compiling():
                 output = compiled(*args, **kwargs)
-            else:
-                with _compiling():  # each kind has its own backend
-                    output = compiled(*args, **kwargs)
         except _before_running() as error:
             return None, reason_of(error)
         except Exception as error:  # backends raise anything

@@ -2,9 +2,10 @@
 
 Many models of transformers may drop a layer: `if torch.rand([]) < self.layerdrop`. A compiler stops
 there, since a value decides what comes next. Where `layerdrop` is 0, as it mostly is, it does not:
-no number in [0, 1) is smaller. So while such a model is traced, and while the graph runs, whose
-guards ask for what was there when it was traced, `torch.rand([])` is a number of which no more is
-known than that it lies in [0, 1). What needs more of it draws it, and is compiled in parts.
+no number in [0, 1) is smaller. So a model that cannot be traced is traced once more, while
+`torch.rand([])` is a number of which no more is known than that it lies in [0, 1); and it is that
+while the graph runs, whose guards ask for what was there when it was traced. Where the number
+decides something it is drawn, and the model is compiled in parts.
 """
 
 from collections.abc import Iterator
