@@ -269,7 +269,7 @@ def test_what_was_formed_is_added_to_in_place():
     with as_on_cuda():
         expected = explicit_gradients([record.as_product(), use])
         formed = measured.form(record)
-        found = measured.materialize([measured.Formed(formed), use])
+        found = measured.materialize([Dense(formed, is_ours=True), use])
         assert found.data_ptr() == formed.data_ptr()
         assert_close(found, expected)
         # Whoever else holds per-sample gradients keeps them.

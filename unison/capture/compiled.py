@@ -429,7 +429,7 @@ class _SlotSet:
         self._is_used = True
         make, kept = self._graph.slots[number].record, self._kept
         if make is None:
-            record: Record = Dense(gradient)
+            record: Record = Dense(gradient, is_ours=True)
         else:  # other backward passes may come, unless this one is all there is
             went_in = kept.pop(number) if self._capture.is_light else kept[number]
             record = make(went_in, gradient)

@@ -21,7 +21,8 @@ what has been kept when a layer comes must fit into the budget and what has been
 training, which recomputes what is cheap and saves little more than the inputs and outputs of
 layers. What it saves it frees on the way back, and there is room for as much: so unless the user
 gives a budget, that is all that compiled passes keep. They take one pass over the model, since more
-would not be compiled.
+would not be compiled. A head that is tied to an embedding is multiplied out all the same: to form
+it twice, to be measured and to be added up, takes as long as a block of the model.
 """
 
 import heapq
@@ -151,7 +152,14 @@ def fastest_compiled(
     """
     timed = [[a for a in each if a.measured is not None] or each for each in options]
     once = [[a for a in each if a.passes == (1, 1)] or each for each in timed]
-    no_wait, room = [0.0] * len(layers), sum(each.factor_bytes for each in layers)
+    no_wait, room = [0.0] * len(layers), 0
+    for i, layer in enumerate(layers):
+        is_mixed = len({use.kind for use in layer.uses}) > 1
+        kept = [a for a in once[i] if NORM_METHODS[a.choice.norm].is_kept]
+        if is_mixed and kept:
+            once[i] = kept
+        least = min(a.cost.kept_bytes for a in once[i])
+        room += max(layer.factor_bytes, least if is_mixed else 0)
     # Where not even the smallest fit, they are as small as can be.
     room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
     found = _within(once, no_wait, [room] * len(layers))

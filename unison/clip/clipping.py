@@ -17,7 +17,6 @@ from unison.clip.layers import describe, signature_of
 from unison.clip.matrix import tensors_of
 from unison.clip.measured import (
     METHODS,
-    Formed,
     can_make_again,
     clipped_sum,
     form,
@@ -153,7 +152,7 @@ class Clipping:
         is_known = self._coefficients is None and self.plan.num_uses(parameter.name) is not None
         choice = self.plan.choice(parameter.name) if is_known else None
         if choice is not None and NORM_METHODS[choice.norm].is_kept:
-            return Formed(form(record))
+            return Dense(form(record), is_ours=True)
         if choice is not None and choice.gradient == "records" and can_make_again(record):
             record.finish()
             return cast(Record, record)  # kernels take it for one
@@ -421,7 +420,7 @@ class Clipping:
     def _measure(self, parameter: UsedParameter) -> None:
         signature = tuple(map(signature_of, parameter.records))
         decided = self.plan.known_choice(parameter.name, signature)
-        if decided is None and any(type(each) in _AS_READ for each in parameter.records):
+        if decided is None and any(isinstance(each, Streamed) for each in parameter.records):
             decided = self.plan.choice(parameter.name), is_taken(parameter.records)
         if decided is None:
             choice = self.plan.choice_for(describe(parameter.name, parameter.records))
@@ -513,6 +512,3 @@ class Clipping:
 
 def _as_record(record: Record | Streamed) -> Record:
     return record.as_product() if isinstance(record, Streamed) else record
-
-
-_AS_READ = (Formed, Streamed)  # not records that could be described: the plan has said what to do

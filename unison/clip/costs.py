@@ -197,7 +197,7 @@ def records_cost(layer: Layer) -> Cost:
         double_flops=product_flops(layer),
         moved_bytes=3 * record_bytes(layer)
         + layer.numel * (12 + 16 * -(-tokens // TOKENS_PER_RESULT)),
-        kept_bytes=record_bytes(layer),
+        kept_bytes=record_bytes(layer) - layer.shared_bytes,
         transient_bytes=12 * layer.numel,
     )
 
@@ -208,10 +208,11 @@ def recomputed_cost(layer: Layer) -> Cost:
     Of products only g is kept. Lookups hardly hold anything else, and dense records are no larger.
     """
     again, forward = records_cost(layer), forward_cost(layer)
-    inputs = [use.tokens * input_features(use) for use in layer.uses if use.kind == "product"]
+    inputs = [use.tokens * use.input_features for use in layer.uses if use.kind == "product"]
     num_inputs = layer.batch * sum(inputs)
     largest = layer.batch * layer.itemsize * max(inputs, default=0)
-    saved_bytes = num_inputs * layer.itemsize if layer.is_repeatable else 0
+    inputs_bytes = num_inputs * layer.itemsize - layer.shared_bytes
+    saved_bytes = inputs_bytes if layer.is_repeatable else 0
     return Cost(
         native_flops=forward.native_flops,
         double_flops=again.double_flops,
@@ -251,11 +252,6 @@ def product_flops(layer: Layer) -> int:
 def record_bytes(layer: Layer) -> int:
     """Return the bytes of all records of a batch."""
     return layer.batch * sum(_bytes_per_sample(use, layer.itemsize) for use in layer.uses)
-
-
-def input_features(use: Use) -> int:
-    """Return the features of what went in."""
-    return use.rows if use.is_transposed else use.columns
 
 
 def _bytes_per_sample(use: Use, itemsize: int) -> int:

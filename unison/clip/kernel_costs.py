@@ -20,7 +20,6 @@ from unison.clip.costs import (
     FORWARD_OVERHEAD,
     MACHINES,
     Cost,
-    input_features,
     product_flops,
     record_bytes,
 )
@@ -113,7 +112,7 @@ def records_cost(layer: Layer) -> Cost:
     chunk = min(layer.batch * remade, STREAMED_ELEMENTS)
     return cost + Cost(
         moved_bytes=record_bytes(layer) + 2 * SUM_ITEMSIZE * layer.numel,
-        kept_bytes=record_bytes(layer) - layer.batch * remade * layer.itemsize,
+        kept_bytes=record_bytes(layer) - layer.shared_bytes - layer.batch * remade * layer.itemsize,
         transient_bytes=SUM_ITEMSIZE * layer.numel + 2 * chunk * layer.itemsize,
     )
 
@@ -126,9 +125,10 @@ def _streamed_elements(use: Use) -> int:
 def recomputed_cost(layer: Layer) -> Cost:
     """Return the cost of `records`, and of this layer's part of another forward pass."""
     again, forward = records_cost(layer), forward_cost(layer)
-    inputs = [use.tokens * input_features(use) for use in layer.uses if use.kind == "product"]
+    inputs = [use.tokens * use.input_features for use in layer.uses if use.kind == "product"]
     num_inputs = layer.batch * sum(inputs)
-    saved_bytes = num_inputs * layer.itemsize if layer.is_repeatable else 0
+    inputs_bytes = num_inputs * layer.itemsize - layer.shared_bytes
+    saved_bytes = inputs_bytes if layer.is_repeatable else 0
     return Cost(
         native_flops=again.native_flops + forward.native_flops,
         half_flops=again.half_flops + forward.half_flops,
@@ -140,7 +140,7 @@ def recomputed_cost(layer: Layer) -> Cost:
 
 def _fingerprint_bytes(layer: Layer) -> int:
     """Return what could be moved while fingerprints of a layer's inputs are taken, twice."""
-    inputs = [use.tokens * input_features(use) for use in layer.uses if use.kind == "product"]
+    inputs = [use.tokens * use.input_features for use in layer.uses if use.kind == "product"]
     return 2 * BYTES_PER_FINGERPRINT * layer.batch * sum(inputs)
 
 

@@ -1,7 +1,8 @@
 """Layers as the planner sees them: the shapes of a parameter's records, without their data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +29,8 @@ class Use:
         is_transposed: Whether rows and columns are the other way round, as in x @ W.
         is_streamed: Whether g can be made again, a few samples at a time, and need not be kept.
             Uses that differ in nothing else are the same to a method.
+        num_sharing: Parameters whose products have the same input, this one among them: who keeps
+            it keeps it once. Likewise.
     """
 
     kind: str
@@ -36,6 +39,12 @@ class Use:
     columns: int
     is_transposed: bool = False
     is_streamed: bool = field(default=False, compare=False)
+    num_sharing: int = field(default=1, compare=False)
+
+    @property
+    def input_features(self) -> int:
+        """Features of what went in."""
+        return self.rows if self.is_transposed else self.columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,17 @@ class Layer:
         for use in self.uses:
             inputs = use.rows if use.kind == "product" else 0
             found += use.tokens * (inputs + use.columns)
-        return self.batch * self.itemsize * found
+        return self.batch * self.itemsize * found - self.shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of its inputs that are counted with other layers: each counts an even part."""
+        shared = [use for use in self.uses if use.num_sharing > 1]
+        elements = sum(
+            use.tokens * use.input_features * (use.num_sharing - 1) // use.num_sharing
+            for use in shared
+        )
+        return self.batch * self.itemsize * elements
 
     @property
     def freed_bytes(self) -> int:
@@ -117,6 +136,37 @@ def describe(name: str, records: Sequence[Record | Streamed]) -> Layer:
         uses=tuple(uses),
         is_float16=any(tensor.dtype == torch.float16 for tensor in tensors),
     )
+
+
+def with_shared_inputs(
+    layers: Sequence[Layer], records: Mapping[str, Sequence[Record | Streamed]]
+) -> list[Layer]:
+    """Return layers that know with how many others they share inputs, as q, k and v do.
+
+    Args:
+        layers: From `describe`.
+        records: What each was made of, by name; all of them, so that no two lie in one place.
+    """
+
+    def place(record: Record | Streamed) -> tuple | None:
+        is_product = isinstance(record, Product | Streamed)
+        return (record.a.data_ptr(), record.a.shape) if is_product else None
+
+    sharing: dict[tuple | None, set[str]] = defaultdict(set)
+    for layer in layers:
+        for record in records[layer.name]:
+            sharing[place(record)].add(layer.name)
+    sharing[None] = {""}  # other records have no input
+    return [
+        replace(
+            layer,
+            uses=tuple(
+                replace(use, num_sharing=len(sharing[place(record)]))
+                for use, record in zip(layer.uses, records[layer.name], strict=True)
+            ),
+        )
+        for layer in layers
+    ]
 
 
 def _placeholder(use: Use, batch: int) -> Record:

@@ -20,7 +20,7 @@ from unison.capture import (
     state_kept,
 )
 from unison.capture.saved import SavedBytes
-from unison.clip.layers import Layer, describe
+from unison.clip.layers import Layer, describe, with_shared_inputs
 from unison.clip.plan import Plan, Timed, plan_clipping
 from unison.clip.storage import Storage
 from unison.ops import Record, Streamed
@@ -176,13 +176,14 @@ def learn_layers(
             losses = per_sample_loss(model, few)
         if losses.requires_grad:
             losses.sum().backward()
+    layers = with_shared_inputs([describe(name, found[name]) for name in sorted(found)], found)
     return tuple(
         replace(
-            describe(name, found[name]),
-            is_checkpointed=name in capture.used_late,
-            is_repeatable=name not in capture.recorded_late,
-            freed_per_sample=freed[name] // _FEW,
+            layer,
+            is_checkpointed=layer.name in capture.used_late,
+            is_repeatable=layer.name not in capture.recorded_late,
+            freed_per_sample=freed[layer.name] // _FEW,
             is_variable=axes.is_traced,
         )
-        for name in sorted(found)
+        for layer in layers
     )

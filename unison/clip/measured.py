@@ -54,10 +54,6 @@ _UNITS_PER_STEP = 4  # its error, in units of 2⁻²⁴
 _ALIGNED = 8  # elements: cuBLAS is slow on rows that do not begin at 16 bytes
 
 
-class Formed(Dense):
-    """Per-sample gradients that were formed here: they may be written to."""
-
-
 def form(record: Streamed) -> Tensor:
     """Multiply a record out that comes in pieces [batch, *shape]; no two of them exist at once."""
     dtype = torch.promote_types(record.a.dtype, torch.float32)
@@ -93,7 +89,7 @@ def kept_dtype(records: Sequence[Record | Streamed]) -> torch.dtype:
     Half the memory of float32, if records are bfloat16; float16 would overflow.
     """
     is_half = all(each.dtype == torch.bfloat16 for r in records for each in tensors_of(r))
-    if is_half and not all(type(record) is Dense for record in records):
+    if is_half and not all(isinstance(record, Dense) for record in records):
         return torch.bfloat16
     return torch.float32
 
@@ -155,7 +151,8 @@ def _sum_of(records: Sequence[Record], dtype: torch.dtype) -> Tensor:
     rows, columns = matrix_shape(records)
     products = [record for record in records if isinstance(record, Product)]
     first = tensors_of(records[0])[0]
-    formed = next((r for r in records if type(r) is Formed and r.value.dtype == dtype), None)
+    dense = [record for record in records if isinstance(record, Dense)]
+    formed = next((each for each in dense if each.is_ours and each.value.dtype == dtype), None)
     if formed is not None and not products:
         total = formed.value.view(batch, rows, columns)
     else:
@@ -163,8 +160,8 @@ def _sum_of(records: Sequence[Record], dtype: torch.dtype) -> Tensor:
     if products:
         left, right = _joined(products)
         _products().per_sample(left, right, total, _precision())
-    for record in records:
-        if isinstance(record, Dense) and record is not formed:
+    for record in dense:
+        if record is not formed:
             total += record.value.reshape(total.shape)
     for record in records:
         if isinstance(record, Lookup):

@@ -8,6 +8,7 @@ mechanism: other methods round differently.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -166,7 +167,8 @@ class Plan:
         Such a layer takes as many passes as it was to take.
         """
         planned = self._by_name.get(layer.name)
-        if planned is not None and planned.layer.uses == layer.uses:
+        # In which order uses come is autograd's business, and the compiler's.
+        if planned is not None and Counter(planned.layer.uses) == Counter(layer.uses):
             return planned.chosen.choice
         options = alternatives_of(layer, self.machine)
         if self.mode != AUTO:

@@ -59,9 +59,11 @@ class Dense:
 
     Attributes:
         value: [batch, *shape of the parameter].
+        is_ours: Whether nobody else has it, so that other uses may be added to it.
     """
 
     value: Tensor
+    is_ours: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
