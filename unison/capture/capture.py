@@ -31,7 +31,6 @@ from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.refuse import may_be_compiled, refuse_compiled
 from unison.capture.row_trace import RowTrace
 from unison.capture.rows import Rows, is_mixed
-from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
 from unison.capture.tap import can_hook, hook, refuse_second, tap, tapped_again
 from unison.capture.tracked import (
     Source,
@@ -97,7 +96,6 @@ class Capture:
         streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
             gets products of them.
         is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
-        alike: Which passes this one is like, if it is light: see [Note: known uses].
 
     Attributes:
         used: Names of the parameters that were used.
@@ -122,7 +120,6 @@ class Capture:
         is_current: bool = False,
         streams: bool = False,
         is_light: bool = False,
-        alike: Alike | None = None,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
         self._places = Places(module) if known is None else known
@@ -145,10 +142,6 @@ class Capture:
         self.trace: RowTrace | None = None
         self._met: list[Met] | None = None  # while it is looked at where samples go
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
-        # Where rows lie anew in every pass, no use is known from another.
-        self._alike = alike if is_light and not axes.is_traced else None
-        self._sites: Sites | None = None
-        self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
         self._uses: list[Use] | None = None if known is None else []
         self._lent: list[Callable[[], None]] = []  # gives back what is lent for the pass
@@ -182,8 +175,6 @@ class Capture:
             return
         self._places.relay.call = self.call
         with self._marking(is_guarded) as unguarded:
-            if self._alike is not None:
-                self._sites = sites_of(self._alike.kind, self._places.sites)
             with flat_weights_renewed(self._places.recurrent):
                 yield self
             refuse_gradients(unguarded)
@@ -219,7 +210,6 @@ class Capture:
         if can_keep:
             made.memory = memory_of(value)
             self._places.tracked[id(value)] = made
-            self._places.sites = {}  # they may hold the mark that was there before
         return made
 
     @contextmanager
@@ -328,7 +318,7 @@ class Capture:
         self._lent = []
         self.repeats.clear()
         self.anchors.clear()
-        self.on_product = self._sites = self._alike = self._hooked = None
+        self.on_product = None
         self.on_record = _refuse_late
         self.module, self._places = _NO_MODULE, _NO_PLACES
 
@@ -348,11 +338,6 @@ class Capture:
         """Run a torch function that touches a tracked tensor, the first one among its arguments."""
         if self.is_outside:
             return func(*self._unmarked(args), **self._unmarked(kwargs))
-        if self._sites is not None:
-            site = self._sites.find((func, id(first)))
-            x = None if site is None else site.input_of(args, kwargs)
-            if site is not None and x is not None and is_usual(self._outer):
-                return self._run_known(site, x)
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -378,7 +363,6 @@ class Capture:
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
-        self._hooked = None
         try:
             output = rule(self, *args, **kwargs)
         except _Expression:
@@ -396,7 +380,6 @@ class Capture:
         if output is NotImplemented:
             without = self._without_rule_traced if is_traced else self._without_rule
             return without(call, axes, args, kwargs)
-        self._remember(func, args, kwargs)
         return output
 
     def _unmarked(self, value: Any) -> Any:
@@ -415,20 +398,6 @@ class Capture:
         if isinstance(value, dict):
             return {key: self._unmarked(each) for key, each in value.items()}
         return value
-
-    def _remember(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Let the passes after this one know a use."""
-        hooked, self._hooked = self._hooked, None  # it holds an input
-        if self._sites is not None and hooked is not None and is_usual(self._outer):
-            self._sites.learn(func, args, kwargs, *hooked)
-
-    def _run_known(self, site: Site, x: Tensor) -> Tensor:
-        """Run an operation that is as it was in a pass before; see [Note: known uses]."""
-        assert self._alike is not None
-        output = site.run(x)
-        self.used.update(site.names)
-        site.wait(output, x, self, self._alike.keeper)
-        return output
 
     def _call_of(
         self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -680,7 +649,6 @@ class Capture:
         if self._uses is not None:
             self._uses.append(use)
         if self.is_light and can_hook(output):
-            self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
 

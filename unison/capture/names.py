@@ -1,6 +1,6 @@
 """Names of parameters as the model itself gives them."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -62,11 +62,10 @@ class Places:
         self.recurrent: list[tuple[str, nn.Module]] = []  # those of them that are
         self.held = Held([])  # by all of them, likewise
         # What a capture keeps for the next one: marks by the parameter's id, all of them with
-        # their places, who hears of them, and their uses by kind of pass.
+        # their places, and who hears of them.
         self.tracked: dict[int, Any] = {}
         self.marks: Any = None
         self.relay = Relay()
-        self.sites: dict[Hashable, Any] = {}
         self._facts: TensorFacts | None = None  # of those that take gradients
         self._own: list[nn.Parameter] = []  # those
         self._frozen: list[nn.Parameter] = []  # and the others
@@ -75,7 +74,7 @@ class Places:
     def forget(self) -> None:
         """Let go of all that is kept for the next capture; it is looked up again then."""
         self.last, self.modules, self.recurrent, self.held = [], [], [], Held([])
-        self.tracked, self.sites, self.marks, self.relay = {}, {}, None, Relay()
+        self.tracked, self.marks, self.relay = {}, None, Relay()
         self._facts, self._own, self._frozen, self._trained = None, [], [], ()
 
     def __iter__(self) -> Iterator[Place]:
@@ -88,7 +87,7 @@ class Places:
             self.modules = list(self._module.named_modules())
             self.recurrent = [each for each in self.modules if isinstance(each[1], nn.RNNBase)]
             self.held = Held([module for _, module in self.modules])
-            self.tracked, self.sites, self.marks, self._facts = {}, {}, None, None
+            self.tracked, self.marks, self._facts = {}, None, None
         return self.last
 
     def trained(self) -> tuple[str, ...]:

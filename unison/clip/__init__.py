@@ -2,7 +2,7 @@
 
 from unison.clip.alternatives import Alternative
 from unison.clip.bounds import DOUBLE, Arithmetic, NormTable, SampleNorms, bounded, mass
-from unison.clip.clipping import Clipping
+from unison.clip.clipping import Clipping, Storage
 from unison.clip.coefficients import (
     RULES,
     Coefficients,
@@ -26,7 +26,6 @@ from unison.clip.learned import Learned, PerSampleLoss, axes_of, learn
 from unison.clip.modes import AUTO, MODES, Choice
 from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
 from unison.clip.plan import LayerPlan, Plan, choose, plan_clipping
-from unison.clip.storage import Storage
 
 __all__ = [
     "AUTO",

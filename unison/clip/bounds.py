@@ -71,7 +71,7 @@ based on such a promise would be a hope.
 
 *What this does not say.* 4. is of plain torch, and of per-sample gradients that were kept, on any
 device. CUDA kernels that add samples inside of one product (`ghost`, `*_bk` modes) round each share
-to a grid first and add integers, if they are given one (`unison.clip.sum_grid`), as private
+to a grid first and add integers, if they are given one (`unison.clip.measured.SumGrid`), as private
 training does: nothing of others changes. Without a grid they add float32 numbers.
 """
 

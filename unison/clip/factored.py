@@ -11,19 +11,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from unison.capture.tap import refuse_changed
 from unison.clip.bounds import SampleNorms
 from unison.clip.matrix import factors
-from unison.clip.measured import bound_grams
+from unison.clip.measured import SumGrid, bound_grams
 from unison.clip.modes import MODES, Choice
-from unison.clip.sum_grid import SumGrid
 from unison.kernels import factored
-from unison.kernels.many import Asked, Facts
-from unison.kernels.many.asked import ADDRESS
 from unison.ops import Product, Record, Streamed
 
 CHOICE = MODES["ghost_bk"]
@@ -90,13 +86,9 @@ class Group:
     def __init__(self, names: Sequence[str], found: Mapping[str, Factors]) -> None:
         mine = [found[name] for name in names]
         self.names = names
-        self._lefts = Facts([each.left for each in mine])
-        self._rights = Facts([each.right for each in mine])
         self._features = max(each.left.shape[2] + each.right.shape[2] for each in mine)
         self._shapes = [(1, *each.shape) for each in mine]
         self._sizes = [math.prod(each.shape) for each in mine]
-        # Of every sum in the memory of all: as aligned as factors are, by which kernels store.
-        self._starts = np.cumsum([0, *self._sizes[:-1]], dtype=ADDRESS) * 4
 
     def measure(self, found: Mapping[str, Factors]) -> SampleNorms:
         """Return the norms of all samples [parameters, samples]."""
@@ -121,9 +113,7 @@ class Group:
         memory = torch.empty(sum(self._sizes), dtype=dtype, device=weights.device)
         pieces = torch.unsafe_split_with_sizes(memory, self._sizes)  # views, unknown to autograd
         made = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-        at = (self._starts + memory.data_ptr()).tobytes()
-        outs = Asked(made, _NO_FACTS, True, at)  # of outputs only addresses are asked for
-        factored.weighted_sums(lefts, rights, weights, outs)
+        factored.weighted_sums(lefts, rights, weights, made)
         return made
 
     def add(
@@ -144,17 +134,11 @@ class Group:
         lefts, rights = self._sides(found)
         factored.weighted_sums(lefts, rights, stacked(coefficients, grid), totals, add=True)
 
-    def _sides(self, found: Mapping[str, Factors]) -> tuple[Asked, Asked]:
-        lefts, rights = [], []
-        for name in self.names:
-            each = found[name]
+    def _sides(self, found: Mapping[str, Factors]) -> tuple[list[Tensor], list[Tensor]]:
+        mine = [found[name] for name in self.names]
+        for each in mine:
             each.check()
-            lefts.append(each.left)
-            rights.append(each.right)
-        return Asked(lefts, self._lefts, True), Asked(rights, self._rights, True)
-
-
-_NO_FACTS = Facts(())
+        return [each.left for each in mine], [each.right for each in mine]
 
 
 def groups_of(found: Mapping[str, Factors]) -> list[Group]:

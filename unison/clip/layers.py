@@ -185,12 +185,3 @@ def _placeholder(use: Use, batch: int) -> Record:
             return Dense(torch.empty(batch, *shape, device="meta"))
         case _:
             raise ValueError(f"expected one of {list(KINDS.values())}, found {use.kind!r}")
-
-
-def signature_of(record: Record) -> tuple:
-    """Return all of a record that methods depend on, but for values."""
-    if isinstance(record, Product):
-        a, g = record.a, record.g
-        return a.shape, g.shape, record.is_transposed, a.dtype, g.dtype, g.device
-    g = record.value if isinstance(record, Dense) else record.g
-    return type(record), g.shape, record.shape, g.dtype, g.device

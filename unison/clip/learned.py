@@ -20,9 +20,9 @@ from unison.capture import (
     state_kept,
 )
 from unison.capture.saved import SavedBytes
+from unison.clip.clipping import Storage
 from unison.clip.layers import Layer, describe, with_shared_inputs
 from unison.clip.plan import Plan, Timed, plan_clipping
-from unison.clip.storage import Storage
 from unison.ops import Record, Streamed
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]

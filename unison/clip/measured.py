@@ -32,13 +32,13 @@ of their absolute values: products aligned to the largest and cut, as measured b
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unison.clip.bounds import SampleNorms, gamma
 from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
-from unison.clip.sum_grid import SumGrid
 from unison.kernels import many
 from unison.kernels.available import takes
 from unison.kernels.factored import Grams
@@ -52,6 +52,30 @@ _UNDERFLOW = 2.0**-125  # what a square that is too small for float32 may have l
 _TERMS_PER_STEP = 16  # of one instruction of a tensor core
 _UNITS_PER_STEP = 4  # its error, in units of 2⁻²⁴
 _ALIGNED = 8  # elements: cuBLAS is slow on rows that do not begin at 16 bytes
+
+
+class SumGrid(NamedTuple):
+    """Multiples of a spacing, which int32 numbers count: to it kernels round each sample's share.
+
+    Integers add without rounding: what one sample adds to a sum does not depend on the others.
+
+    Attributes:
+        spacing: A power of two; or a tensor of one, for passes that are recorded once for many.
+        is_held: Whether int32 holds the sum of a pass.
+    """
+
+    spacing: float | Tensor
+    is_held: bool = True
+
+    def weights(self, coefficients: Tensor) -> Tensor:
+        """Return coefficients of shares counted in spacings, float32: a shift of exponents."""
+        return (coefficients / self.spacing).float()
+
+    def weight(self, device: torch.device) -> Tensor:
+        """Return what a count weighs [1], float64."""
+        if isinstance(self.spacing, Tensor):
+            return self.spacing
+        return torch.full((1,), self.spacing, dtype=torch.float64, device=device)
 
 
 def form(record: Streamed) -> Tensor:

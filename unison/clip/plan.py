@@ -146,20 +146,11 @@ class Plan:
         planned = self._by_name.get(name)
         return 1 if planned is None else planned.chosen.choice.num_forwards
 
-    def known_choice(self, name: str, signature: Any) -> tuple[Choice, bool] | None:
-        """Return what was decided before for a parameter with records of these shapes, if it was.
-
-        To describe records takes longer than to hand them to a GPU.
-        """
-        return self._decided.get((name, signature))
-
-    def remember(self, name: str, signature: Any, decided: tuple[Choice, bool]) -> None:
-        """Remember a decision: the methods, and whether compiled kernels take the records."""
-        self._decided[name, signature] = decided
-
-    @cached_property
-    def _decided(self) -> dict[tuple[str, Any], tuple[Choice, bool]]:
-        return {}
+    def kinds(self, name: str) -> list[str] | None:
+        """Return the kinds of the uses that are planned for, sorted; None if they are not known."""
+        planned = self._by_name.get(name)
+        is_known = planned is not None and not planned.layer.is_variable
+        return sorted(use.kind for use in planned.layer.uses) if planned and is_known else None
 
     def choice_for(self, layer: Layer) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture import Capture, Surroundings
 from unison.capture.names import Places
-from unison.capture.sites import Alike
 from unison.capture.users_compile import backend_of_caller, is_compiled, uncompile
 from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
@@ -327,7 +326,6 @@ class Attachment:
                 is_current=True,
                 streams=num_forwards == 1,
                 is_light=num_forwards == num_backwards == 1,
-                alike=Alike((id(plan), num_rows), partial(self._clipping, rows.granule)),
             )
             capture.factored = plan.factored
             parts[rows.granule] = RunningPart(rows, clipping, capture)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from unison.capture import Capture, Surroundings
 from unison.clip import Clipping, SampleNorms
-from unison.clip.kept import SharesByName
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
 from unison.privacy.grid import Grid
@@ -120,7 +119,7 @@ class PassSums:
         """Of the sums."""
         return self.grid.dtype
 
-    def shares(self) -> SharesByName | None:
+    def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Hand out what the sums are made of, if all rows were computed together.
 
         See `Clipping.shares`; None, if there are several granules.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unison.clip import NormTable, Plan, SampleNorms
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.privacy.adaptive import noisy_fraction
