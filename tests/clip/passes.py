@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from unison.capture import Capture, learn_axes
 from unison.clip import Clipping, plan_clipping
-from unison.clip.learned import learn_layers
+from unison.clip.functional import learn_layers
 
 BATCH, TOKENS, WIDTH = 3, 4, 8
 

@@ -8,16 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.clip.passes import BATCH
 from torch import Tensor
 
 from tests.clip.common import cast, dense, explicit_gradients, product
+from tests.clip.passes import BATCH
 from tests.clip.test_factored import MIXED, PLENTY, assert_right, coefficients_of, plan_of
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import Clipping, SampleNorms, describe, flat
-from unison.clip.factored import Factors, groups_of, sums_of
-from unison.clip.measured import bound_grams
+from unison.clip.measured import Factors, bound_grams, groups_of, sums_of
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.ops import Product, Record

@@ -34,8 +34,7 @@ from dataclasses import dataclass
 
 from unison.clip import costs, kernel_costs
 from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import Layer
-from unison.clip.modes import CHOICES, MODES, Choice
+from unison.clip.layers import CHOICES, MODES, Choice, Layer
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 

@@ -10,22 +10,25 @@ import torch
 from torch import Tensor
 
 from unison.clip.bounds import NormTable, SampleNorms
-from unison.clip.factored import Factors, can_wait, groups_of, stacked, sums_of
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
-from unison.clip.layers import KINDS, describe
+from unison.clip.layers import KINDS, Choice, describe
 from unison.clip.matrix import tensors_of
 from unison.clip.measured import (
     METHODS,
+    Factors,
     SumGrid,
     bound,
     can_make_again,
+    can_wait,
     clipped_sum,
     form,
+    groups_of,
     is_taken,
     materialize,
     squared_norms,
+    stacked,
+    sums_of,
 )
-from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
 from unison.errors import UnsupportedOperation

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from unison.capture import Surroundings, batch_size_of
+from unison.capture import RngAutocastState, batch_size_of
 from unison.capture.users_compile import backend_of_caller
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
@@ -76,7 +76,7 @@ class Pass:
     inputs: tuple[tuple, dict[str, Any]]
     num_rows: int
     rows: Rows
-    surroundings: Surroundings
+    surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[Part]
 
@@ -100,7 +100,7 @@ class Watch:
         self.backend: DynamoBackend | None = None
         self.is_paused = False
         self._num_rows = 0  # of all ranks in earlier batches of this step
-        self._surroundings: Surroundings | None = None
+        self._surroundings: RngAutocastState | None = None
         self._draws: tuple[BatchDraws, list[tuple[int, int]]] | None = None
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -135,7 +135,7 @@ class Watch:
         if is_watched:
             refuse_private(self._module)
             self.backend = backend_of_caller()
-            self._surroundings = Surroundings.here(module)
+            self._surroundings = RngAutocastState.here(module)
             draws = draws_of_pass((args, kwargs))
             self._draws = draws and (draws, draws.state())
 

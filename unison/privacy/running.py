@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unison.capture import Capture, Surroundings
+from unison.capture import Capture, RngAutocastState
 from unison.clip import Clipping, SampleNorms
 from unison.clip.measured import SumGrid
 from unison.dynamo import DynamoBackend
@@ -72,7 +72,7 @@ class RunningPass:
     parts: dict[int, RunningPart]  # by granule
     context: ExitStack
     num_backwards: int  # backward passes that clipping takes
-    call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
+    call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
 
     def __post_init__(self) -> None:

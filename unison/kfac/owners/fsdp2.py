@@ -14,8 +14,7 @@ from torch import nn
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.names import places
-from unison.capture.tracked import Source, Tracked
+from unison.capture.tracked import Source, Tracked, places
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.owners.base import Held
 from unison.shard.attributes import Attributes, Hidden

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unison.capture.names import places
+from unison.capture.tracked import places
 from unison.errors import UnsupportedOperation
 from unison.kfac.owners.base import Held
 from unison.shard.ranks import Ranks

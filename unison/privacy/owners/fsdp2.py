@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.capture.names import places
+from unison.capture.tracked import places
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.privacy.owners.base import MakeSums, Owned, RecordsWhole

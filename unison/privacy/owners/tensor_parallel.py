@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
-from unison.capture.names import places
 from unison.capture.parts import is_in_parts, local, span_of
 from unison.capture.refuse import refuse_compiled
+from unison.capture.tracked import places
 from unison.clip import SampleNorms
 from unison.clip.layers import Layer
 from unison.errors import BadInput, UnsupportedOperation
