@@ -191,7 +191,6 @@ class Changes(nn.Module):
 
 
 def test_an_input_that_is_changed_in_place_is_refused():
-    """By hooks, which keep it themselves: with autograd's own functions autograd refuses it."""
     model, batch = Changes().double(), floats(WIDTH)(BATCH)
     axes, found = learn_axes(model, squares, batch), []
 
@@ -201,7 +200,7 @@ def test_an_input_that_is_changed_in_place_is_refused():
             BATCH,
             axes=axes,
             on_record=lambda name, record: found.append(name),
-            is_light=True,
+            has_one_backward=True,
         )
         with capture.installed():
             squares(model, batch).sum().backward()

@@ -49,7 +49,7 @@ class Passes:
         """Run one pass."""
         clipping = Clipping(self.plan, len(ids))
         capture = Capture(
-            self.model, len(ids), axes=self.axes, on_record=clipping.take, is_light=True
+            self.model, len(ids), axes=self.axes, on_record=clipping.take, has_one_backward=True
         )
         with capture.installed():
             run(self.model, ids).sum().backward()

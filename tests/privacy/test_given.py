@@ -2,15 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput
-from unison.privacy.given import GivenGradients, Released
 from unison.privacy.owners.base import Owned
+from unison.privacy.param_check import GivenGradients
 
 NAMES = ["a", "b", "c"]
 
@@ -20,60 +20,40 @@ def make() -> tuple[dict[str, nn.Parameter], list[Owned]]:
     return parameters, [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
 
 
-def ones(owned: Sequence[Owned]) -> list[Tensor]:
-    return [torch.ones(3) for _ in owned]
-
-
-def released(owned: Sequence[Owned], is_lazy: bool = True):
-    """Gradients of ones: as they come all at once, or one by one."""
-    if is_lazy:
-        return Released(lambda: (owned, ones(owned)))
+def released(owned: Sequence[Owned]) -> Iterator[tuple[Owned, Tensor]]:
+    """Gradients of ones."""
     return ((each, torch.ones(3)) for each in owned)
 
 
-BOTH = pytest.mark.parametrize("is_lazy", [True, False], ids=["at once", "one by one"])
-
-
-def test_gradients_are_made_when_they_are_asked_for():
-    _, owned = make()
-    asked = []
-    gradients = Released(lambda: asked.append(1) or (owned, ones(owned)))
-    assert not asked
-    assert [each.name for each, _ in gradients] == NAMES
-    assert len(asked) == 1
-
-
-@BOTH
-def test_gradients_are_put_where_there_are_none_and_added_where_there_are(is_lazy):
+def test_gradients_are_put_where_there_are_none_and_added_where_there_are():
     parameters, owned = make()
     given = GivenGradients()
     for count in (1, 2):
-        given.give(released(owned, is_lazy))
+        given.give(released(owned))
         given.check(parameters)
         for each in parameters.values():
             assert each.grad is not None
             assert (each.grad == count).all()
     parameters["b"].grad = None  # as torch: added where there is one
-    given.give(released(owned, is_lazy))
+    given.give(released(owned))
     given.check(parameters)
     found = [each.grad for each in parameters.values()]
     assert [float(each[0]) for each in found if each is not None] == [3, 1, 3]
 
 
-@BOTH
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_of_somebody_else_are_refused_by_name(is_lazy, name):
+def test_gradients_of_somebody_else_are_refused_by_name(name):
     parameters, owned = make()
     given = GivenGradients()
     parameters[name].grad = torch.zeros(3)
-    for use in (given.check, lambda _: given.give(released(owned, is_lazy))):
+    for use in (given.check, lambda _: given.give(released(owned))):
         with pytest.raises(BadInput, match=rf"{name}\.grad is not what the privacy engine put"):
             use(parameters)
     assert not parameters[name].grad.any()
     for each in parameters.values():
         each.grad = None
     given.check(parameters)
-    given.give(released(owned, is_lazy))
+    given.give(released(owned))
     mine = parameters[name].grad
     assert mine is not None
     parameters[name].grad = mine.clone()
@@ -83,11 +63,10 @@ def test_gradients_of_somebody_else_are_refused_by_name(is_lazy, name):
     given.check(parameters)
 
 
-@BOTH
-def test_gradients_are_not_held(is_lazy):
+def test_gradients_are_not_held():
     parameters, owned = make()
     given = GivenGradients()
-    given.give(released(owned, is_lazy))
+    given.give(released(owned))
     seen = [weakref.ref(each.grad) for each in parameters.values()]
     kept = parameters["a"].grad
     gc.collect()
@@ -98,18 +77,17 @@ def test_gradients_are_not_held(is_lazy):
     assert [each() is None for each in seen] == [False, True, True]
     given.check(parameters)  # though the user holds one
     assert kept is not None
-    given.give(released(owned, is_lazy))
+    given.give(released(owned))
     assert all((each.grad == 1).all() for each in parameters.values())
     parameters["a"].grad = kept  # of the step before
     with pytest.raises(BadInput, match=r"a\.grad is not"):
         given.check(parameters)
 
 
-@BOTH
-def test_a_parameter_of_two_parts_gets_both(is_lazy):
+def test_a_parameter_of_two_parts_gets_both():
     parameter = nn.Parameter(torch.zeros(3))
     owned = [Owned("a", parameter, (3,), 0, 3), Owned("a", parameter, (3,), 0, 3)]
-    GivenGradients().give(released(owned, is_lazy))
+    GivenGradients().give(released(owned))
     assert parameter.grad is not None
     assert (parameter.grad == 2).all()
 

@@ -10,7 +10,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
 from unison.privacy import PrivacyEngine, step_graph
 from unison.privacy import noise as noises
-from unison.privacy.recorded import RecordedPass
+from unison.privacy.engine import RecordedPass
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a seed")
 

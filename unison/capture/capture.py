@@ -32,8 +32,6 @@ from unison.capture.tap import (
     OnProduct,
     OnRecord,
     Use,
-    can_hook,
-    hook,
     refuse_second,
     tap,
     tapped_again,
@@ -94,17 +92,18 @@ class Capture:
         on_record: Called with a parameter's name and a record, once per use, in the backward pass.
         on_product: Called in its place for products that can be met again, if it is given. It
             returns whether this one should be: then the gradient is kept, and `on_record` gets an
-            equal record in `again`.
+            equal record in `recompute`.
         known: The module's parameters, if somebody else has looked at them just now.
         streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
             gets products of them.
-        is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
+        has_one_backward: Whether one backward pass is all there is: what compiled graphs keep for
+            records goes as it is used.
 
     Attributes:
         used: Names of the parameters that were used.
         used_late: Names of those that were used in the backward pass: activation checkpointing.
-        recorded_late: Names of those whose records are of such uses, which `again` does not meet:
-            reentrant activation checkpointing.
+        recorded_late: Names of those whose records are of such uses, which `recompute` does not
+            meet: reentrant activation checkpointing.
         is_outside: Whether the module has returned, so that a use of one of its parameters belongs
             to the user's own code: it is the parameter itself then, and nothing is recorded.
         factored: Names of those whose records compiled code leaves as products, and does not
@@ -121,12 +120,12 @@ class Capture:
         on_product: OnProduct | None = None,
         known: ParamRegistry | None = None,
         streams: bool = False,
-        is_light: bool = False,
+        has_one_backward: bool = False,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
         self._params = ParamRegistry(module) if known is None else known
         self._is_current = known is not None
-        self.streams, self.is_light = streams, is_light
+        self.streams, self.has_one_backward = streams, has_one_backward
         self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
         self.used: set[str] = set()
@@ -251,7 +250,7 @@ class Capture:
             self._met = None
 
     @contextmanager
-    def again(self, surroundings: RngAutocastState) -> Iterator[None]:
+    def recompute(self, surroundings: RngAutocastState) -> Iterator[None]:
         """Run the forward pass once more in this block: see [Note: keep g, recompute a].
 
         `on_record` gets the records of the products that `on_product` wanted again.
@@ -624,8 +623,6 @@ class Capture:
         use = Use(self, layout, tracked, number, is_late)
         if self._uses is not None:
             self._uses.append(use)
-        if self.is_light and can_hook(output):
-            return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
 
     def learned_layout(self, output: Tensor) -> Layout:

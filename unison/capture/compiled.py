@@ -430,7 +430,7 @@ class _SlotSet:
         if make is None:
             record: Record = Dense(gradient, is_ours=True)
         else:  # other backward passes may come, unless this one is all there is
-            went_in = kept.pop(number) if self._capture.is_light else kept[number]
+            went_in = kept.pop(number) if self._capture.has_one_backward else kept[number]
             record = make(went_in, gradient)
         self._capture.on_record(self._names[number], record)
 

@@ -128,9 +128,15 @@ class _Copied(torch.autograd.Function):
 
 
 def _record(ctx: Any, g: Tensor | None) -> None:
-    if g is not None:
+    if g is None:
+        return
+    try:
         saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-        ctx.use.record(g, tuple(value.detach() for value in saved))
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            refuse_changed()
+        raise
+    ctx.use.record(g, tuple(value.detach() for value in saved))
 
 
 def tap(
@@ -150,32 +156,6 @@ def tap(
     return _InPlace.apply(use, _own(output), anchor, *saved)  # type: ignore[return-value]
 
 
-def hook(use: Use, output: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-    """As `tap`, by a hook of the tensor: a fraction of the time of a function of autograd's.
-
-    It keeps what is saved from being dropped and made again, so it is not for activation
-    checkpointing; nor for outputs without a gradient.
-    """
-    # Autograd keeps a hook until the whole graph goes: what is saved must go as it is used.
-    kept = [(each, each._version) for each in saved]
-    is_done = False
-
-    def record(g: Tensor | None) -> None:
-        nonlocal is_done
-        if g is None:  # none came, through a function that was given the output
-            return
-        if is_done:
-            refuse_second()
-        if any(each._version != version for each, version in kept):
-            refuse_changed()
-        inputs, is_done = tuple(each.detach() for each, _ in kept), True
-        kept.clear()
-        use.record(g, inputs)
-
-    output.register_hook(record)
-    return output
-
-
 def refuse_second() -> NoReturn:
     """Raise for a gradient that comes again."""
     raise BadInput(
@@ -190,13 +170,6 @@ def refuse_changed() -> NoReturn:
         "an input of a layer was changed in place after the layer had used it, and its gradient is "
         "made of it; use an operation with a result of its own"
     )
-
-
-def can_hook(output: Tensor) -> bool:
-    """Whether `hook` will do: a gradient comes, and nobody drops what is saved."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    is_kept = hooks is None
-    return is_kept and output.requires_grad
 
 
 def tapped_again(use: Use, output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:

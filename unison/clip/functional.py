@@ -272,7 +272,7 @@ def clipped_gradients(
         on_record=clipping.take,
         on_product=clipping.take_product if plan.num_forwards == 2 else None,
         streams=plan.num_forwards == 1,
-        is_light=plan.num_forwards == plan.num_backwards == 1,
+        has_one_backward=plan.num_forwards == plan.num_backwards == 1,
     )
     with capture.installed(), torch.enable_grad():
         surroundings = RngAutocastState.here(model, batch)

@@ -6,6 +6,8 @@
 [Note: one pass, or two] With a plan of one pass, sums are made when the backward pass ends. With
 two, the gate runs a backward pass of its own for the norms before it lets the user's go on, whose
 records are added up with the coefficients that are known by then.
+
+All outputs of the module go through one gate, so that all their gradients come back at once.
 """
 
 import warnings
@@ -18,7 +20,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from unison.capture import Capture, RngAutocastState
 from unison.capture.tracked import ParamRegistry
@@ -30,16 +32,17 @@ from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.dealing import Dealing, plain_leaf, unpacked
-from unison.privacy.gate import gate
+from unison.privacy.dealing import Dealing, packed, plain_leaf, unpacked
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
 from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import LabelCheck
 from unison.privacy.owners.base import Owner
+from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
-from unison.privacy.running import (
+from unison.privacy.step_graph import is_recording
+from unison.privacy.step_state import (
     AddSums,
     ClippingSettings,
     Coefficients,
@@ -48,8 +51,54 @@ from unison.privacy.running import (
     RunningPart,
     RunningPass,
 )
-from unison.privacy.step_graph import is_recording
-from unison.privacy.trained import Trained
+
+# A view made inside of a Function must not be changed in place, and users change logits in place.
+_as_no_view = torch.ops.aten._unsafe_view.default
+
+OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
+
+
+class _Gate(torch.autograd.Function):
+    """Hands all outputs on at once, so that all their gradients come back at once."""
+
+    @staticmethod
+    def forward(ctx: Any, on_backward: OnBackward, anchor: Tensor, *outputs: Tensor) -> tuple:
+        ctx.on_backward = on_backward
+        ctx.save_for_backward(*outputs)
+        ctx.set_materialize_grads(False)
+        return tuple(_as_no_view(output, output.shape) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # type: ignore[override]
+        ctx.on_backward(ctx.saved_tensors, gradients)
+        return None, None, *gradients
+
+
+def gate(output: Any, on_backward: OnBackward) -> Any:
+    """Return the same output, of which `on_backward` learns before the module's backward pass.
+
+    Args:
+        output: Whatever a module returns; tensors in it that take gradients pass the gate.
+        on_backward: Called with the tensors before the gate and their gradients, once per backward
+            pass. It may run a backward pass of its own over the former.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [place for place, leaf in enumerate(leaves) if passes_gate(leaf)]
+    if not places:
+        return output
+    tensors = [unpacked(leaves[place]) for place in places]  # one per granule, or one
+    flat = [tensor for each in tensors for tensor in each]
+    # A model whose outputs take no gradients: the user's loop calls backward all the same.
+    anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
+    passed = iter(_Gate.apply(on_backward, anchor, *flat))  # type: ignore[arg-type]
+    for place, each in zip(places, tensors, strict=True):
+        leaves[place] = packed(leaves[place], [next(passed) for _ in each])
+    return tree_unflatten(leaves, spec)
+
+
+def passes_gate(leaf: Any) -> bool:
+    """Whether a part of an output can have a gradient."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 class Attachment:
@@ -87,7 +136,6 @@ class Attachment:
         self.params = ParamRegistry(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
-        self._counted: tuple[Plan | None, int, int] = (None, 1, 1)  # passes that a plan takes
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
         self._pass: RunningPass | None = None
         self._recorder, self._public_terms = recorder, public_terms
@@ -309,9 +357,7 @@ class Attachment:
             inputs,
             is_compiled=self._is_compiled,
         )
-        if plan is not self._counted[0]:  # to count takes as long as a layer
-            self._counted = plan, plan.num_forwards, plan.num_backwards
-        _, num_forwards, num_backwards = self._counted
+        num_forwards, num_backwards = plan.num_forwards, plan.num_backwards
         is_compiled = compiled is not None and compiled.takes(inputs, learned, plan, num_rows)
         parts = {}
         for rows in self._dealing.parts:
@@ -324,7 +370,7 @@ class Attachment:
                 on_product=clipping.take_product if num_forwards == 2 else None,
                 known=self.params,
                 streams=num_forwards == 1,
-                is_light=num_forwards == num_backwards == 1,
+                has_one_backward=num_forwards == num_backwards == 1,
             )
             capture.factored = plan.factored
             parts[rows.granule] = RunningPart(rows, clipping, capture)
@@ -489,15 +535,12 @@ class Attachment:
         part.coefficients, part.clipping.grid = self._coefficients(running.batch, part.rows, norms)
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
-        self._clipping(granule).take(name, record)
-
-    def _clipping(self, granule: int) -> Clipping:
-        """Who takes the records of a granule now."""
+        """Hand a record to clipping, if this is its time."""
         running = self._pass
         is_repeated = running is not None and running.phase is Phase.DONE and self._is_repeating
         if running is None or not (running.phase is Phase.BACKWARD or is_repeated):
             raise BadInput(_TWICE)
-        return running.parts[granule].clipping
+        running.parts[granule].clipping.take(name, record)
 
     def _end_backward(self) -> None:
         running = self._pass

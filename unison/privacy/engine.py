@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -37,17 +37,82 @@ from unison.privacy.dealing import Dealing
 from unison.privacy.diagnostics import Diagnostics
 from unison.privacy.draws import steps_per_epoch
 from unison.privacy.graph import LossOf
+from unison.privacy.grid import Grid
 from unison.privacy.ledger import DataSalt, Ledger
 from unison.privacy.ledger_file import Session
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.ranks import fingerprint, open_on_ranks, show_shards
-from unison.privacy.recorded import RecordedPass
-from unison.privacy.running import ClippingSettings
 from unison.privacy.sampling import Sampling, usual_batch_size
 from unison.privacy.schedules import Schedule
+from unison.privacy.step_graph import StepGraph
+from unison.privacy.step_state import ClippingSettings, LogicalBatch
 from unison.privacy.training import PrivateTraining, refuse_second_engine
+
+
+class RecordedPass:
+    """Runs a recorded pass on batches of the loader: what `capture_graph` returns."""
+
+    def __init__(
+        self,
+        training: PrivateTraining,
+        loss_of: LossOf,
+        example: Sequence[Tensor],
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        self._training = training
+        self._step = StepGraph(training.optimizer, training.owned) if with_optimizer else None
+        self._pass = training.record(loss_of, example)
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Run the pass on the batch in the user's hands, and return its loss."""
+        training, recorded = self._training, self._pass
+        current = training.loader.current
+        if current is None:
+            raise BadInput("expected a batch of the loader that make_private returned")
+        running = training.running(current)
+        if running.release.max_grad_norm != recorded.clip_norm:
+            raise BadInput(
+                f"the graph was recorded for max_grad_norm={recorded.clip_norm}, and this step has "
+                f"{running.release.max_grad_norm}: record another"
+            )
+        release, size = running.release, current.logical_size
+        grid = Grid.of_pass(release, size, recorded.num_rows)
+        recorded.check(batch, grid)
+        if current.is_last:
+            training.check_trained()
+            training.open_release(running)
+        recorded.replay(batch, current.num_samples, grid)
+        running.norms.append(recorded.norms[: current.num_samples].clone())
+        first = current.first_position
+        running.positions.append(torch.arange(first, first + current.num_samples))
+        is_only = current.is_last and running.next_pass == 0
+        own: Mapping[str, tuple[Tensor, Tensor]] = recorded.shares
+        if not is_only:
+            own = recorded.added(Grid.of(release, size), is_first=running.next_pass == 0)
+        running.next_pass += 1
+        if current.is_last:
+            self._release(running, current.logical_size, own)
+        return recorded.loss.clone()
+
+    def _release(
+        self, running: LogicalBatch, num_samples: int, own: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        """Noise, division, `.grad`; and the optimizer's step, if that is asked for."""
+        training, step = self._training, self._step
+        terms, releasing = training.terms(running, num_samples), training.releasing
+        if step is not None and step.has_begun:
+            training.release(running, num_samples, releasing.step(step, own, terms))
+        else:
+            training.release(running, num_samples, releasing.gradients(own, terms))
+        if step is not None:
+            if not step.has_begun:
+                training.optimizer.step()
+                step.has_begun = True
+            training.commit(is_by_graph=True)
+
 
 LOSS_REDUCTIONS = ("mean", "sum")
 

@@ -23,7 +23,7 @@ from unison.privacy.attachment import Attachment
 from unison.privacy.dealing import FixedRows, Part
 from unison.privacy.grid import Grid
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.running import PassSums
+from unison.privacy.step_state import PassSums
 
 LossOf = Callable[..., Tensor]
 """(*batch) -> one loss per row [rows]."""

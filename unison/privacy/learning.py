@@ -25,8 +25,8 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
 from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
 from unison.privacy.owners.base import Owner
-from unison.privacy.running import ClippingSettings
-from unison.privacy.trained import Trained
+from unison.privacy.param_check import Trained
+from unison.privacy.step_state import ClippingSettings
 from unison.rng.draw_mode import outside_draws
 
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from unison import check
 from unison.errors import BadInput
+from unison.privacy.arguments import refuse_contradiction, refuse_unknown_loader
 from unison.privacy.collate import BatchLayout, RowShapes
 from unison.privacy.draws import Draws
 from unison.privacy.passes import PhysicalBatch, cut_passes, physical_batches
-from unison.privacy.refuse import refuse_contradiction, refuse_unknown_loader
 from unison.privacy.sampling import Sampling
 from unison.rng import Key
 

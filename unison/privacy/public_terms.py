@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unison.errors import UnsupportedOperation
+from unison.privacy.arguments import refuse_gradient
 from unison.privacy.owners.base import Owned, Owner
-from unison.privacy.refuse import refuse_gradient
 from unison.privacy.separation import LossCheck
 
 

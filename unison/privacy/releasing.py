@@ -1,14 +1,12 @@
 """From clipped sums to private gradients: noise and division of everything that a rank owns."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unison.privacy.cut import Gradients
-from unison.privacy.given import Released
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
@@ -63,13 +61,13 @@ class Releasing:
         """
         # What this rank has of its own is per-sample gradients, which are yet to be clipped.
         if own is not None:
-            return Released(partial(self._of_own, own, terms))
+            return self._of_own(own, terms)
         return self._of_totals(terms)
 
-    def _of_own(self, own: Own, terms: Terms) -> tuple[Sequence[Owned], Sequence[Tensor]]:
+    def _of_own(self, own: Own, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         owned, values, weights = self._made_of_own(own)
         gradients = _all_released(Shares.of(owned, values, weights), terms)
-        return owned, _as_gradients(owned, gradients, _are_whole(owned))
+        yield from zip(owned, _as_gradients(owned, gradients, _are_whole(owned)), strict=True)
 
     def _of_totals(self, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
         key, release, divisor, _ = terms

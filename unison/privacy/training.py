@@ -24,7 +24,6 @@ from unison.privacy.budget import BudgetGuard
 from unison.privacy.clip_rules import CLIP_RULES
 from unison.privacy.dealing import Dealing, Part, batch_mean, local_batch_mean, sum_exact
 from unison.privacy.diagnostics import BatchNorms, Diagnostics
-from unison.privacy.given import GivenGradients
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.grid import Grid
 from unison.privacy.ledger import Ledger
@@ -34,13 +33,13 @@ from unison.privacy.loss_tape import Followed
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
+from unison.privacy.param_check import GivenGradients, OptimizerParams
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
 from unison.privacy.releasing import Releasing, Terms
-from unison.privacy.running import ClippingSettings, LogicalBatch, PassSums
 from unison.privacy.separation import LossCheck
 from unison.privacy.step_graph import is_recording
-from unison.privacy.trained import OptimizerParams
+from unison.privacy.step_state import ClippingSettings, LogicalBatch, PassSums
 from unison.rng import Key, NoiseClock
 
 _attached: "weakref.WeakSet[PrivateTraining]" = weakref.WeakSet()

@@ -1,8 +1,11 @@
-"""What is trained: whether it is still what was made private, in the module and the optimizer."""
+"""What is trained is what was made private, in module and optimizer, on gradients that are private.
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+Looked at in every step: parameters that were frozen, thawed, replaced or added, and gradients that
+were neither clipped nor noised, are refused by name.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,7 +13,7 @@ from torch.optim import Optimizer
 from unison.capture.parts import is_in_parts
 from unison.capture.tracked import ParamRegistry
 from unison.errors import BadInput
-from unison.privacy.owners.base import Owner
+from unison.privacy.owners.base import Owned, Owner
 
 
 class Trained:
@@ -83,14 +86,6 @@ class OptimizerParams:
     def __init__(self, optimizer: Optimizer, private: Mapping[str, nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._names = {id(each): name for name, each in private.items()}
-        self._remember(self._now())
-
-    def _now(self) -> list[Tensor]:
-        return list(chain.from_iterable(map(_params_of, self._optimizer.param_groups)))
-
-    def _remember(self, now: list[Tensor]) -> None:
-        self._last = now
-        self._frozen = [each for each in now if id(each) not in self._names]
 
     def check(self) -> None:
         """Make sure that the optimizer has what is trained privately, and nothing else to train.
@@ -98,11 +93,7 @@ class OptimizerParams:
         Raises:
             BadInput: Naming a parameter of the module, or the shape of one that is not.
         """
-        now = self._now()
-        # Parameter by parameter in C: microseconds for hundreds.
-        is_same = len(now) == len(self._last) and all(map(is_, now, self._last))
-        if is_same and not any(map(_is_trained, self._frozen)):
-            return
+        now = [each for group in self._optimizer.param_groups for each in group["params"]]
         others = [each for each in now if id(each) not in self._names and each.requires_grad]
         if others:
             raise BadInput(
@@ -119,8 +110,50 @@ class OptimizerParams:
                 "clipping and would never be trained. Leave it to the optimizer, or detach() the "
                 "engine and call make_private again"
             )
-        self._remember(now)  # in another order, or in other groups
 
 
-_params_of = itemgetter("params")
-_is_trained = attrgetter("requires_grad")
+class GivenGradients:
+    """Puts private gradients where the optimizer finds them, and knows them again.
+
+    It does not hold them: a user who sets gradients to None between steps gets their memory back.
+    """
+
+    def __init__(self) -> None:
+        # Torch's own weak references are for those who keep what they get; here it is compared.
+        self._given: dict[str, ref[Tensor]] = {}
+
+    def give(self, gradients: Iterable[tuple[Owned, Tensor]]) -> None:
+        """Put gradients where the optimizer finds them.
+
+        As torch does: added to what is there, whose own noise was drawn and counted.
+
+        Args:
+            gradients: As `Owned.as_gradient` returns them.
+        """
+        for owned, gradient in gradients:
+            before = owned.parameter.grad
+            if before is None:
+                owned.parameter.grad = gradient
+                self._given[owned.name] = ref(gradient)
+            else:
+                self._require_own(owned.name, before)
+                before.add_(gradient)
+
+    def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Require every gradient to be one that was given.
+
+        Raises:
+            BadInput: Naming the parameter whose gradient is another.
+        """
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                self._require_own(name, parameter.grad)
+
+    def _require_own(self, name: str, gradient: Tensor) -> None:
+        given = self._given.get(name)
+        if given is None or gradient is not given():
+            raise BadInput(
+                f"{name}.grad is not what the privacy engine put there; a gradient that was not "
+                "clipped and noised must not be trained on. Change gradients in place only, and "
+                "after the last physical batch"
+            )
