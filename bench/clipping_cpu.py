@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from bench.memory import Category, MemoryTracker
 from bench.runner import ROOT, ratio_of, wall_seconds, write_result
 from unison.models import LanguageModel, ModelConfig, build, layers, per_sample_loss, preset
-from unison.verify import Category, MemoryTracker
 
 SHAPE = {"vocab_size": 4096, "d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 2048}
 CONFIG = preset("gpt2", context_length=256, tie_head=False, **SHAPE)

@@ -7,7 +7,7 @@ which must both stay within 1.15 of the rank's shards plus one whole unit, the l
 
 * the process's own: by how much its resident memory, at its highest, exceeds what it was before the
   model was built (Linux: `VmHWM`, reset before);
-* the tensors' own: the highest sum of the storages that are alive (`unison.verify.MemoryTracker`).
+* the tensors' own: the highest sum of the storages that are alive (`bench.memory.MemoryTracker`).
 """
 
 import argparse
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 import unison
+from bench.memory import MemoryTracker
 from bench.runner import write_result
 from unison.kernels.random import using_backend
 from unison.models import ModelConfig, build, count_parameters, preset
 from unison.shard import unit_memory
 from unison.train import run_on_local_ranks
 from unison.train.world import join_world
-from unison.verify import MemoryTracker
 
 LIMIT = 1.15  # of the shards, beside one whole unit
 MIB = 2**20

@@ -3,7 +3,7 @@
     python -m bench.memory_cpu               # gpt2 on 8 gloo ranks; bench/results/memory-cpu.json
 
 One process with plain torch, torch's FSDP2, and unison with both reducers train the same model with
-AdamW, one row per rank. What is counted is in `unison.verify.MemoryTracker`; figures are those of
+AdamW, one row per rank. What is counted is in `bench.memory.MemoryTracker`; figures are those of
 the rank that took most. `bench.shard_gpu memory` asks the allocator of a GPU the same question.
 """
 
@@ -21,12 +21,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import unison
+from bench.memory import MODEL_STATE, Bytes, Category, MemoryTracker
 from bench.runner import write_result
 from unison.models import ModelConfig, build, per_sample_loss, preset
 from unison.shard import find_blocks
 from unison.train import run_on_local_ranks
 from unison.train.world import join_world
-from unison.verify import MODEL_STATE, Bytes, Category, MemoryTracker
 
 SAVING_LIMIT = 3.9  # one process against a rank of eight, in model state
 MIB = 2**20

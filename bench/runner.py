@@ -4,17 +4,17 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from unison.verify import commit
-from unison.verify import write_result as provenance_result
-
-ROOT = Path(__file__).resolve().parents[1]
+from bench.provenance import ROOT, commit
+from bench.provenance import write_result as provenance_result
 
 # The 97.5 % point of Student's t by degrees of freedom; beyond the table the last one is used,
 # which errs on the wide side.
@@ -137,3 +137,15 @@ def write_result(
 def short_commit() -> str:
     """Return the short hash for file names, or `uncommitted`."""
     return (commit()["commit"] or "uncommitted")[:7]
+
+
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Join the ranks that the launcher started, on the CPU.
+
+    A rank that breaks keeps its connections until its process ends: were they closed here, the
+    others would fail first, with "connection reset", and hide the cause.
+    """
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from bench.memory import Category, MemoryTracker
 from tests.clip.models import Deep, ids, losses
 from unison.capture import Capture, fingerprint
 from unison.clip import MODES, Clipping, clipped_gradients, learn
 from unison.ops import Dense, Record
-from unison.verify import Category, MemoryTracker
 
 TWO_BACKWARDS = [mode for mode in MODES if MODES[mode].num_backwards == 2]
 

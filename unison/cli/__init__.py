@@ -1,5 +1,5 @@
-"""The command line `unison`: one file per verb."""
+"""The command line `unison`."""
 
-from unison.cli.app import main
+from unison.cli.app import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

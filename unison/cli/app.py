@@ -1,17 +1,18 @@
 """The application, and what its exit codes mean: 0 done, 2 the user can mend it, 1 a bug."""
 
 import os
+import shlex
 import sys
+from collections.abc import Callable
 
 import typer
 
 import unison
 from unison.cli.account import account
-from unison.cli.bench import bench
 from unison.cli.presets import presets
 from unison.cli.train import train
 from unison.cli.verify import verify
-from unison.errors import UnisonError
+from unison.errors import BadInput, UnisonError
 
 app = typer.Typer(
     name="unison",
@@ -26,7 +27,17 @@ app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(account)
 app.command(rich_help_panel="Verbs")(presets)
 app.add_typer(verify, rich_help_panel="Verbs")
-app.add_typer(bench, rich_help_panel="Verbs")
+
+
+@app.command(
+    hidden=True,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Benchmarks have a command of their own."""
+    command = shlex.join(["python", "-m", "bench", *context.args])
+    raise BadInput(f"benchmarks are no part of the package; in a checkout of unison, run {command}")
 
 
 def _show_version(wanted: bool) -> None:
@@ -45,11 +56,16 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; an error that a user can mend is one sentence and exit code 2."""
+    """Run the command line of unison."""
+    run(app)
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run a command line; an error that a user can mend is one sentence and exit code 2."""
     from unison.train import RankFailed
 
     try:
-        app()
+        command()
     except UnisonError as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks met it; one says it
             print(f"unison: {error}", file=sys.stderr)

@@ -1,12 +1,12 @@
 """What a run ran on: versions and hardware, nothing that names a person or a machine."""
 
+import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
-
-from unison.verify import cpu_model, version_of
 
 PACKAGES = ("unison", "torch", "numpy", "numba", "triton", "transformers", "tokenizers")
 
@@ -25,3 +25,19 @@ def describe_environment(world_size: int, device: torch.device) -> dict[str, Any
         "world_size": world_size,
         "device": device.type,
     }
+
+
+def cpu_model() -> str:
+    """The processor's own name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -6,12 +6,12 @@ from functools import cached_property
 
 import torch
 
+from bench.clipping_speed import peers
+from bench.clipping_speed.steps import Contender, NotPrivate, Private, Workload
 from unison import check
 from unison.clip import AUTO, MODES
 from unison.errors import BadInput
 from unison.models import ModelConfig, preset
-from unison.verify.clipping_speed import peers
-from unison.verify.clipping_speed.steps import Contender, NotPrivate, Private, Workload
 
 NO_DP = "no_dp"
 ALL_MODES = (NO_DP, *MODES, AUTO)

@@ -4,7 +4,6 @@ Nothing in it names a person or a machine.
 """
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,21 +17,18 @@ from typing import Any
 import torch
 
 from unison.errors import BadInput
+from unison.train.environment import cpu_model, version_of
 
-PACKAGE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "numpy", "triton", "unison")
 
 
 def command_line() -> str:
-    """The command as typed: `unison ...`, or `python -m ...` from the root of the source tree.
+    """The command as typed, `python -m ...`, from the root of the source tree.
 
     Folders of this machine are left out: they mean nothing on another.
     """
-    if Path(sys.argv[0]).name == "unison":
-        words = ["unison", *sys.argv[1:]]
-    else:
-        words = ["python", *sys.orig_argv[1:]]
-    return shlex.join(map(_without_folders, words))
+    return shlex.join(map(_without_folders, ["python", *sys.orig_argv[1:]]))
 
 
 def _without_folders(word: str) -> str:
@@ -44,8 +40,8 @@ def _without_folders(word: str) -> str:
     option, is_option, path = word.rpartition("=")
     if not Path(path).is_absolute():
         return word
-    is_inside = Path(path).is_relative_to(PACKAGE.parent)
-    found = str(Path(path).relative_to(PACKAGE.parent)) if is_inside else Path(path).name
+    is_inside = Path(path).is_relative_to(ROOT)
+    found = str(Path(path).relative_to(ROOT)) if is_inside else Path(path).name
     return option + is_option + found
 
 
@@ -89,15 +85,15 @@ def write_result(path: Path, name: str, figures: Mapping[str, Any]) -> None:
 def commit() -> dict[str, Any]:
     """The commit of this source tree and whether the tree differs from it.
 
-    Both are None where the package was installed rather than checked out. A copy of the tree whose
+    Both are None where the tree has no history. A copy of the tree whose
     history is not this one's (on a GPU machine, say) takes the hash from the environment variable
     UNISON_COMMIT.
     """
     named = os.environ.get("UNISON_COMMIT")
     if named is not None:
         return {"commit": named, "dirty": None}
-    # An installed package may lie inside the repository of somebody else's project.
-    is_ours = _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py")) is not None
+    # A copy of the tree may lie inside the repository of somebody else's project.
+    is_ours = _git("ls-files", "--error-unmatch", str(Path(__file__).resolve())) is not None
     full = _git("rev-parse", "HEAD") if is_ours else None
     if full is None:
         return {"commit": None, "dirty": None}
@@ -109,7 +105,7 @@ def commit() -> dict[str, Any]:
 def _git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -127,22 +123,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """The processor's own name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
 def versions() -> dict[str, str | None]:
     """The versions that figures depend on; None for a package that is not installed."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
+from bench.provenance import check_writable, commit, write_result
 from unison.errors import BadInput
-from unison.verify import check_writable, write_result
-from unison.verify.provenance import commit
 
 
 def test_a_result_holds_what_is_needed_to_judge_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/unison", "bench", "parity"])
+    command = ["/somewhere/bin/python", "-m", "bench", "parity", "--out", "/somewhere/a.json"]
+    monkeypatch.setattr(sys, "orig_argv", command)
     path = tmp_path / "deep" / "result.json"
     check_writable(path)
     write_result(path, "parity", {"losses": [1.5]})
@@ -21,7 +21,7 @@ def test_a_result_holds_what_is_needed_to_judge_it(tmp_path, monkeypatch):
     assert list(result) == [
         "name", "command", "date", "commit", "dirty", "hardware", "versions", "figures"
     ]  # fmt: skip
-    assert result["command"] == "unison bench parity"
+    assert result["command"] == "python -m bench parity --out a.json"
     assert result["figures"] == {"losses": [1.5]}
     assert result["versions"]["torch"]
     for word in (os.environ.get("HOME", "/root"), os.uname().nodename):
@@ -29,7 +29,7 @@ def test_a_result_holds_what_is_needed_to_judge_it(tmp_path, monkeypatch):
 
 
 def test_a_tree_without_history_takes_its_commit_from_outside(monkeypatch):
-    monkeypatch.setattr("unison.verify.provenance._git", lambda *_: None)
+    monkeypatch.setattr("bench.provenance._git", lambda *_: None)
     monkeypatch.setenv("UNISON_COMMIT", "abc")
     assert commit() == {"commit": "abc", "dirty": None}
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.clipping_speed.steps import MAX_GRAD_NORM, Step, Workload, endless
 from unison.errors import UnsupportedOperation
 from unison.models import LanguageModel, per_sample_loss
-from unison.verify.clipping_speed.steps import MAX_GRAD_NORM, Step, Workload, endless
 
 NO_DP = "no_dp_logits"
 PACKAGES = {"opacus_hooks": "opacus", "opacus_ghost": "opacus", "fastdp": "fastDP"}

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.clipping_speed import peers
+from bench.clipping_speed.experiment import Case, Experiment
+from bench.clipping_speed.results import AtLength
 from unison.clip import AUTO, MODES
 from unison.errors import BadInput
-from unison.verify.clipping_speed import peers
-from unison.verify.clipping_speed.experiment import Case, Experiment
-from unison.verify.clipping_speed.results import AtLength
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,10 @@
-"""`unison bench parity --private` as a person runs it."""
+"""`python -m bench parity --private` as a person runs it."""
 
 import json
 
 import pytest
 
-from unison import train
-from unison.verify import PrivateExperiment, PrivatelyTrained
+from bench.private_parity import PrivateExperiment, PrivatelyTrained
 
 FAST = ["parity", "--private", "--preset", "tiny", "--steps", "2", "--batch-size", "4"]
 FAST += ["--tokens", "8"]
@@ -13,9 +12,9 @@ FAST += ["--tokens", "8"]
 
 @pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
-def test_real_ranks_have_the_bits_of_one_process(unison, tmp_path):
+def test_real_ranks_have_the_bits_of_one_process(bench, tmp_path):
     out = tmp_path / "parity.json"
-    code, shown, err = unison("bench", *FAST, "--nproc", "2", "--out", out, "--json")
+    code, shown, err = bench(*FAST, "--nproc", "2", "--out", out, "--json")
     assert code == 0, err
     figures = json.loads(shown)
     assert json.loads(out.read_text())["figures"] == figures
@@ -48,19 +47,19 @@ def outcome(monkeypatch):
                 fingerprint={},
             )
 
-        monkeypatch.setattr(train, "run_on_local_ranks", launch)
+        monkeypatch.setattr("bench.private_parity.run_on_local_ranks", launch)
 
     return pretend
 
 
 def run(command, *options):
-    return command("bench", "parity", "--private", *options)
+    return command("parity", "--private", *options)
 
 
-def test_the_tables_fit_a_terminal(unison, outcome, monkeypatch):
+def test_the_tables_fit_a_terminal(bench, outcome, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     outcome(0.0)
-    code, out, _ = run(unison)
+    code, out, _ = run(bench)
     assert code == 0
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -69,21 +68,21 @@ def test_the_tables_fit_a_terminal(unison, outcome, monkeypatch):
         assert sum(line.startswith(title) for line in lines) == 2, title  # none is wrapped
 
 
-def test_a_bit_that_differs_is_exit_code_1(unison, outcome):
+def test_a_bit_that_differs_is_exit_code_1(bench, outcome):
     outcome(1e-12)
-    code, out, err = run(unison, "--nproc", "4")
+    code, out, err = run(bench, "--nproc", "4")
     assert code == 1
     assert "1.0e-12" in out
     assert "the ordered reducer must agree in every bit" in err
 
 
-def test_one_preset_and_no_blocks(unison):
-    code, _, err = run(unison, "--num-layers", "2")
+def test_one_preset_and_no_blocks(bench):
+    code, _, err = run(bench, "--num-layers", "2")
     assert (code, "takes one --preset and no --num-layers" in err) == (2, True)
 
 
-def test_rows_that_do_not_fit_are_refused(unison):
-    code, _, err = run(unison, "--tokens", "5000")
+def test_rows_that_do_not_fit_are_refused(bench):
+    code, _, err = run(bench, "--tokens", "5000")
     assert (code, "tokens must be at most" in err) == (2, True)
 
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import unison
+from bench.memory import MODEL_STATE
+from bench.parity import Experiment, Side, _inspect_parameters, _sharded, train
+from tests.bench.samples import parity
 from tests.harness import ranks, run_on_ranks
-from tests.verify.samples import parity
 from unison.errors import BadInput, Diverged
 from unison.models import build, per_sample_loss
-from unison.verify import MODEL_STATE, Experiment
-from unison.verify.parity import Side, _inspect_parameters, _sharded, train
 
 
 @pytest.fixture(autouse=True)

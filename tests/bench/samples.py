@@ -1,6 +1,7 @@
 """A comparison that was never run, for tests of what is made of one."""
 
-from unison.verify import Category, Experiment, Parity, Trained
+from bench.memory import Category
+from bench.parity import Experiment, Parity, Trained
 
 
 def trained(**changes) -> Trained:

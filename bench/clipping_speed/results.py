@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.clipping_speed import peers
+from bench.clipping_speed.experiment import BASELINE, Case, Experiment, Planned
+from bench.clipping_speed.visits import Visit, baseline_peak
 from unison.clip import AUTO
-from unison.verify.clipping_speed import peers
-from unison.verify.clipping_speed.experiment import BASELINE, Case, Experiment, Planned
-from unison.verify.clipping_speed.visits import Visit, baseline_peak
 
 TOLERANCE = 0.02  # how much slower than the fastest mode `auto` may be
 EAGER, GRAPH = "eager", "graph"

@@ -1,21 +1,20 @@
-"""`unison bench clipping` as a person runs it."""
+"""`python -m bench clipping` as a person runs it."""
 
 import json
 from functools import partial
 
 import pytest
 
-from unison.verify import clipping_speed
+import bench.clipping_speed as clipping_speed
 
 FAST = ["--preset", "tiny", "--num-layers", "1", "--batch-size", "2", "--rounds", "1"]
 FAST += ["--steps", "1", "--device", "cpu"]
 
 
 @pytest.fixture
-def bench(unison, monkeypatch):
+def clipping(bench):
     """Run the benchmark in this process; returns exit code, standard output and error."""
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(unison, "bench", "clipping", *FAST)
+    return partial(bench, "clipping", *FAST)
 
 
 @pytest.fixture
@@ -28,14 +27,14 @@ def outcome(monkeypatch):
             fields = {"case": planned.case, "tokens": planned.tokens, "round": planned.round}
             return clipping_speed.Visit(**fields, **found)
 
-        monkeypatch.setattr("unison.verify.clipping_speed.visits.visit", visit)
+        monkeypatch.setattr("bench.clipping_speed.visits.visit", visit)
 
     return plant
 
 
-def test_all_of_it_on_a_cpu(bench, tmp_path):
+def test_all_of_it_on_a_cpu(clipping, tmp_path):
     file, picture = tmp_path / "results" / "clipping.json", tmp_path / "pictures" / "clipping.png"
-    code, out, err = bench(
+    code, out, err = clipping(
         *("--lengths", "8", "--modes", "auto,ghost", "--json"),
         *("--out", file, "--plot", picture),
     )
@@ -56,9 +55,9 @@ def test_all_of_it_on_a_cpu(bench, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables_fit_a_terminal_and_name_the_fastest_mode(bench, outcome):
+def test_tables_fit_a_terminal_and_name_the_fastest_mode(clipping, outcome):
     outcome({"ghost": {"eager_ms": 12.0, "peak_bytes": 2**20}, "auto": {"eager_ms": 12.1}})
-    code, out, _ = bench("--lengths", "64,128", "--without-noise", "--memory-budgets", "1.5")
+    code, out, _ = clipping("--lengths", "64,128", "--without-noise", "--memory-budgets", "1.5")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 100
     assert out.count("64 tokens") == 1
@@ -68,32 +67,32 @@ def test_tables_fit_a_terminal_and_name_the_fastest_mode(bench, outcome):
     assert "auto, within 1.5×" in out
 
 
-def test_auto_that_is_as_fast_is_said_to_be(bench, outcome):
+def test_auto_that_is_as_fast_is_said_to_be(clipping, outcome):
     outcome({"ghost": {"eager_ms": 12.0}, "auto": {"eager_ms": 12.1}})
-    _, out, _ = bench("--lengths", "64", "--modes", "ghost,auto")
+    _, out, _ = clipping("--lengths", "64", "--modes", "ghost,auto")
     assert "fastest is ghost, 1.200×; auto is within 2 % of it (+0.8%)" in out
     assert "1.200*" in out
 
 
-def test_what_does_not_fit_or_cannot_be_done_is_a_row(bench, outcome):
+def test_what_does_not_fit_or_cannot_be_done_is_a_row(clipping, outcome):
     outcome({"ghost": {"trouble": "out of memory"}, "ghost_bk": {"trouble": "no such method"}})
-    code, out, _ = bench("--lengths", "64")
+    code, out, _ = clipping("--lengths", "64")
     assert code == 0
     assert "out of memory" in out
     assert "ghost_bk: no such method" in out
 
 
-def test_a_mode_that_fails_is_exit_code_1(bench, outcome):
+def test_a_mode_that_fails_is_exit_code_1(clipping, outcome):
     outcome({"ghost": {"trouble": "RuntimeError: oh", "is_bug": True}})
-    code, out, err = bench("--lengths", "64")
+    code, out, err = clipping("--lengths", "64")
     assert code == 1
     assert "unison: ghost at 64 tokens failed: RuntimeError: oh" in err
     assert "flash_fuse_bk" in out
 
 
-def test_what_there_was_no_time_for_is_named(bench, outcome):
+def test_what_there_was_no_time_for_is_named(clipping, outcome):
     outcome({})
-    code, out, err = bench("--lengths", "64", "--time-limit", "1e-9", "--json")
+    code, out, err = clipping("--lengths", "64", "--time-limit", "1e-9", "--json")
     assert code == 0
     assert "the time is used up; left out: no_dp at 64 tokens, round 1" in err
     assert "no_dp at 64 tokens, round 1" in json.loads(out)["left_out"]
@@ -101,7 +100,7 @@ def test_what_there_was_no_time_for_is_named(bench, outcome):
 
 def test_a_picture_of_graphs_and_peers(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("unison.verify.clipping_speed.peers.missing", dict)
+    monkeypatch.setattr("bench.clipping_speed.peers.missing", dict)
     run = clipping_speed.Experiment(
         device="cuda", has_graphs=True, has_peers=True, memory_budgets=(1.4,), rounds=1
     )
@@ -127,17 +126,17 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_what_a_user_can_mend_is_one_sentence_and_code_2(bench, tmp_path, case):
+def test_what_a_user_can_mend_is_one_sentence_and_code_2(clipping, tmp_path, case):
     arguments, expected = BAD_INPUT[case]
-    code, _, err = bench(*(argument.format(tmp_path) for argument in arguments))
+    code, _, err = clipping(*(argument.format(tmp_path) for argument in arguments))
     assert code == 2
     assert expected in err
     assert err.startswith("unison: ")
     assert len(err.strip().splitlines()) == 1
 
 
-def test_help_is_complete(bench):
-    code, out, _ = bench("--help")
+def test_help_is_complete(clipping):
+    code, out, _ = clipping("--help")
     assert code == 0
     for option in ("--lengths", "--modes", "--peers", "--memory-budgets", "--time-limit", "--plot"):
         assert option in out

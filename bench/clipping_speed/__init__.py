@@ -3,7 +3,7 @@
 `Experiment` says what, `measure` does it, `results_of` makes tables of it, and `draw` a picture.
 """
 
-from unison.verify.clipping_speed.experiment import (
+from bench.clipping_speed.experiment import (
     ALL_MODES,
     DTYPES,
     NO_DP,
@@ -12,10 +12,10 @@ from unison.verify.clipping_speed.experiment import (
     Planned,
     planned_visits,
 )
-from unison.verify.clipping_speed.peers import missing as missing_peers
-from unison.verify.clipping_speed.peers import versions as peer_versions
-from unison.verify.clipping_speed.plot import draw
-from unison.verify.clipping_speed.results import (
+from bench.clipping_speed.peers import missing as missing_peers
+from bench.clipping_speed.peers import versions as peer_versions
+from bench.clipping_speed.plot import draw
+from bench.clipping_speed.results import (
     TOLERANCE,
     AtLength,
     Row,
@@ -24,7 +24,7 @@ from unison.verify.clipping_speed.results import (
     figures_of,
     results_of,
 )
-from unison.verify.clipping_speed.visits import Visit, measure
+from bench.clipping_speed.visits import Visit, measure
 
 __all__ = [
     "ALL_MODES",

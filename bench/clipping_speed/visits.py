@@ -22,16 +22,16 @@ from dataclasses import dataclass
 
 import torch
 
-from unison.errors import UnisonError
-from unison.verify.clipping_speed.experiment import (
+from bench.clipping_speed.experiment import (
     BASELINE,
     Case,
     Experiment,
     Planned,
     planned_visits,
 )
-from unison.verify.clipping_speed.steps import Contender, Step
-from unison.verify.memory import MemoryTracker
+from bench.clipping_speed.steps import Contender, Step
+from bench.memory import MemoryTracker
+from unison.errors import UnisonError
 
 WARM_UP_STEPS = 3
 OUT_OF_MEMORY = "out of memory"

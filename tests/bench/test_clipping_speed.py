@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench.clipping_speed as speed
+from bench.clipping_speed import peers, steps, visits
+from bench.clipping_speed.experiment import BASELINE
 from unison.clip import AUTO
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import preset
-from unison.verify import clipping_speed as speed
-from unison.verify.clipping_speed import peers, steps, visits
-from unison.verify.clipping_speed.experiment import BASELINE
 
 TINY = {"num_layers": 1, "lengths": (8,), "batch_size": 2, "rounds": 1, "steps": 1}
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import unison
+from bench.memory import MODEL_STATE, Category, MemoryTracker
 from tests.harness import assert_same_bits, ranks
 from unison.errors import BadInput, UnsupportedOperation
-from unison.verify import MODEL_STATE, Category, MemoryTracker
 
 FLOAT = 4  # bytes
 
