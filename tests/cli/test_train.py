@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unison.models import load
-from unison.train.metrics import read_metrics
+from unison.train.run_folder import read_metrics
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
 FAST += ["--num-layers", "1"]

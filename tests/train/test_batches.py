@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 from unison.config import Mechanism
-from unison.train.batches import RowOrder, part_of_rank
+from unison.train.loop import eval_passes
 from unison.train.optimization import lr_factor
+from unison.train.regime import RowOrder
+from unison.train.world import World
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(12, 4), (13, 4), (5, 16), (1, 1)])
@@ -30,10 +33,17 @@ def test_epochs_and_seeds_differ():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_ranks_cut_the_global_batch_into_contiguous_parts(world_size):
-    rows = RowOrder(num_rows=100, batch_size=7, seed=0).rows_of_step(2)
-    parts = [part_of_rank(rows, rank=r, world_size=world_size) for r in range(world_size)]
-    assert np.concatenate(parts).tolist() == rows.tolist()
+def test_ranks_evaluate_every_row_once_in_the_passes_of_one_rank(world_size):
+    def passes_of(rank, size):
+        place = {"local_rank": rank, "node": 0, "device": torch.device("cpu")}
+        return eval_passes(23, 3, World(rank=rank, size=size, **place))
+
+    expected = [each.tolist() for each in passes_of(0, 1)]
+    found = [passes_of(rank, world_size) for rank in range(world_size)]
+    assert {len(passes) for passes in found} == {-(-8 // world_size)}  # they gather in each
+    cut = [each.tolist() for passes in found for each in passes if len(each)]
+    assert cut == expected
+    assert [row for rows in cut for row in rows] == list(range(23))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -16,11 +16,10 @@ from unison.kfac.config import FISHERS as KNOWN_FISHERS
 from unison.kfac.config import GRAFTS as KNOWN_GRAFTS
 from unison.kfac.sample import MOST_EXACT as KNOWN_MOST_EXACT
 from unison.train import TrainResult, resumed_config, run_on_local_ranks, train
-from unison.train.metrics import read_metrics
-from unison.train.optimization import ADAM_BETAS
-from unison.train.preconditioning import settings_of
-from unison.train.setup import MOST_EXACT, check_before_launch
-from unison.train.state_file import check_hash, read_state, write_state
+from unison.train.checkpoint import check_hash, read_state, write_state
+from unison.train.loop import MOST_EXACT, check_before_launch
+from unison.train.optimization import ADAM_BETAS, settings_of
+from unison.train.run_folder import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -15,9 +15,8 @@ from unison.models import build
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.shard.deal import take_mean_was_used
-from unison.train.optimization import ADAM_BETAS, make_optimizer, make_schedule
+from unison.train.optimization import ADAM_BETAS, NaturalGradient, make_optimizer, make_schedule
 from unison.train.parallel import Parallel
-from unison.train.preconditioning import preconditioner_of
 from unison.train.step import train_step
 
 
@@ -38,9 +37,9 @@ def step_with_kfac(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallel = Parallel(model, shard, reducer=reducer, world_size=world.size)
     optimizer = make_optimizer(model, mechanism)
-    preconditioner = preconditioner_of(config, parallel, optimizer)
+    transform = NaturalGradient(config, parallel, optimizer)
     granule = 1 if reducer == "ordered" else None
-    with preconditioner.attached():
+    with transform.attached():
         train_step(
             parallel,
             optimizer,
@@ -48,7 +47,7 @@ def step_with_kfac(
             passes_of(batch, granule=granule, micro_batch=micro_batch),
             step=1,
             key=Key.from_seed(0),
-            preconditioner=preconditioner,
+            transform=transform,
         )
     take_mean_was_used()  # FSDP2 does not ask; the next model in this process would
     after = dict(full_parameters(model))

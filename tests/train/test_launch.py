@@ -8,8 +8,7 @@ import torch
 
 import unison
 from unison.errors import BadInput, Diverged
-from unison.train.launch import RankFailed, run_on_local_ranks
-from unison.train.world import join_world
+from unison.train.world import RankFailed, join_world, run_on_local_ranks
 
 
 def add_up(config):

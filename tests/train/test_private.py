@@ -24,10 +24,9 @@ from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
 from unison.privacy.clip_rules import CLIP_RULES as KNOWN_CLIP_RULES
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
-from unison.train.metrics import read_metrics
-from unison.train.private import sampling_of
-from unison.train.progress import ProgressView
-from unison.train.regime import PrivacyFacts
+from unison.train.regime import PrivacyFacts, sampling_of
+from unison.train.report import ProgressView
+from unison.train.run_folder import read_metrics
 from unison.train.step import StepResult
 
 
@@ -110,9 +109,9 @@ def test_the_time_that_compiling_took_is_shown(is_terminal):
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=80)
     with ProgressView(console, 3, 1, is_private=True) as view:
-        view.show_compiling()
+        view.note("compiling")
         view.show_step(1, RESULT, 100.0, FACTS)
-        view.show_compiled(41.6)
+        view.note("the first step, with compiling, took 42 s")
     assert "the first step, with compiling, took 42 s" in output.getvalue()
 
 

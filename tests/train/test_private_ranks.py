@@ -11,7 +11,7 @@ from unison.config import Kfac, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.privacy import read_ledger
 from unison.train import TrainResult, loop, resumed_config, run_on_local_ranks, train
-from unison.train.metrics import read_metrics
+from unison.train.run_folder import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -10,8 +10,7 @@ import pytest
 from unison.config import Execution, Mechanism, Output, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.train import resumed_config, run_on_local_ranks, train
-from unison.train.metrics import read_metrics
-from unison.train.run_folder import checkpoints_of, open_run_folder
+from unison.train.run_folder import checkpoints_of, open_run_folder, read_metrics
 
 
 def config_of(folder: Path, data: Path, **options) -> TrainConfig:

@@ -1,13 +1,18 @@
 """Run folders: nothing half-written, nothing lost."""
 
 import json
+from contextlib import closing
 
 import pytest
 
 from unison.errors import BadInput, Diverged
-from unison.train.metrics import open_metrics, read_metrics
-from unison.train.plot import plot_losses
-from unison.train.run_folder import check_free, open_run_folder
+from unison.train.run_folder import (
+    Metrics,
+    check_free,
+    open_run_folder,
+    plot_losses,
+    read_metrics,
+)
 
 
 def make_run(folder, word):
@@ -79,7 +84,7 @@ def test_empty_folder_is_taken(tmp_path):
 def test_metrics_come_back_and_are_drawn(tmp_path, tensorboard):
     if tensorboard:
         pytest.importorskip("tensorboard")
-    with open_metrics(tmp_path, tensorboard=tensorboard) as metrics:
+    with closing(Metrics(tmp_path, tensorboard=tensorboard)) as metrics:
         metrics.write(0, **{"eval/loss": 5.0})
         metrics.write(1, **{"train/loss": 4.5})
         metrics.write(2, **{"train/loss": 4.0, "eval/loss": 4.2})

@@ -15,10 +15,9 @@ from unison.models import ModelConfig, build
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.shard.dtensors import local_part
-from unison.train.batches import to_device
 from unison.train.optimization import make_optimizer, make_schedule
 from unison.train.parallel import Parallel
-from unison.train.step import mean_loss, train_step
+from unison.train.step import mean_loss, to_device, train_step
 from unison.train.world import World as TrainWorld
 
 CONFIG = ModelConfig(

@@ -1,31 +1,54 @@
-"""`unison account`: what a run has spent, and what a plan would spend."""
+"""`unison account`: what a run has spent, and what a plan would spend, as tables and a picture."""
 
 import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from unison.cli.train import was_given
 from unison.errors import BadInput, UnsupportedOperation
-
-if TYPE_CHECKING:
-    from unison.privacy import LedgerFile, Sampling
+from unison.privacy import (
+    LedgerFile,
+    Poisson,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    epsilon_for,
+    epsilon_if_secret,
+    epsilon_of,
+    noise_multiplier_for,
+    read_ledger,
+    steps_for,
+)
+from unison.train import LEDGER_FILE, chart
 
 ACCOUNTANTS = ("pld", "rdp")
 Accountant = StrEnum("Accountant", list(ACCOUNTANTS))
 Kind = StrEnum("Kind", ["poisson", "truncated", "shuffled"])
 
-LEDGER_FILE = "ledger.jsonl"
 _SAID = ("key_origin", "unit", "rows_per_sample", "sampling_source", "num_records")
 _SAID += ("commitment", "committed_to", "device")
+_RANGES = {
+    "noise multiplier σ": "noise_multiplier",
+    "count noise σ_b": "count_noise_multiplier",
+    "effective z": "effective_noise_multiplier",
+    "clip norm C": "max_grad_norm",
+}
 _NUM_POINTS = 8  # of a curve; an ε by PLD takes about a second
+_BAR_WIDTH = 32
+_OF_PLANS = ("epsilon", "noise_multiplier", "steps", "sample_rate", "batch_size", "num_records")
+_OF_PLANS += ("capacity", "sampling", "accountant")
 
 
 def _panel(panel: str, *names: str, **options: Any) -> Any:
@@ -105,46 +128,30 @@ def account(
     unison account --epsilon 3 --delta 1e-6 --sample-rate 0.001 --steps 10000
     unison account --noise-multiplier 1 --delta 1e-6 --sample-rate 0.001 --steps 10000
     """
-    from rich.console import Console
-
-    from unison.cli.account_view import draw, show
-
-    screen, errors = Console(), Console(stderr=True)
     if plot is not None and plot.suffix.lower() != ".png":
         raise BadInput(f"--plot must name a .png file, found {plot}")
-    options = {
-        "--epsilon": epsilon,
-        "--noise-multiplier": noise_multiplier,
-        "--steps": steps,
-        "--sample-rate": sample_rate,
-        "--batch-size": batch_size,
-        "--num-records": num_records,
-        "--capacity": capacity,
-    }
-    said = [name for name, value in options.items() if value is not None]
-    said += [f"--{name}" for name in ("sampling", "accountant") if _was_said(context, name)]
-    with errors.status("asking dp-accounting"), _warnings_as_sentences():
+    with Console(stderr=True).status("asking dp-accounting"), _warnings_as_sentences():
         named = [*(runs or ()), *([] if ledger is None else [ledger])]
         if named:
-            if said:
-                raise BadInput(
-                    f"a ledger says by itself what was applied; leave {', '.join(said)} out"
-                )
+            options = [name for name in _OF_PLANS if was_given(context, name)]
+            if options:
+                listed = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+                raise BadInput(f"a ledger says by itself what was applied; leave {listed} out")
             if len(named) > 1 and plot is not None:
                 raise BadInput("--plot draws one run; leave it out, or name one")
             result = _account_runs(named, delta, has_curve=plot is not None, same_data=same_data)
         else:
             way = _sampling(sampling, sample_rate, batch_size, num_records, capacity)
             result = _account_plan(
-                _Plan(way, delta, str(accountant), epsilon, noise_multiplier, steps, num_records)
+                way, num_records, delta, str(accountant), epsilon, noise_multiplier, steps
             )
             result["sampling"]["kind"] = str(sampling)
     if plot is not None:
-        draw(result, plot)
+        _draw(result, plot)
     if as_json:
         typer.echo(json.dumps(_for_json(result), allow_nan=False))
     else:
-        show(screen, result)
+        _show(Console(), result)
     problems = [
         (run["ledger"], problem)
         for run in result.get("runs", [result])
@@ -154,11 +161,6 @@ def account(
         typer.echo(f"unison: {path} is not as it was written: {problem}", err=True)
     if problems:
         raise typer.Exit(1)
-
-
-def _was_said(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 @contextmanager
@@ -177,10 +179,8 @@ def _sampling(
     batch_size: int | None,
     num_records: int | None,
     capacity: int | None,
-) -> "Sampling":
+) -> Sampling:
     """The sampling that the options describe."""
-    from unison.privacy import Poisson, Shuffled, TruncatedPoisson
-
     if kind == "shuffled":
         if rate is not None or capacity is not None:
             raise BadInput("shuffled batches have a fixed size; leave --sample-rate and --capacity")
@@ -207,29 +207,20 @@ def _sampling(
 # ---- figures -------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Plan:
-    sampling: "Sampling"
-    delta: float
-    accountant: str
-    epsilon: float | None
-    noise_multiplier: float | None
-    steps: int | None
-    num_records: int | None
-
-
-def _account_plan(plan: _Plan) -> dict[str, Any]:
+def _account_plan(
+    sampling: Sampling,
+    num_records: int | None,
+    delta: float,
+    accountant: str,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    steps: int | None,
+) -> dict[str, Any]:
     """The third of ε, σ and steps, and the curve that leads there."""
-    from unison.privacy import epsilon_for, noise_multiplier_for, steps_for
-
-    common: Any = {"sampling": plan.sampling, "num_records": plan.num_records}
-    target: Any = {
-        **common,
-        "target_epsilon": plan.epsilon,
-        "target_delta": plan.delta,
-        "accountant": plan.accountant,
-    }
-    match (plan.epsilon, plan.noise_multiplier, plan.steps):
+    common: Any = {"sampling": sampling, "num_records": num_records}
+    target: Any = common | {"target_epsilon": epsilon, "target_delta": delta}
+    target["accountant"] = accountant
+    match (epsilon, noise_multiplier, steps):
         case (None, float(sigma), int(steps)):
             asked = "epsilon"
         case (float(), None, int(steps)):
@@ -245,17 +236,17 @@ def _account_plan(plan: _Plan) -> dict[str, Any]:
     curve = _curve(
         steps,
         lambda n, name: epsilon_for(
-            noise_multiplier=sigma, delta=plan.delta, steps=n, accountant=name, **common
+            noise_multiplier=sigma, delta=delta, steps=n, accountant=name, **common
         ),
     )
     return {
         "asked": asked,
-        "sampling": asdict(plan.sampling),
+        "sampling": asdict(sampling),
         "noise_multiplier": sigma,
         "steps": steps,
-        "delta": plan.delta,
-        "accountant": plan.accountant,
-        "target_epsilon": plan.epsilon,
+        "delta": delta,
+        "accountant": accountant,
+        "target_epsilon": epsilon,
         "epsilon": {name: curve[-1][name] if curve else 0.0 for name in ACCOUNTANTS},
         "curve": curve,
     }
@@ -265,13 +256,15 @@ def _account_runs(
     paths: list[Path], delta: float, *, has_curve: bool, same_data: bool
 ) -> dict[str, Any]:
     """What a ledger holds, or several on the same data together."""
-    from unison.privacy import epsilon_if_secret, epsilon_of
-
     found = [_read(path) for path in paths]
     linked, unlinked = _link(found, same_data=same_data)
     spending = found[0].spending.copy()
     for each in found[1:]:
         spending.join(each.spending)
+    why = (
+        f"the noise of {spending.num_seeded:,} steps came from a seed, and whoever knows it can "
+        "remove the noise"
+    )
     result = {
         "delta": delta,
         "adjacency": spending.adjacency,
@@ -280,13 +273,8 @@ def _account_runs(
             n: _or_none(epsilon_if_secret, spending, delta, n) for n in ACCOUNTANTS
         },
         "seeded": spending.num_seeded,
-        "why_infinite": None,
+        "why_infinite": why if spending.num_seeded else None,
     }
-    if spending.num_seeded:
-        result["why_infinite"] = (
-            f"the noise of {spending.num_seeded:,} steps came from a seed, and whoever knows it "
-            "can remove the noise"
-        )
     if len(found) > 1:
         runs = [_facts(each) for each in found]
         return {"runs": runs, "linked": linked, "unlinked": unlinked, **result}
@@ -299,9 +287,7 @@ def _account_runs(
     return _facts(found[0]) | result
 
 
-def _read(path: Path) -> "LedgerFile":
-    from unison.privacy import read_ledger
-
+def _read(path: Path) -> LedgerFile:
     found = read_ledger(path / LEDGER_FILE if path.is_dir() else path)
     if found.malformed is not None:
         raise BadInput(f"{found.path} is no ledger: {found.malformed}")
@@ -310,7 +296,7 @@ def _read(path: Path) -> "LedgerFile":
     return found
 
 
-def _link(found: list["LedgerFile"], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
+def _link(found: list[LedgerFile], *, same_data: bool) -> tuple[list[list[str]], list[str]]:
     """Ledgers that commit to the same data set, in groups; and those that nothing links.
 
     Raises:
@@ -341,19 +327,14 @@ def _link(found: list["LedgerFile"], *, same_data: bool) -> tuple[list[list[str]
     return [group for group in groups.values() if len(group) > 1], unlinked
 
 
-def _facts(found: "LedgerFile") -> dict[str, Any]:
+def _facts(found: LedgerFile) -> dict[str, Any]:
     def said(name: str) -> list[Any]:
         """What the sessions say, each once."""
         return list(dict.fromkeys(getattr(session, name) for session in found.sessions))
 
     samplings = {release.sampling: release for release in found.releases}
     ranges = {}
-    for name in (
-        "noise_multiplier",
-        "count_noise_multiplier",
-        "effective_noise_multiplier",
-        "max_grad_norm",
-    ):
+    for name in _RANGES.values():
         values = [getattr(release, name) for release in found.releases]
         values = [value for value in values if value is not None]
         ranges[name] = [min(values), max(values)] if values else None
@@ -405,3 +386,210 @@ def _for_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_for_json(each) for each in value]
     return "inf" if value == math.inf else value
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def _show(screen: Console, result: dict[str, Any]) -> None:
+    """Print what was found as tables."""
+    if "runs" in result:
+        rows = _sum_rows(result)
+    else:
+        rows = _run_rows(result) if "ledger" in result else _plan_rows(result)
+    table = _table("", "")
+    for name, value in rows:
+        table.add_row(name, value)
+    screen.print(table)
+    runs = result.get("runs", [result])
+    for run in runs:
+        of = f"{run['ledger']}: " if len(runs) > 1 else ""
+        for note in run.get("notes", ()):
+            screen.print(f"note: {of}{note}", style="yellow", highlight=False, markup=False)
+    if any(run.get("problems") for run in runs):
+        screen.print(
+            "the ledger is not whole: this ε covers only the lines that are left",
+            style="bold red",
+            highlight=False,
+        )
+    if result.get("curve"):
+        screen.print()
+        screen.print(_curve_table(result["curve"]))
+
+
+def _plan_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    def answer(name: str, text: str) -> str:
+        return f"[bold green]{text}[/]" if result["asked"] == name else text
+
+    rows = [
+        ("sampling", _sampling_words(result["sampling"])),
+        ("steps", answer("steps", f"{result['steps']:,}")),
+        ("noise multiplier σ", answer("noise_multiplier", f"{result['noise_multiplier']:.6g}")),
+    ]
+    for name, value in result["epsilon"].items():
+        is_meant = result["asked"] == "epsilon" or name == result["accountant"]
+        text = _epsilon_words(value)
+        rows.append(
+            (
+                f"ε at δ = {result['delta']:g}, {name.upper()}",
+                answer("epsilon", text) if is_meant else text,
+            )
+        )
+    if result["target_epsilon"] is not None:
+        rows.append((f"target, {result['accountant'].upper()}", f"{result['target_epsilon']:g}"))
+    return rows
+
+
+def _ledger_row(run: dict[str, Any]) -> tuple[str, str]:
+    state = "[bold red]edited or cut[/]" if run["problems"] else "[green]chain intact[/]"
+    return (
+        "ledger",
+        f"{escape(run['ledger'])}: {run['lines']:,} lines, "
+        f"{run['sessions']} session{'s' * (run['sessions'] != 1)}, {state}",
+    )
+
+
+def _sum_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What several runs have spent together."""
+    rows = []
+    for run in result["runs"]:
+        rows += [
+            _ledger_row(run),
+            ("", f"{run['counted']:,} steps counted, key from {_joined(run['key_origin'])}"),
+        ]
+    for group in result["linked"]:
+        rows.append(("on the same data", f"{escape(', '.join(group))}: their commitments say so"))
+    if result["unlinked"]:
+        paths = escape(", ".join(result["unlinked"]))
+        rows.append(("not linked", f"{paths}: added up because you named them together"))
+    return rows + _epsilon_rows(result)
+
+
+def _joined(values: list[Any]) -> str:
+    """What the sessions of a run say, if they say anything."""
+    return escape(" and ".join(map(str, values))) or "unknown"
+
+
+def _data_words(run: dict[str, Any]) -> str:
+    sizes = [f"{size:,} records" for size in run["num_records"] if size is not None]
+    if not any(run["commitment"]):
+        return ", ".join([*sizes, "no commitment"])
+    known = ", ".join("none" if each is None else each[:16] for each in run["commitment"])
+    covers = _joined([each for each in run["committed_to"] if each is not None])
+    return f"{', '.join(sizes)}, commitment {known} to the {covers}"
+
+
+def _epsilon_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The adjacency, and ε under it."""
+    rows = [("adjacency", result["adjacency"])]
+    for name, value in result["epsilon"].items():
+        title = f"ε at δ = {result['delta']:g}, {name.upper()}"
+        rows.append((title, f"[bold]{_epsilon_words(value)}[/]"))
+    if result["why_infinite"]:
+        rows.append(("why", f"[bold red]{result['why_infinite']}[/]"))
+        for name, value in result["epsilon_if_secret"].items():
+            rows.append((f"ε if it were secret, {name.upper()}", _epsilon_words(value)))
+    return rows
+
+
+def _run_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    has_uncommitted = result["uncommitted"] > 0
+    units = [f"{number} rows of a batch" for number in result["rows_per_sample"] if number != 1]
+    rows = [
+        _ledger_row(result),
+        ("steps committed", f"{result['committed']:,}"),
+        ("intents without commit", f"{result['uncommitted']:,}{', counted' * has_uncommitted}"),
+    ]
+    if result["torn"]:
+        rows.append(("lines cut short", f"{result['torn']:,}, counted"))
+    rows += [("sampling", _sampling_words(sampling)) for sampling in result["sampling"]]
+    rows += [
+        ("drawn by", _joined(result["sampling_source"])),
+        ("key from", _joined(result["key_origin"])),
+        ("data", _data_words(result)),
+        ("unit of privacy", ", ".join([_joined(result["unit"]), *units])),
+        ("device", _joined(result["device"])),
+    ]
+    for title, name in _RANGES.items():
+        is_news = name != "effective_noise_multiplier" or result[name] != result["noise_multiplier"]
+        if result[name] is not None and is_news:
+            low, high = result[name]
+            rows.append((title, f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"))
+    return rows + _epsilon_rows(result)
+
+
+def _sampling_words(fields: dict[str, Any]) -> str:
+    match fields["kind"]:
+        case "poisson":
+            return f"Poisson, q = {fields['rate']:.6g}"
+        case "truncated":
+            return (
+                f"Poisson, q = {fields['rate']:.6g}, at most {fields['capacity']:,} of "
+                f"{fields['num_records']:,} records"
+            )
+        case "shuffled":
+            return (
+                f"shuffled, batches of {fields['batch_size']:,} of {fields['num_records']:,} "
+                "records, no amplification"
+            )
+        case kind:
+            raise AssertionError(kind)
+
+
+def _epsilon_words(value: float | None) -> str:
+    if value is None:
+        return "no bound for this sampling"
+    return "infinite" if value == math.inf else f"{value:.4f}"
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=any(titles))
+    for title in titles:
+        table.add_column(title)
+    return table
+
+
+def _curve_table(curve: list[dict[str, Any]]) -> Table:
+    """The curve as a table with bars, by PLD."""
+    table = _table("steps", "ε by PLD", "ε by RDP", "")
+    for column in table.columns[:3]:
+        column.justify = "right"
+    largest = max((point["pld"] for point in curve if point["pld"] < math.inf), default=0)
+    for point in curve:
+        is_drawn = largest > 0 and point["pld"] < math.inf
+        length = point["pld"] / largest * _BAR_WIDTH if is_drawn else 0
+        bar = "█" * int(length) + ("▌" if length % 1 >= 0.5 else "")
+        words = (
+            "–" if point[name] is None else _epsilon_words(point[name]) for name in ACCOUNTANTS
+        )
+        table.add_row(f"{point['steps']:,}", *words, f"[cyan]{bar}[/]")
+    return table
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def _draw(result: dict[str, Any], path: Path) -> None:
+    """Draw ε over the steps into a PNG file."""
+    seeded = ", if the seed were secret" if result.get("why_infinite") else ""
+    labels = ("Privacy spent", "steps", f"ε at δ = {result['delta']:g}{seeded}")
+    target = result.get("target_epsilon")
+    try:
+        with chart(path, *labels) as axes:
+            for name, color in (("rdp", "0.6"), ("pld", "#4c78a8")):
+                points = [
+                    (point["steps"], point[name])
+                    for point in result["curve"]
+                    if point[name] is not None and point[name] < math.inf
+                ]
+                if points:
+                    label = f"{name.upper()}: {points[-1][1]:.3f}"
+                    style: Any = {"color": color, "marker": "o", "markersize": 3, "label": label}
+                    axes.plot(*zip(*points, strict=True), **style)
+            if target is not None:
+                style = {"color": "#e45756", "linestyle": "--", "linewidth": 1}
+                axes.axhline(target, label=f"ε = {target:g}", **style)
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}") from None

@@ -5,37 +5,43 @@ A run with `checkpoint_every` writes RUN/checkpoints/step-000100 and so on, and 
 a step takes, the dropout masks and the learning rate are functions of the step, so that only the
 parameters, the optimizer's state and the step itself need to be kept.
 
-What a preconditioner has learned lies in RUN/checkpoints/curvature-000100.safetensors. It is
-written before the checkpoint, which holds its hash: a checkpoint that is there is complete.
+What K-FAC has learned lies in RUN/checkpoints/curvature-000100.safetensors. It is written before
+the checkpoint, which holds its hash: a checkpoint that is there is complete. Its tensors come back
+as they were, to the order of their elements in memory: a product with a matrix that lies otherwise
+may have other bits.
 """
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unison.config import Execution, Kfac, Mechanism, Output, Privacy, TrainConfig
 from unison.errors import BadInput
-from unison.shard import MANIFEST_FILE, load_checkpoint, save_checkpoint
+from unison.shard import MANIFEST_FILE, CheckpointFailed, load_checkpoint, save_checkpoint
 from unison.train.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    ENVIRONMENT_FILE,
     LEDGER_FILE,
     RESULT_FILE,
     checkpoints_of,
     num_counted_steps,
 )
-from unison.train.state_file import check_hash, read_state, write_state
 from unison.train.world import World
 
-CURVATURE = "curvature"  # what the files of a preconditioner's state begin with
+CURVATURE = "curvature"  # what the files of K-FAC's state begin with
+_TENSOR = "__tensor__"  # marks the place of one in such a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,56 +68,50 @@ class Progress:
     eval_after: float
 
 
-class Checkpoints:
-    """Writes the checkpoints of a run; every rank has one."""
+def save_newest(
+    output: Output,
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    progress: Progress,
+    regime: dict[str, Any],
+    curvature: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of a run and remove the oldest ones; every rank must call it.
 
-    def __init__(self, output: Output, world: World) -> None:
-        self._run, self._world = Path(output.folder), world
-        self._every, self._keep = output.checkpoint_every, output.keep_checkpoints
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step."""
-        return self._every > 0 and step % self._every == 0
-
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        progress: Progress,
-        regime: dict[str, Any],
-        curvature: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write a checkpoint and remove the oldest ones; every rank must call it.
-
-        Args:
-            model: Its parameters are kept.
-            optimizer: Its state is kept.
-            scheduler: The same.
-            progress: How far the run has come.
-            regime: The state of what draws the rows, as values that JSON can hold.
-            curvature: The state of what preconditions gradients, whole and on every rank; None for
-                nothing.
-        """
-        folder = self._run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
-        extra: dict[str, Any] = {
-            "progress": asdict(progress),
-            "scheduler": scheduler.state_dict(),
-            "regime": regime,
-        }
-        if curvature is not None:
-            write = partial(write_state, _curvature_of(folder), curvature)
-            extra[CURVATURE], *_ = self._world.agree(write, when=self._world.is_main)
-        save_checkpoint(folder, model, optimizer, extra=extra)
-        if self._world.is_main:
-            for old in checkpoints_of(self._run)[: -self._keep]:
-                # The manifest first: what is left if this is cut short is no checkpoint.
-                (old / MANIFEST_FILE).unlink()
-                shutil.rmtree(old)
-            kept = {_curvature_of(each) for each in checkpoints_of(self._run)}
-            for file in folder.parent.glob(f"{CURVATURE}-*"):
-                if file not in kept:
-                    file.unlink()
+    Args:
+        output: Where the run lies, and how many checkpoints it keeps.
+        world: The ranks.
+        model: Its parameters are kept.
+        optimizer: Its state is kept.
+        scheduler: The same.
+        progress: How far the run has come.
+        regime: The state of what draws the rows, as values that JSON can hold.
+        curvature: The state of what preconditions gradients, whole and on every rank; None for
+            nothing.
+    """
+    run = Path(output.folder)
+    folder = run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
+    extra: dict[str, Any] = {
+        "progress": asdict(progress),
+        "scheduler": scheduler.state_dict(),
+        "regime": regime,
+    }
+    if curvature is not None:
+        write = partial(write_state, _curvature_of(folder), curvature)
+        extra[CURVATURE], *_ = world.agree(write, when=world.is_main)
+    save_checkpoint(folder, model, optimizer, extra=extra)
+    if not world.is_main:
+        return
+    for old in checkpoints_of(run)[: -output.keep_checkpoints]:
+        # The manifest first: what is left if this is cut short is no checkpoint.
+        (old / MANIFEST_FILE).unlink()
+        shutil.rmtree(old)
+    kept = {_curvature_of(each) for each in checkpoints_of(run)}
+    for file in folder.parent.glob(f"{CURVATURE}-*"):
+        if file not in kept:
+            file.unlink()
 
 
 def load_newest(
@@ -137,6 +137,98 @@ def load_newest(
 def _curvature_of(checkpoint: Path) -> Path:
     """The file beside a checkpoint that holds the state of a preconditioner."""
     return checkpoint.with_name(f"{CURVATURE}-{checkpoint.name[5:]}.safetensors")
+
+
+# ---- nested state in one file: safetensors, with the rest as JSON in their metadata --------------
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> str:
+    """Write a state of dictionaries, lists, plain values and tensors on the CPU.
+
+    The file is on the disk, complete, when this returns.
+
+    Returns:
+        The file's hash.
+
+    Raises:
+        CheckpointFailed: If it could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    metadata = {"state": json.dumps(_taken_out(state, tensors))}
+    part = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, part, metadata)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+        return _hash(path)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointFailed(f"{path} could not be written: {error}") from error
+
+
+def check_hash(path: Path, expected: str) -> None:
+    """Refuse a file that is not what `write_state` wrote.
+
+    Raises:
+        BadInput: If it is missing, or its hash is another than expected.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path} is missing; the checkpoint beside it cannot be used without it")
+    if _hash(path) != expected:
+        raise BadInput(
+            f"{path} is not what was written: its hash differs; use an earlier checkpoint"
+        )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _put_back(json.loads(file.metadata()["state"]), tensors)
+
+
+def _taken_out(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value with a mark in the place of each tensor, which goes into `tensors`."""
+    match value:
+        case Tensor():
+            name = str(len(tensors))
+            tensors[name] = value.detach().contiguous()
+            return {_TENSOR: name, "strides": list(value.stride())}
+        case Mapping():
+            return {key: _taken_out(each, tensors) for key, each in value.items()}
+        case list():
+            return [_taken_out(each, tensors) for each in value]
+        case _:
+            return value
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match value:
+        case dict() if _TENSOR in value:
+            found = tensors[value[_TENSOR]]
+            placed = torch.empty_strided(found.shape, value["strides"], dtype=found.dtype)
+            return placed.copy_(found)
+        case dict():
+            return {key: _put_back(each, tensors) for key, each in value.items()}
+        case list():
+            return [_put_back(each, tensors) for each in value]
+        case _:
+            return value
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def check_resumable(run: Path) -> None:
@@ -192,15 +284,15 @@ def resumed_config(
             f"the run in {run} goes on with its own settings, which cannot change: "
             f"{', '.join(changes)}; leave these options out, or start a new run"
         )
-    output = _said(asked.output, given) | {
-        "folder": str(run),
-        "overwrite": False,
-        "resume": True,
-        "command": asked.output.command,
-    }
+    execution, output = (
+        {name: value for name, value in vars(group).items() if name in given}
+        for group in (asked.execution, asked.output)
+    )
+    output |= {"folder": str(run), "overwrite": False, "resume": True}
+    output["command"] = asked.output.command
     return TrainConfig(
         mechanism=saved.mechanism,
-        execution=replace(saved.execution, **_said(asked.execution, given)),
+        execution=replace(saved.execution, **execution),
         output=replace(saved.output, **output),
     )
 
@@ -211,14 +303,6 @@ def _flat(mechanism: Mechanism) -> dict[str, Any]:
     privacy, kfac = settings.pop("privacy"), settings.pop("kfac")
     parts = {"private": privacy is not None, "kfac": kfac is not None}
     return settings | mechanism.overrides | parts | (privacy or {}) | (kfac or {})
-
-
-def _said(settings: Execution | Output, given: Collection[str]) -> dict[str, Any]:
-    return {
-        field.name: getattr(settings, field.name)
-        for field in fields(settings)
-        if field.name in given
-    }
 
 
 def _read_config(run: Path) -> TrainConfig:
@@ -258,6 +342,6 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
 def saved_world_size(run: Path) -> int:
     """How many ranks a run had when it began."""
     try:
-        return int(json.loads((run / "environment.json").read_text())["world_size"])
+        return int(json.loads((run / ENVIRONMENT_FILE).read_text())["world_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return 1

@@ -1,8 +1,9 @@
 """A training run from settings to result."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,42 +13,54 @@ import torch
 from rich.console import Console
 
 import unison
-from unison.config import TrainConfig
-from unison.data import RowDataset
-from unison.models import LanguageModel, build, count_parameters, save
+from unison.config import Mechanism, TrainConfig
+from unison.data import (
+    RowDataset,
+    Tokenizer,
+    build_rows,
+    open_corpus,
+    open_tokenizer,
+    unigram_entropy,
+)
+from unison.errors import BadInput
+from unison.models import LanguageModel, ModelConfig, build, count_parameters, preset, save
 from unison.privacy import BudgetSpent
 from unison.rng import Key
 from unison.shard import find_blocks, full_parameters
 from unison.train import report
-from unison.train.batches import part_of_rank, to_device
 from unison.train.checkpoint import (
-    Checkpoints,
     Progress,
     check_resumable,
     check_same_rows,
     load_newest,
+    save_newest,
 )
-from unison.train.metrics import COVERED, Metrics, has_tensorboard, open_metrics, read_metrics
-from unison.train.optimization import make_optimizer, make_schedule
+from unison.train.optimization import (
+    GradientTransform,
+    NaturalGradient,
+    make_optimizer,
+    make_schedule,
+)
 from unison.train.parallel import Parallel
-from unison.train.plot import CURVE_FILE, plot_losses
-from unison.train.preconditioning import preconditioner_of
-from unison.train.private import Private
-from unison.train.progress import ProgressView
-from unison.train.regime import Ordinary, Regime
-from unison.train.report import TrainResult
+from unison.train.regime import PrivateRegime, Regime, RunRows
+from unison.train.report import ProgressView, TrainResult
 from unison.train.run_folder import (
+    COVERED,
+    CURVE_FILE,
     RESULT_FILE,
+    Metrics,
     check_free,
     open_run_folder,
     open_stopped_run,
+    plot_losses,
+    read_metrics,
     write_json,
 )
-from unison.train.setup import Rows, open_rows, plan_model
-from unison.train.step import Batch, mean_loss, train_step
+from unison.train.step import Batch, mean_loss, to_device, train_step
 from unison.train.world import World, join_world, num_threads
 
 EVAL_ROWS_PER_PASS = 16
+MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
 
 
 def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
@@ -94,11 +107,10 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
             opened = open_run_folder(folder, overwrite=output.overwrite)
             stack.enter_context(opened if progress is None else open_stopped_run(folder))
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.preconditioner.attached())
+        stack.enter_context(run.transform.attached())
         if world.is_main:
             console = Console(stderr=on_stderr)
-            metrics = stack.enter_context(run.opened_metrics(progress))
-            run.say_start(console, progress)
+            metrics = stack.enter_context(closing(run.start(console, progress)))
         first = 0 if progress is None else progress.step
         view = ProgressView(
             console,
@@ -126,7 +138,9 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
 class Run:
     """One model being trained, seen from one rank."""
 
-    def __init__(self, config: TrainConfig, model: LanguageModel, rows: Rows, world: World) -> None:
+    def __init__(
+        self, config: TrainConfig, model: LanguageModel, rows: RunRows, world: World
+    ) -> None:
         mechanism, execution = config.mechanism, config.execution
         self.config, self.model, self.rows, self.world = config, model, rows, world
         self.num_parameters = count_parameters(model)  # before a rank keeps only its part
@@ -145,18 +159,18 @@ class Run:
                 block.compile()
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
-        self.preconditioner = preconditioner_of(config, self.parallel, self.optimizer)
+        self.transform = GradientTransform()
+        if mechanism.kfac is not None:
+            self.transform = NaturalGradient(config, self.parallel, self.optimizer)
         self.key = Key.from_seed(mechanism.seed)
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
-        self.regime: Regime
-        if mechanism.privacy is None:
-            self.regime = Ordinary(config, rows.train)
-        else:
-            self.regime = Private(
+        self.regime = Regime(config, rows.train)
+        if mechanism.privacy is not None:
+            self.regime = PrivateRegime(
                 config,
                 self.parallel,
                 self.optimizer,
@@ -168,43 +182,39 @@ class Run:
 
     def prepare(self) -> Progress | None:
         """Settle what the steps apply; a run that goes on goes back to its newest checkpoint."""
-        if not self.config.output.resume:
-            self.regime.prepare(None)
-            self.preconditioner.prepare(None)
-            return None
-        folder = Path(self.config.output.folder)
-        summary = report.summarize(self.rows, self.config)
-        self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-        progress, state, curvature = load_newest(
-            folder, self.model, self.optimizer, self.scheduler, self.world
-        )
+        progress, state, curvature = None, None, None
+        if self.config.output.resume:
+            folder = Path(self.config.output.folder)
+            summary = report.summarize(self.rows, self.config)
+            self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
+            progress, state, curvature = load_newest(
+                folder, self.model, self.optimizer, self.scheduler, self.world
+            )
         self.regime.prepare(state)
-        self.preconditioner.prepare(curvature)
+        self.transform.prepare(curvature)
         return progress
 
-    def opened_metrics(self, progress: Progress | None) -> AbstractContextManager[Metrics]:
-        """Write what the run is made of, or where it goes on, and open its metrics."""
+    def start(self, console: Console, progress: Progress | None) -> Metrics:
+        """Write and say what the run is made of, or where it goes on, and open its metrics."""
         config, output = self.config, self.config.output
         folder = Path(output.folder)
         if progress is None:
             report.write_start(folder, config, self.model.config, self.rows, self.world)
         else:
             report.write_resumption(folder, config, progress.step, self.world)
-        return open_metrics(
+        metrics = Metrics(
             folder,
-            tensorboard=output.tensorboard and has_tensorboard(),
+            tensorboard=output.tensorboard,
             after_step=progress and progress.step,
             only=COVERED if self.is_guarded else None,
         )
-
-    def say_start(self, console: Console, progress: Progress | None) -> None:
-        """Say what is about to happen."""
-        report.say_start(console, self.config, self.num_parameters, self.rows, self.world)
-        if self.config.mechanism.privacy is not None:
-            report.say_privacy(console, self.config, self.regime.describe())
-        report.say(console, *self.preconditioner.describe())
+        privacy, others = self.regime.describe(), self.transform.describe()
+        report.say_start(
+            console, config, self.num_parameters, self.rows, self.world, privacy, others
+        )
         if progress is not None:
-            report.say_resumption(console, self.config, progress.step, self.world)
+            report.say_resumption(console, config, progress.step, self.world)
+        return metrics
 
     def train(
         self, view: ProgressView, metrics: Metrics | None, progress: Progress | None = None
@@ -214,12 +224,18 @@ class Run:
         record = metrics.write if metrics else lambda *_args, **_values: None
         started = time.perf_counter() - (progress.seconds if progress else 0.0)
         if progress is None:
-            progress = self.measured_before()
-            record(
-                0,
-                **{"eval/loss": progress.eval_before, "eval/train_loss": progress.train_before},
+            on_eval, on_train = self.evaluate(self.rows.eval), self.evaluate(self.rows.train)
+            progress = Progress(
+                step=0,
+                num_targets=0,
+                training_seconds=0.0,
+                seconds=0.0,
+                train_before=on_train,
+                eval_before=on_eval,
+                eval_after=on_eval,
             )
-            view.show_eval(0, progress.eval_before)
+            record(0, **{"eval/loss": on_eval, "eval/train_loss": on_train})
+            view.show_eval(0, on_eval)
 
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
@@ -261,13 +277,12 @@ class Run:
             How far that led, and the reason if a privacy budget did not allow all of them.
         """
         mechanism, output = self.config.mechanism, self.config.output
-        checkpoints = Checkpoints(output, self.world)
         first = progress.step + 1
         for step in range(first, mechanism.steps + 1):
             compiles = mechanism.compile and step == first
             began = time.perf_counter()
             if compiles:
-                view.show_compiling()
+                view.note("compiling: the first step takes longer than the others")
             try:
                 progress = self.take_step(step, passes, progress, view, record)
             except BudgetSpent as refusal:  # raised before anything of the step is applied
@@ -276,22 +291,25 @@ class Run:
                     f"it spent {refusal.spent:.4f}"
                 )
             if compiles:
-                view.show_compiled(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                view.note(f"the first step, with compiling, took {seconds:.0f} s")
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
             if output.eval_every and step % output.eval_every == 0:
                 progress = self.evaluated(progress, view, record)
-            if checkpoints.is_due(step):
+            if output.checkpoint_every and step % output.checkpoint_every == 0:
                 now = replace(progress, seconds=time.perf_counter() - started)
                 if self.is_guarded:
                     now = replace(now, train_before=None)
-                checkpoints.save(
+                save_newest(
+                    output,
+                    self.world,
                     self.model,
                     self.optimizer,
                     self.scheduler,
                     now,
                     self.regime.state_dict(),
-                    self.preconditioner.state_dict(),
+                    self.transform.state_dict(),
                 )
         return progress, None
 
@@ -313,7 +331,7 @@ class Run:
             step=step,
             key=self.key,
             objective=self.regime.objective,
-            preconditioner=self.preconditioner,
+            transform=self.transform,
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
         )
@@ -347,19 +365,6 @@ class Run:
         view.show_eval(progress.step, loss)
         return replace(progress, eval_after=loss)
 
-    def measured_before(self) -> Progress:
-        """The losses of the model as it was built."""
-        eval_before = self.evaluate(self.rows.eval)
-        return Progress(
-            step=0,
-            num_targets=0,
-            training_seconds=0.0,
-            seconds=0.0,
-            train_before=self.evaluate(self.rows.train),
-            eval_before=eval_before,
-            eval_after=eval_before,
-        )
-
     def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's passes of the next logical batch, up to the one that closes it."""
         for batch in passes:
@@ -371,7 +376,12 @@ class Run:
         """Mean loss on a fixed choice of rows, spread evenly over the data set."""
         count = min(self.config.output.eval_rows, data.num_rows)
         chosen = np.linspace(0, data.num_rows - 1, num=count).astype(np.int64)
-        places = eval_passes(count, self._rows_per_evaluation(count), self.world)
+        # How many rows share a pass changes the bits of each.
+        mechanism, most = self.config.mechanism, -(-count // self.world.size)
+        per_pass = self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
+        if mechanism.reducer == "ordered":
+            per_pass = mechanism.granule
+        places = eval_passes(count, per_pass, self.world)
         batches = (
             to_device(
                 {**data.rows(chosen[each]), "sample_ids": torch.from_numpy(each)}, self.world.device
@@ -383,14 +393,6 @@ class Run:
         self.model.train()
         return loss
 
-    def _rows_per_evaluation(self, count: int) -> int:
-        """Rows of one pass; how many share a pass changes the bits of each."""
-        mechanism = self.config.mechanism
-        if mechanism.reducer == "ordered":
-            return mechanism.granule
-        most = -(-count // self.world.size)
-        return self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
-
 
 def eval_passes(num_rows: int, per_pass: int, world: World) -> list[np.ndarray]:
     """Which of some rows this rank evaluates, pass by pass; as many passes on every rank.
@@ -399,8 +401,93 @@ def eval_passes(num_rows: int, per_pass: int, world: World) -> list[np.ndarray]:
     is in does not depend on the ranks.
     """
     passes = np.split(np.arange(num_rows), range(per_pass, num_rows, per_pass))
-    numbers = np.arange(len(passes))
-    mine = part_of_rank(numbers, rank=world.rank, world_size=world.size)
+    mine = np.array_split(np.arange(len(passes)), world.size)[world.rank]
     most = -(-len(passes) // world.size)
     none = np.arange(0)
     return [passes[mine[index]] if index < len(mine) else none for index in range(most)]
+
+
+# ---- what a run is made of -----------------------------------------------------------------------
+
+
+def plan_model(mechanism: Mechanism) -> tuple[ModelConfig, int]:
+    """Decide the model's config and the length of a row.
+
+    Raises:
+        BadInput: If the row does not fit the context, or the vocabulary the settings of K-FAC.
+    """
+    config = preset(mechanism.preset, **mechanism.overrides)
+    row_length = mechanism.row_length or config.context_length
+    if row_length > config.context_length:
+        raise BadInput(
+            f"a row of {row_length} tokens is longer than the context of {mechanism.preset!r}, "
+            f"{config.context_length}; lower --row-length or raise --context-length"
+        )
+    is_exact = mechanism.kfac is not None and mechanism.kfac.fisher == "exact"
+    if is_exact and config.vocab_size > MOST_EXACT:
+        raise BadInput(
+            f"--fisher exact sends a gradient back for each of {config.vocab_size:,} tokens of the "
+            f"vocabulary, at most {MOST_EXACT:,}; use --fisher mc, which draws one"
+        )
+    return config, row_length
+
+
+def fitting_tokenizer(mechanism: Mechanism, config: ModelConfig) -> Tokenizer:
+    """Open the tokenizer and check that the model's vocabulary holds it."""
+    tokenizer = open_tokenizer(mechanism.tokenizer)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise BadInput(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of "
+            f"{mechanism.preset!r} holds {config.vocab_size}; add "
+            f"--vocab-size {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+@contextmanager
+def open_rows(
+    mechanism: Mechanism, config: ModelConfig, row_length: int, world: World
+) -> Iterator[RunRows]:
+    """Tokenise the corpus once per machine and open its rows on every rank.
+
+    The tokens lie in a private temporary folder that is gone when the run is over: protected text
+    is not copied to a place where nobody expects it.
+    """
+    with ExitStack() as stack:
+
+        def tokenise() -> tuple[int, str]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="unison-rows-"))
+            build_rows(
+                open_corpus(mechanism.data, text_field=mechanism.text_field, seed=mechanism.seed),
+                fitting_tokenizer(mechanism, config),
+                row_length=row_length,
+                layout=mechanism.layout,
+                directory=folder,
+                eval_fraction=mechanism.eval_fraction,
+                seed=mechanism.seed,
+                long_documents=mechanism.long_documents,
+            )
+            return world.node, folder
+
+        made = world.agree(tokenise, when=world.local_rank == 0)
+        folder = dict(entry for entry in made if entry is not None)[world.node]
+        train, held_out = RowDataset.open(folder, "train"), RowDataset.open(folder, "eval")
+        known = train if mechanism.privacy is None else held_out
+        yield RunRows(train=train, eval=held_out, unigram_entropy=unigram_entropy(known))
+        world.agree(lambda: None)  # nobody removes the folder under another rank's feet
+
+
+def check_before_launch(config: TrainConfig) -> None:
+    """Find what is wrong with the input cheaply, before any process is started.
+
+    Raises:
+        BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
+    """
+    config.check_privacy()
+    config.check_kfac()
+    mechanism = config.mechanism
+    if not config.output.resume:
+        check_free(Path(config.output.folder), overwrite=config.output.overwrite)
+    model_config, _ = plan_model(mechanism)
+    fitting_tokenizer(mechanism, model_config)
+    open_corpus(mechanism.data, text_field=mechanism.text_field, seed=mechanism.seed)

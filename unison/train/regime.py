@@ -1,19 +1,49 @@
-"""What differs between an ordinary and a private run, behind one face for the loop.
+"""How rows become steps: which ones a step takes, the loss that is sent back, and what is told.
 
-Both draw rows, send a loss back and tell what came of it. `Ordinary` is here, `Private` in
-`unison.train.private`.
+`Regime` is an ordinary run: the rows of a step are a function of (seed, step) alone, and ranks cut
+that one global list, so that adding ranks never changes what a step is made of. `PrivateRegime`
+draws rows at random, clips each one's gradient, adds noise and keeps a ledger; the record that it
+protects is one row. `unison.PrivacyEngine` does the work; here is which of its settings a run has,
+and what may be told of it.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 import unison
-from unison.config import TrainConfig
-from unison.data import RowDataset
-from unison.train.batches import RowOrder, global_batches
-from unison.train.step import Batch, Objective, mean_over_targets
+from unison.config import Privacy, TrainConfig
+from unison.data import IGNORE_INDEX, RowDataset
+from unison.errors import BadInput
+from unison.privacy import (
+    Budget,
+    Poisson,
+    PrivacyEngine,
+    PrivateLoader,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    epsilon_if_secret,
+    noise_multiplier_for,
+)
+from unison.rng import Key, Permutation, Stream
+from unison.train.parallel import Parallel
+from unison.train.run_folder import LEDGER_FILE
+from unison.train.step import Batch, Share, mean_over_targets, share_of
+from unison.train.world import World
+
+MAX_EPSILONS = 10  # of a private run, while it goes on: one by PLD takes a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,85 +117,389 @@ class PrivacyResult:
     ledger: str
 
 
-class Regime(Protocol):
-    """How rows become steps."""
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """An endless order of rows: epoch after epoch, each in a new permutation.
 
-    objective: Objective
+    Attributes:
+        num_rows: Rows in the data set.
+        batch_size: Rows per step, over all ranks.
+        seed: Seed of the permutations.
+    """
 
-    def prepare(self, state: Mapping[str, Any] | None) -> None:
-        """Settle what the steps apply, before anything is written; `state` is a checkpoint's."""
-        ...
+    num_rows: int
+    batch_size: int
+    seed: int
 
-    def describe(self) -> list[str]:
-        """What a person should know of privacy before the first step, in sentences."""
-        ...
+    def rows_of_step(self, step: int) -> np.ndarray:  # [batch_size], int64
+        """The global batch of a step, in its canonical order.
 
-    def attached(self) -> AbstractContextManager[object]:
-        """Around the steps: hold on to model and optimizer, and to what is written of privacy."""
-        ...
-
-    def passes(self, steps: range) -> Generator[Batch, None, None]:
-        """This rank's passes of some steps, all after one another."""
-        ...
-
-    def is_step_complete(self) -> bool:
-        """Whether the pass that was handed out last closes its step."""
-        ...
-
-    def facts(self, step: int) -> PrivacyFacts | None:
-        """What is known of privacy after a step, counted from 1."""
-        ...
-
-    def result(self, budget_sentence: str | None) -> PrivacyResult | None:
-        """What was applied and spent; every rank must call it."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on, as values that JSON can hold."""
-        ...
+        A batch larger than what is left of an epoch continues in the next one; every row comes
+        once per epoch.
+        """
+        positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
+        epochs, offsets = np.divmod(positions, self.num_rows)
+        rows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            stream = Stream(Key.from_seed(self.seed), "rows", int(epoch), purpose="shuffle")
+            permutation = Permutation(stream, self.num_rows)
+            rows[chosen] = permutation(torch.from_numpy(offsets[chosen])).numpy()
+        return rows
 
 
-class Ordinary:
+@dataclass(frozen=True, kw_only=True)
+class RunRows:
+    """The rows of a run, and the loss of the best model that ignores context.
+
+    In a private run the latter is that of the held-out rows: of the others it would be a figure
+    that no ε covers.
+    """
+
+    train: RowDataset
+    eval: RowDataset
+    unigram_entropy: float
+
+
+class Regime:
     """Rows in a new order every epoch; the mean over all targets of the global batch."""
 
     def __init__(self, config: TrainConfig, rows: RowDataset) -> None:
-        self.objective = mean_over_targets
         self._config, self._rows = config, rows
 
     def prepare(self, state: Mapping[str, Any] | None) -> None:
-        """Nothing: which rows a step takes is a function of the step."""
+        """Settle what the steps apply, before anything is written; `state` is a checkpoint's."""
 
     def describe(self) -> list[str]:
-        """Nothing is private."""
+        """What a person should know of privacy before the first step, in sentences."""
         return []
 
     def attached(self) -> AbstractContextManager[object]:
-        """Nothing to hold on to."""
+        """Around the steps: hold on to model and optimizer, and to what is written of privacy."""
         return nullcontext()
 
     def passes(self, steps: range) -> Generator[Batch, None, None]:
-        """See `Regime.passes`."""
-        mechanism = self._config.mechanism
+        """This rank's passes of some steps, all after one another."""
+        mechanism, data = self._config.mechanism, self._rows
         order = RowOrder(
-            num_rows=self._rows.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
+            num_rows=data.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
+        )
+        rows_of_steps = map(order.rows_of_step, steps)
+        batches = (
+            {
+                **data.rows(rows),
+                "sample_ids": torch.from_numpy(rows),
+                "num_targets": int(data.num_targets(rows).sum()),
+            }
+            for rows in rows_of_steps
         )
         yield from unison.deal(
-            global_batches(self._rows, order, steps),
+            batches,
             granule=mechanism.granule if mechanism.reducer == "ordered" else None,
             micro_batch=self._config.execution.micro_batch_size,
         )
 
     def is_step_complete(self) -> bool:
-        """See `Regime.is_step_complete`."""
+        """Whether the pass that was handed out last closes its step."""
         plan = unison.current_plan()
         return plan is None or plan.closes_logical_batch
 
-    def facts(self, step: int) -> None:
-        """Nothing is private."""
+    def objective(self, logits: Tensor, batch: Batch) -> Share:
+        """Make a pass's share of the loss that is sent back."""
+        return mean_over_targets(logits, batch)
 
-    def result(self, budget_sentence: str | None) -> None:
-        """Nothing is private."""
+    def facts(self, step: int) -> PrivacyFacts | None:
+        """What is known of privacy after a step, counted from 1."""
+        return None
+
+    def result(self, budget_sentence: str | None) -> PrivacyResult | None:
+        """What was applied and spent; every rank must call it."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `prepare`."""
+        """What a checkpoint needs to go on, as values that JSON can hold."""
         return {}
+
+
+class PrivateRegime(Regime):
+    """Trains with `PrivacyEngine`, one row being one record; every rank has one.
+
+    Args:
+        config: The settings, with a `privacy`.
+        parallel: The model as the ranks hold it. All its parameters get noisy gradients.
+        optimizer: Over them.
+        rows: The training rows.
+        world: The ranks.
+        num_elements: Elements of the model's parameters, over all ranks.
+        cast: The precision that the model computes in.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parallel: Parallel,
+        optimizer: Optimizer,
+        rows: RowDataset,
+        *,
+        world: World,
+        num_elements: int,
+        cast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        super().__init__(config, rows)
+        assert config.mechanism.privacy is not None
+        self._privacy = config.mechanism.privacy
+        self._parallel, self._optimizer = parallel, optimizer
+        self._world = world
+        self._num_elements, self._cast = num_elements, cast
+        self._sampling = sampling_of(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._engine = PrivacyEngine(
+            accountant=self._privacy.accountant,
+            secure_noise=self._privacy.secure_noise,
+            ledger=Path(config.output.folder) / LEDGER_FILE,
+        )
+        self._state: Mapping[str, Any] | None = None
+        self._loader: PrivateLoader | None = None
+        self._noise_multiplier = self._privacy.noise_multiplier
+        self._epsilon, self._epsilon_step = math.inf, 0
+
+    def prepare(self, state: Mapping[str, Any] | None) -> None:
+        """Choose the noise for the run's steps, or take that of a checkpoint."""
+        self._state = state
+        if state is not None:
+            self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+        elif self._privacy.epsilon is not None:
+            # One rank computes for all: it takes seconds of a core.
+            self._noise_multiplier, *_ = self._world.agree(
+                partial(
+                    noise_multiplier_for,
+                    target_epsilon=self._privacy.epsilon,
+                    target_delta=self._privacy.delta,
+                    sampling=self._sampling,
+                    steps=self._config.mechanism.steps,
+                    accountant=self._privacy.accountant,
+                    rounded_elements=self._num_elements,
+                ),
+                when=self._world.is_main,
+            )
+
+    def describe(self) -> list[str]:
+        """Say what is protected, and how."""
+        mechanism, privacy = self._config.mechanism, self._privacy
+        goal = f"for ε ≤ {privacy.epsilon:g}" if privacy.epsilon else "as given"
+        lines = [
+            f"private, one row is one record: {in_words(self._sampling)}; clip norm C = "
+            f"{privacy.max_grad_norm:g}, noise multiplier σ = {self._noise_multiplier:.4g} {goal} "
+            f"at δ = {privacy.delta:g}"
+        ]
+        if self._rows.layout == "packed":
+            lines.append(
+                "a packed row is a stretch of text, and a document may lie in several: --layout "
+                "documents protects documents"
+            )
+        if not privacy.secure_noise:
+            lines.append(
+                f"[bold]noise and sampling come from seed {mechanism.seed}: whoever knows it can "
+                "remove them, and nothing that this run gives is private[/]"
+            )
+        return lines
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Make the model private, with the run's ledger, and give it back at the end."""
+        mechanism, privacy = self._config.mechanism, self._privacy
+        is_ordered = mechanism.reducer == "ordered"
+        assert self._noise_multiplier is not None  # of `prepare`
+        is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
+        budget = None
+        if privacy.epsilon is not None:
+            budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
+        with warnings.catch_warnings():
+            # `describe` says it, as one sentence.
+            warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+            _, _, self._loader = self._engine.make_private(
+                module=self._parallel.module,
+                optimizer=self._optimizer,
+                data_loader=DataLoader(
+                    NumberedRows(self._rows),
+                    mechanism.batch_size,
+                    shuffle=True,
+                    drop_last=is_shuffled,
+                ),
+                noise_multiplier=self._noise_multiplier,
+                max_grad_norm=privacy.max_grad_norm,
+                clipping=self._config.execution.clipping,
+                clip_rule=privacy.clip_rule,
+                sampling=self._sampling,
+                expected_batch_size=mechanism.batch_size,
+                max_physical_batch_size=self._config.execution.micro_batch_size,
+                budget=budget,
+                granule=mechanism.granule if is_ordered else None,
+                compile=mechanism.compile,
+                seed=None if privacy.secure_noise else mechanism.seed,
+                data_salt=salt,
+                # The rank that writes the ledger reads the rows for it.
+                data_id=self._rows.digest() if salt and self._world.is_main else None,
+            )
+        try:
+            if self._state is not None:
+                # The rank that has the ledger may refuse; then all do.
+                self._world.agree(partial(self._engine.load_state_dict, self._state))
+            # Whether the model can be clipped, before any budget is spent: here rather than in the
+            # first step, where dropout expects the rows of that step. Each rank takes a row of its
+            # own, as in training: ranks that are fed the same one are warned of.
+            row = self._rows.rows([self._world.rank % self._rows.num_rows])["input_ids"]
+            with self._cast():
+                self._engine.check(row.to(self._world.device))
+            yield
+        finally:
+            self._loader.abandon()
+            self._engine.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's state; never a key."""
+        return self._engine.state_dict()
+
+    def passes(self, steps: range) -> Generator[Batch, None, None]:
+        """Draw this rank's passes; what they hold is drawn anew after a resumption."""
+        loader = self._loader
+        assert loader is not None
+        assert loader.next_step == steps.start
+        # The targets of a draw are private; of so many rows, padding counted, they are not.
+        num_targets = self._config.mechanism.batch_size * self._rows.row_length
+        while True:
+            for batch in loader:
+                yield {**batch, "num_targets": num_targets}
+
+    def is_step_complete(self) -> bool:
+        """Whether the loader has handed out all of a draw."""
+        assert self._loader is not None
+        return self._loader.current is None or self._loader.current.is_last
+
+    def objective(self, logits: Tensor, batch: Batch) -> Share:
+        """Make the mean of the samples' losses over the logical batch; the engine undoes the mean.
+
+        A row's loss is the mean over its own targets. One over all targets of the batch would
+        couple rows through its denominator.
+        """
+        losses = unison.per_sample_loss(logits, batch["labels"], IGNORE_INDEX)  # [rows]
+        return share_of(losses, is_last=self.is_step_complete())
+
+    def facts(self, step: int) -> PrivacyFacts:
+        """Return ε, now and then computed ahead, and what no ε covers."""
+        found = self._engine.diagnostics()  # a collective
+        if self._world.is_main and step > self._epsilon_step:  # the others show nothing
+            self._look_ahead(step)
+        return PrivacyFacts(
+            epsilon=self._epsilon,
+            is_exact=step == self._epsilon_step,
+            median_norm=found.median_norm,
+            clipped_fraction=found.clipped_fraction,
+            num_dropped=found.num_dropped,
+            is_secure=self._privacy.secure_noise,
+        )
+
+    def _look_ahead(self, step: int) -> None:
+        """Compute ε as it will be after the steps until the next time."""
+        num_steps = self._config.mechanism.steps
+        every = max(self._config.output.eval_every or num_steps, -(-num_steps // MAX_EPSILONS))
+        self._epsilon_step = min(-(-step // every) * every, num_steps)
+        spending = self._engine.ledger.spending.copy()
+        for ahead in range(step, self._epsilon_step):  # the engine counts steps from 0
+            spending.add(self._engine.mechanism.release(ahead))
+        epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
+        self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
+
+    def result(self, budget_sentence: str | None) -> PrivacyResult:
+        """Return what was applied and spent."""
+        privacy, ledger = self._privacy, self._engine.ledger
+        assert self._noise_multiplier is not None
+        if_secret, *_ = self._world.agree(
+            partial(ledger.epsilon_if_secret, privacy.delta), when=self._world.is_main
+        )
+        assert if_secret is not None
+        return PrivacyResult(
+            epsilon=math.inf if ledger.spending.num_seeded else if_secret,
+            epsilon_if_secret=if_secret,
+            delta=privacy.delta,
+            accountant=privacy.accountant,
+            target_epsilon=privacy.epsilon,
+            noise_multiplier=self._noise_multiplier,
+            max_grad_norm=privacy.max_grad_norm,
+            clip_rule=privacy.clip_rule,
+            sampling=in_words(self._sampling),
+            batch_size=self._config.mechanism.batch_size,
+            num_rows=self._rows.num_rows,
+            num_counted=ledger.num_intents,
+            is_secure=privacy.secure_noise,
+            budget_sentence=budget_sentence,
+            ledger=str(ledger.path),
+        )
+
+
+class NumberedRows(Dataset[dict[str, Tensor]]):
+    """Rows with their numbers in the data set, `sample_ids`, which dropout's masks hang on.
+
+    As a part of the batch they are dealt and padded as the rows are.
+    """
+
+    def __init__(self, rows: RowDataset) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**self._rows[index], "sample_ids": torch.tensor(index)}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Read several items at once; `DataLoader` calls this."""
+        rows = self._rows.__getitems__(indices)
+        numbers = torch.tensor(indices)  # [rows]
+        return [{**row, "sample_ids": number} for row, number in zip(rows, numbers, strict=True)]
+
+
+def sampling_of(privacy: Privacy, batch_size: int, num_rows: int) -> Sampling:
+    """How a run draws its rows.
+
+    Raises:
+        BadInput: If there are too few rows for that, or for δ.
+    """
+    if batch_size > num_rows:
+        raise BadInput(
+            f"a private run draws --batch-size rows of all, found {batch_size} of {num_rows}; "
+            "lower it, or give more data"
+        )
+    if privacy.delta * num_rows >= 1:
+        raise BadInput(
+            f"--delta must lie below 1 / number of rows, found {privacy.delta:g} with {num_rows:,} "
+            "rows: publishing a row at random would pass as private"
+        )
+    match privacy.sampling:
+        case "poisson":
+            return Poisson(rate=batch_size / num_rows)
+        case "truncated":
+            assert privacy.capacity is not None
+            return TruncatedPoisson(
+                rate=batch_size / num_rows, capacity=privacy.capacity, num_records=num_rows
+            )
+        case "shuffled":
+            return Shuffled(batch_size=batch_size, num_records=num_rows)
+        case other:
+            raise AssertionError(f"no rule for the sampling {other!r}")
+
+
+def in_words(sampling: Sampling) -> str:
+    """A sampling as a person reads it.
+
+    >>> in_words(Poisson(rate=0.0125))
+    'Poisson, q = 0.0125'
+    """
+    match sampling:
+        case Poisson(rate=rate):
+            return f"Poisson, q = {rate:.4g}"
+        case TruncatedPoisson(rate=rate, capacity=capacity):
+            return f"Poisson, q = {rate:.4g}, at most {capacity:,} rows"
+        case Shuffled():
+            return "shuffled, no amplification"
+        case other:
+            raise AssertionError(f"no words for {other!r}")

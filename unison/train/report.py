@@ -1,24 +1,39 @@
-"""What a run says at its start and end, to the folder and to the person."""
+"""What a run says, to the folder and to the person: at its start, while it goes on, at its end.
+
+While it goes on a person sees a bar on a terminal, plain lines elsewhere. Of a private run a
+terminal also shows what no ε covers, and says so. Plain lines do not have it, because they end in
+files, unless the user asks for unsafe diagnostics.
+"""
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rich import box
-from rich.console import Console
+from rich import box, progress
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 import unison
 from unison.config import TrainConfig
 from unison.errors import BadInput
 from unison.models import ModelConfig
-from unison.train.environment import describe_environment
-from unison.train.regime import PrivacyResult
-from unison.train.run_folder import CONFIG_FILE, LEDGER_FILE, RESULT_FILE, write_json
-from unison.train.setup import Rows
+from unison.train.regime import PrivacyFacts, PrivacyResult, RunRows
+from unison.train.run_folder import (
+    CONFIG_FILE,
+    CURVE_FILE,
+    ENVIRONMENT_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    describe_environment,
+    write_json,
+)
+from unison.train.step import StepResult
 from unison.train.world import World
 
 
@@ -70,7 +85,7 @@ _COUNTS += ("num_skipped_documents", "num_truncated_documents")
 
 
 def write_start(
-    folder: Path, config: TrainConfig, model_config: ModelConfig, rows: Rows, world: World
+    folder: Path, config: TrainConfig, model_config: ModelConfig, rows: RunRows, world: World
 ) -> None:
     """Write what the run is made of: config.json and environment.json."""
     settings = asdict(config)
@@ -78,10 +93,10 @@ def write_start(
     settings["fingerprint"] = _fingerprint(config, world)
     settings["rows"] = summarize(rows, config)
     write_json(folder / CONFIG_FILE, settings)
-    write_json(folder / "environment.json", describe_environment(world.size, world.device))
+    write_json(folder / ENVIRONMENT_FILE, describe_environment(world.size, world.device))
 
 
-def summarize(rows: Rows, config: TrainConfig) -> dict[str, Any]:
+def summarize(rows: RunRows, config: TrainConfig) -> dict[str, Any]:
     """The rows of a run in plain values; of private ones nothing that their content decides."""
     summary = {"train": rows.train.summary(), "eval": rows.eval.summary()}
     if config.mechanism.privacy is not None:
@@ -131,9 +146,25 @@ def say_resumption(console: Console, config: TrainConfig, step: int, world: Worl
 
 
 def say_start(
-    console: Console, config: TrainConfig, num_parameters: int, rows: Rows, world: World
+    console: Console,
+    config: TrainConfig,
+    num_parameters: int,
+    rows: RunRows,
+    world: World,
+    privacy: Iterable[str],
+    others: Iterable[str],
 ) -> None:
-    """Say in a few lines what is about to happen."""
+    """Say in a few lines what is about to happen.
+
+    Args:
+        console: Where to.
+        config: The settings.
+        num_parameters: Elements of the model.
+        rows: The data.
+        world: The ranks.
+        privacy: What is protected and how, in sentences; none in an ordinary run.
+        others: Further sentences.
+    """
     mechanism = config.mechanism
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     say(
@@ -146,23 +177,21 @@ def say_start(
         console,
         f"data {mechanism.data}: {rows.train.num_rows:,} rows of {rows.train.row_length} tokens to "
         f"train on, {rows.eval.num_rows:,} held out; unigram entropy {rows.unigram_entropy:.3f}",
+        *privacy,
     )
-
-
-def say_privacy(console: Console, config: TrainConfig, lines: Iterable[str]) -> None:
-    """Say what is protected and how, and where to find what is not."""
-    say(console, *lines)
-    if not (console.is_terminal or config.output.unsafe_diagnostics):
+    is_told = console.is_terminal or config.output.unsafe_diagnostics
+    if mechanism.privacy is not None and not is_told:
         say(
             console,
             "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
             "them, files have them with --unsafe-diagnostics",
         )
+    say(console, *others)
 
 
 def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
-    files = ["config.json", "environment.json", "metrics.jsonl", "model.safetensors", "loss.png"]
+    files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, "model.safetensors", CURVE_FILE]
     # What no ε covers is for eyes: output that is no terminal may be kept.
     shown = result if console.is_terminal else result.published(config)
     console.print(result_table(shown, config.mechanism.steps))
@@ -261,3 +290,121 @@ def say(console: Console, *lines: str) -> None:
     """Print lines as they are, with rich's marks for bold and such."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+# ---- while it goes on ----------------------------------------------------------------------------
+
+
+class ProgressView:
+    """Shows steps as they finish. `console` None makes it silent, for the ranks other than 0.
+
+    Args:
+        console: Where to.
+        num_steps: Steps of the run.
+        log_every: Steps between two plain lines.
+        first: Steps done before, by the run that this one goes on from.
+        is_private: Whether there is an ε.
+        tells_all: Whether plain lines may hold what no ε covers.
+    """
+
+    def __init__(
+        self,
+        console: Console | None,
+        num_steps: int,
+        log_every: int,
+        *,
+        first: int = 0,
+        is_private: bool = False,
+        tells_all: bool = False,
+    ) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._first = first
+        self._is_private, self._tells_all = is_private, tells_all
+        self._started = time.perf_counter()
+        self._bar: _Bar | None = None
+        if console is not None and console.is_terminal:
+            self._bar = _Bar(
+                progress.BarColumn(bar_width=16),  # all of it fits 80 columns
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[first]}"),
+                progress.TextColumn("eval {task.fields[eval_loss]}"),
+                progress.TextColumn("{task.fields[speed]} tokens/s"),
+                progress.TimeRemainingColumn(compact=True),
+                progress.TextColumn("left"),
+                console=console,
+            )
+            name = "ε –" if is_private else "loss –"
+            self._task = self._bar.add_task(
+                "", total=num_steps, completed=first, first=name, eval_loss="–", speed="–"
+            )
+
+    def show_step(
+        self, step: int, result: StepResult, speed: float, privacy: PrivacyFacts | None = None
+    ) -> None:
+        """Show that step `step` (counted from 1) is done, at `speed` tokens per second."""
+        if self._bar is not None:
+            first = f"loss {result.loss:.3f}"
+            if privacy is not None:
+                self._bar.below = _not_covered(result.loss, privacy)
+                first = _epsilon_words(privacy)
+            self._bar.update(self._task, completed=step, first=first, speed=f"{speed:,.0f}")
+        elif self._console is not None and (step % self._log_every == 0 or step == self._num_steps):
+            seconds = time.perf_counter() - self._started
+            left = seconds / (step - self._first) * (self._num_steps - step)
+            first = f"loss {result.loss:.4f}" if privacy is None else _epsilon_words(privacy)
+            line = (
+                f"step {step}/{self._num_steps}  {first}  {speed:,.0f} tokens/s  {left:.0f} s left"
+            )
+            if privacy is not None and self._tells_all:
+                line += f"  {_not_covered(result.loss, privacy)}"
+            say(self._console, line)
+
+    def show_eval(self, step: int, loss: float) -> None:
+        """Show an evaluation."""
+        if self._bar is not None:
+            self._bar.update(self._task, eval_loss=f"{loss:.3f}")
+        else:
+            self.note(f"step {step}/{self._num_steps}  eval loss {loss:.4f}")
+
+    def note(self, text: str) -> None:
+        """Show a remark: below the bar until the next one, or as a line."""
+        if self._bar is not None:
+            self._bar.below = text
+        elif self._console is not None:
+            say(self._console, text)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class _Bar(progress.Progress):
+    """A progress bar with a line below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, style="dim")
+
+
+def _epsilon_words(privacy: PrivacyFacts) -> str:
+    what = "ε" if privacy.is_secure else "seeded: ε if secret"
+    return f"{what} {'=' if privacy.is_exact else '≤'} {privacy.epsilon:.3f}"
+
+
+def _not_covered(loss: float, privacy: PrivacyFacts) -> str:
+    median = "–" if math.isnan(privacy.median_norm) else f"{privacy.median_norm:.3g}"
+    words = (
+        f"not covered by ε: loss {loss:.3f}, clipped {privacy.clipped_fraction:.0%}, "
+        f"median norm {median}"
+    )
+    return words + (f", {privacy.num_dropped} not finite" if privacy.num_dropped else "")

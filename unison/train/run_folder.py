@@ -3,24 +3,40 @@
 A run that fails leaves nothing behind: its folder is removed, and a run that it was to replace is
 put back. One that has written a checkpoint is kept, to be resumed. A private one whose ledger
 counts a step is kept too: what was spent stays spent. An interrupted run keeps what it wrote.
+
+Metrics are one JSON object per line, with TensorBoard events beside them. A run that goes on from a
+checkpoint forgets what it recorded after that, and goes on in the same files. The files of a
+private run hold what is in `COVERED` and nothing else, unless the user asks for unsafe diagnostics.
 """
 
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from unison.errors import BadInput, UnisonError
 from unison.privacy import read_ledger
 from unison.shard import MANIFEST_FILE
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
 LEDGER_FILE = "ledger.jsonl"
+METRICS_FILE = "metrics.jsonl"
+CURVE_FILE = "loss.png"
+ENVIRONMENT_FILE = "environment.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
@@ -31,15 +47,13 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         BadInput: If something is there and may not be replaced, or is not a run.
     """
     if not os.path.lexists(folder):
-        parent = next(part for part in [*folder.absolute().parents] if part.exists())
+        parent = next(part for part in folder.absolute().parents if part.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise BadInput(f"cannot create {folder}: {parent} is not a folder that can be written")
         return
-    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
-    is_run = folder.is_dir() and (folder / CONFIG_FILE).is_file()
-    if is_empty_folder:
+    if folder.is_dir() and not any(folder.iterdir()):
         return
-    if not is_run:
+    if not (folder / CONFIG_FILE).is_file():
         raise BadInput(f"{folder} exists and is not the folder of a run; choose another --out")
     if not overwrite:
         raise BadInput(
@@ -119,3 +133,170 @@ def checkpoints_of(run: Path) -> list[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write readable JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+COVERED = frozenset(
+    {
+        "train/lr",
+        "train/grad_norm",
+        "eval/loss",
+        "privacy/epsilon",
+        "privacy/epsilon_if_secret",  # instead of it, where noise comes from a seed
+    }
+)
+"""What the files of a private run may hold: what depends on the training rows through noisy
+gradients only. `eval/loss` depends on held-out rows too, which are other records than the protected
+ones. A speed is not here, since the time of a step tells how many rows it drew."""
+
+
+class Metrics:
+    """Appends records of a step to metrics.jsonl, and its numbers to TensorBoard.
+
+    Args:
+        folder: The run.
+        tensorboard: Whether to write TensorBoard events too, where that package is installed.
+        after_step: The step that a resumed run goes on from; None for a new run.
+        only: Names that may be written; None for all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        after_step: int | None = None,
+        only: Collection[str] | None = None,
+    ) -> None:
+        if after_step is None:
+            (folder / METRICS_FILE).write_text("")
+        else:
+            _forget_after(folder / METRICS_FILE, after_step)
+        self._lines = (folder / METRICS_FILE).open("a")
+        self._only = only
+        # TensorBoard notes when each event was written, which tells how long a step took.
+        self._time = None if only is None else time.time()
+        self._events = None
+        if tensorboard and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            next_step = None if after_step is None else after_step + 1
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
+
+    def write(self, step: int, **values: float) -> None:
+        """Record some numbers of one step; a line is on disk when this returns."""
+        if self._only is not None:
+            values = {name: value for name, value in values.items() if name in self._only}
+        if not values:
+            return
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        self._lines.flush()
+        if self._events:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step, walltime=self._time)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._lines.close()
+        if self._events:
+            self._events.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read the records of a run back."""
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop records of later steps, and a last line that a crash cut off; all or nothing."""
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    part = path.with_suffix(".partial")
+    part.write_text("".join(kept))
+    part.replace(path)
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def chart(path: Path, title: str, x: str, y: str) -> Iterator["Axes"]:
+    """Draw into axes with these labels, and write a PNG file at the end."""
+    # The object interface, not pyplot: no global state and no display needed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    yield axes
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path, *, unigram_entropy: float) -> None:
+    """Draw training loss, evaluation loss and the loss of the best model without context.
+
+    Of a private run there may be no training loss to draw.
+    """
+    train = [(r["step"], r["train/loss"]) for r in records if "train/loss" in r]
+    evals = [(r["step"], r["eval/loss"]) for r in records if "eval/loss" in r]
+    with chart(path, "Loss", "step", "loss (nats per token)") as axes:
+        axes.axhline(unigram_entropy, color="0.55", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"unigram entropy {unigram_entropy:.2f}",
+            (1, unigram_entropy),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            color="0.4",
+            fontsize=8,
+        )
+        if train:
+            style: Any = {"color": "#4c78a8", "linewidth": 1, "label": "training, per step"}
+            axes.plot(*zip(*train, strict=True), **style)
+        style = {"color": "#e45756", "marker": "o", "markersize": 4, "label": "evaluation"}
+        axes.plot(*zip(*evals, strict=True), **style)
+
+
+# ---- the environment -----------------------------------------------------------------------------
+
+PACKAGES = ("unison", "torch", "numpy", "numba", "triton", "transformers", "tokenizers")
+
+
+def describe_environment(world_size: int, device: torch.device) -> dict[str, Any]:
+    """Versions and hardware of this process; nothing that names a person or a machine."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads_per_rank": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "world_size": world_size,
+        "device": device.type,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's own name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

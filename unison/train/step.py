@@ -16,8 +16,9 @@ from unison.data import IGNORE_INDEX
 from unison.errors import Diverged
 from unison.models import token_loss_sums
 from unison.rng import Key, draws_by_sample
+from unison.shard import PerGranule
+from unison.train.optimization import GradientTransform
 from unison.train.parallel import Parallel
-from unison.train.preconditioning import Identity, Preconditioner
 from unison.train.world import World
 
 Batch = dict[str, Any]
@@ -93,7 +94,7 @@ def train_step(
     step: int,
     key: Key,
     objective: Objective = mean_over_targets,
-    preconditioner: Preconditioner | None = None,
+    transform: GradientTransform | None = None,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
 ) -> StepResult:
@@ -104,7 +105,7 @@ def train_step(
     Raises:
         Diverged: On every rank, before the parameters change, if loss or gradient is not finite.
     """
-    preconditioner = preconditioner or Identity()
+    transform = transform or GradientTransform()
     optimizer.zero_grad(set_to_none=True)
     loss, num_targets = 0.0, 0
     for batch in passes:
@@ -115,7 +116,7 @@ def train_step(
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
         # 2. The loss, of which each sample's part depends on that sample alone. Curvature, if there
         #    is any, is of the same pass.
-        preconditioner.observe(logits, batch["labels"], num_targets)
+        transform.observe(logits, batch["labels"], num_targets)
         share = objective(logits, batch)
         # 3. Backward. The last pass completes the gradient: ranks sum theirs, and in a private run
         #    what was clipped gets its noise.
@@ -135,7 +136,7 @@ def train_step(
             )
 
     # 5. The direction: the gradient itself, or what K-FAC makes of it.
-    preconditioner.apply()
+    transform.apply()
 
     # 6. The update.
     lr = float(scheduler.get_last_lr()[0])
@@ -176,3 +177,11 @@ def mean_loss(
         sums[1, places] = (batch["labels"] != IGNORE_INDEX).sum(dim=1).double()
     loss, targets = world.sum(sums).sum(dim=1).tolist()
     return loss / max(targets, 1)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move what the model computes with; `sample_ids` stays on the CPU, as one plain tensor."""
+    moved = {name: batch[name].to(device) for name in ("input_ids", "labels")}
+    ids = batch["sample_ids"]
+    ids = torch.cat(ids.parts) if isinstance(ids, PerGranule) else ids
+    return {**batch, **moved, "sample_ids": ids}
