@@ -67,6 +67,11 @@ class ModelConfig:
             )
 
 
+def _decoder(d_model: int, num_layers: int, num_heads: int, **sizes: int) -> ModelConfig:
+    shape: dict[str, Any] = {"d_model": d_model, "num_layers": num_layers, "num_heads": num_heads}
+    return ModelConfig(family="decoder", **shape, **sizes)
+
+
 def _gpt2(d_model: int, num_layers: int, num_heads: int, context_length: int) -> ModelConfig:
     return ModelConfig(
         family="gpt2",
@@ -82,24 +87,8 @@ def _gpt2(d_model: int, num_layers: int, num_heads: int, context_length: int) ->
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "tiny": ModelConfig(
-            family="decoder",
-            vocab_size=258,
-            context_length=256,
-            d_model=128,
-            num_layers=4,
-            num_heads=4,
-            d_ff=448,
-        ),
-        "small": ModelConfig(
-            family="decoder",
-            vocab_size=1000,
-            context_length=128,
-            d_model=512,
-            num_layers=2,
-            num_heads=8,
-            d_ff=1344,
-        ),
+        "tiny": _decoder(128, 4, 4, d_ff=448, vocab_size=258, context_length=256),
+        "small": _decoder(512, 2, 8, d_ff=1344, vocab_size=1000, context_length=128),
         "gpt2": _gpt2(768, 12, 12, 1024),
         "gpt2-large": _gpt2(1280, 36, 20, 1024),
         "gpt2-xl": _gpt2(1600, 48, 25, 1024),

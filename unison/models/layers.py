@@ -1,8 +1,8 @@
-"""Layers that describe what their parameters start from.
+"""Layers that describe what their parameters start from, and losses that keep samples apart.
 
 The arithmetic is torch's own (`F.linear`, `F.embedding`, `torch.rms_norm`, ...). What these
 classes add is `inits`: one description per parameter, so that initial values can be drawn without
-running a constructor again (see `unison.models.initialize`).
+running a constructor again (see `initialize`).
 """
 
 import math
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unison.kernels.available import takes
+from unison.kernels.cross_entropy import IGNORE_INDEX, sample_means, statistics
 from unison.rng.inits import Constant, Init, Normal, TruncatedNormal, Uniform
 
 
@@ -103,8 +105,8 @@ class Embedding(Described):
         return ", ".join(str(size) for size in self.weight.shape)
 
 
-class RMSNorm(Described):
-    """Root-mean-square normalisation with a gain."""
+class Norm(Described):
+    """A normalisation of the last dimension with a gain."""
 
     weight: nn.Parameter
 
@@ -112,44 +114,50 @@ class RMSNorm(Described):
         super().__init__()
         self.eps = eps
         self._shape = (d_model,)
-        self.add_parameter("weight", (d_model,), Constant(value=1.0))
+        self.add_parameter("weight", self._shape, Constant(value=1.0))
         self.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
-        """Normalise the last dimension."""
-        return torch.rms_norm(x, self._shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         """Shapes for `print(model)`."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
-class LayerNorm(Described):
+class RMSNorm(Norm):
+    """Root-mean-square normalisation with a gain."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
+        """Normalise the last dimension."""
+        return torch.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+class LayerNorm(Norm):
     """Layer normalisation with gain and shift."""
 
-    weight: nn.Parameter
     bias: nn.Parameter
 
     def __init__(self, d_model: int, *, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self._shape = (d_model,)
-        self.add_parameter("weight", (d_model,), Constant(value=1.0))
-        self.add_parameter("bias", (d_model,), Constant(value=0.0))
+        super().__init__(d_model, eps=eps)
+        self.add_parameter("bias", self._shape, Constant(value=0.0))
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
         """Normalise the last dimension."""
         return torch.layer_norm(x, self._shape, self.weight, self.bias, self.eps)
 
-    def extra_repr(self) -> str:
-        """Shapes for `print(model)`."""
-        return f"{self.weight.numel()}, eps={self.eps}"
-
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to the past and the present; all tensors are [batch, heads, tokens, d_head]."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """Attend to the past and the present, and join the heads.
+
+    Args:
+        q: Queries [batch, heads, tokens, d_head].
+        k: Keys, of the same shape.
+        v: Values, of the same shape.
+
+    Returns:
+        [batch, tokens, heads * d_head].
+    """
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -158,7 +166,45 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.view(batch, tokens, num_heads, width // num_heads).transpose(1, 2)
 
 
-def join_heads(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, d_head] -> [batch, tokens, heads * d_head]."""
-    batch, heads, tokens, d_head = x.shape
-    return x.transpose(1, 2).reshape(batch, tokens, heads * d_head)
+# ---- losses that keep samples apart --------------------------------------------------------------
+
+
+def per_sample_loss(
+    logits: Tensor,  # [batch, tokens, vocab]
+    labels: Tensor,  # [batch, tokens]
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # [batch]
+    """Mean cross-entropy of each sample over its own counted tokens, in nats.
+
+    The usual mean over all tokens of a batch couples samples through its denominator: a long sample
+    makes the others weigh less. Here a sample's loss depends on that sample alone, which per-sample
+    clipping needs. A sample without counted tokens has loss 0.
+
+    `unison.linear_cross_entropy(..., reduction="sample_mean")` is the same from hidden states,
+    without the logits.
+    """
+    return sample_means(_token_losses(logits, labels, ignore_index), labels, ignore_index)
+
+
+def token_loss_sums(
+    logits: Tensor,  # [batch, tokens, vocab]
+    labels: Tensor,  # [batch, tokens]
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # [batch]
+    """Sum of the cross-entropy of each sample over its counted tokens, in nats."""
+    return _token_losses(logits, labels, ignore_index).sum(dim=1)
+
+
+def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    # A compiler makes one kernel of what is below. Without one, ours reads the logits once, where
+    # torch would copy them to float32 and keep a copy of their logarithms besides.
+    if not torch.compiler.is_compiling() and type(logits) is Tensor and takes(logits):
+        return statistics(logits.flatten(0, 1), labels.flatten(), ignore_index)[1].view_as(labels)
+    precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).to(precise),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    return losses.view(labels.shape)
