@@ -49,16 +49,6 @@ def test_one_of_takes_an_iterator_once_for_several_values():
     check.one_of(iter(["a", "b"]), first="a", second="b")
 
 
-@pytest.mark.parametrize("pair", [(0, 8), (-2, 8), (3, 8)])
-def test_divides_refuses(pair):
-    with pytest.raises(BadInput, match=rf"^heads: {pair[0]} must divide 8$"):
-        check.divides(heads=pair)
-
-
-def test_divides_allows_zero_as_a_number():
-    check.divides(empty=(4, 0))
-
-
 def test_same_shape_names_every_tensor():
     check.same_shape(a=torch.zeros(2, 3), b=torch.ones(2, 3))
     with pytest.raises(BadInput, match=r"a: \[2\], b: \[\], c: \[2\]"):

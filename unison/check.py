@@ -65,19 +65,6 @@ def one_of(choices: Iterable[str], **values: str) -> None:
             raise BadInput(f"{name} must be one of {listed}, found {value!r}{hint}")
 
 
-def divides(**values: tuple[int, int]) -> None:
-    """Require of every pair (divisor, number) that the first divides the second.
-
-    >>> divides(heads_of_width=(3, 128))
-    Traceback (most recent call last):
-        ...
-    unison.errors.BadInput: heads_of_width: 3 must divide 128
-    """
-    for name, (divisor, number) in values.items():
-        if divisor <= 0 or number % divisor:
-            raise BadInput(f"{name}: {divisor} must divide {number}")
-
-
 def same_shape(**tensors: torch.Tensor) -> None:
     """Require all tensors to have one shape.
 

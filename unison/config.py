@@ -2,7 +2,7 @@
 
 The table "what may change the result" of docs/design.md has one class per column here:
 
-* `Mechanism`: changes the result. Two runs with equal mechanisms are the same experiment.
+* `MechanismConfig`: changes the result. Two runs with equal mechanisms are the same experiment.
 * `Execution`: may change rounding, speed and memory, never the experiment.
 * `Output`: what is written and shown.
 
@@ -35,6 +35,11 @@ ACCOUNTANTS = ("pld", "rdp", "odometer")
 FISHERS = ("mc", "empirical", "exact", "forward")
 GRAFTS = ("adam", "sgd", "none")
 DAMPING_FORMS = ("pi", "factored", "joint")
+
+
+def _given(**settings: float | None) -> dict[str, float]:
+    """Those of some settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,7 @@ class Privacy:
                 "a private run needs one of --epsilon, which decides the noise, and "
                 f"--noise-multiplier, found {found}"
             )
-        if self.epsilon is not None:
-            check.positive(epsilon=self.epsilon)
+        check.positive(**_given(epsilon=self.epsilon))
         if self.noise_multiplier is not None and not self.noise_multiplier > 0:
             raise BadInput(
                 f"noise_multiplier must be above 0, found {self.noise_multiplier!r}; a run without "
@@ -92,8 +96,7 @@ class Privacy:
                 "--capacity and --sampling truncated go together, found "
                 f"capacity={self.capacity} and sampling={self.sampling!r}"
             )
-        if self.capacity is not None:
-            check.positive(capacity=self.capacity)
+        check.positive(**_given(capacity=self.capacity))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +136,16 @@ class Kfac:
                 f"max_condition_number must be above 1, found {self.max_condition_number!r}"
             )
         check.positive(update_every=self.update_every, max_factor_size=self.max_factor_size)
-        if self.invert_every is not None:
-            check.positive(invert_every=self.invert_every)
+        check.positive(**_given(invert_every=self.invert_every))
         if not 0 <= self.decay < 1:
             raise BadInput(f"decay must be at least 0 and below 1, found {self.decay!r}")
         check.one_of(FISHERS, fisher=self.fisher)
         check.one_of(GRAFTS, graft=self.graft)
-        if self.kl_clip is not None:
-            check.positive(kl_clip=self.kl_clip)
+        check.positive(**_given(kl_clip=self.kl_clip))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mechanism:
+class MechanismConfig:
     """What is computed: model, data, optimisation.
 
     Attributes:
@@ -207,8 +208,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         check.one_of(REDUCERS, reducer=self.reducer)
         check.positive(granule=self.granule)
-        if self.threads is not None:
-            check.positive(threads=self.threads)
+        check.positive(**_given(threads=self.threads))
         check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
         check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         check.not_negative(seed=self.seed)
@@ -219,14 +219,10 @@ class Mechanism:
         check.one_of(LONG_DOCUMENTS, long_documents=self.long_documents)
         if not 0 < self.eval_fraction < 1:
             raise BadInput(f"eval_fraction must lie between 0 and 1, found {self.eval_fraction}")
-        if self.row_length is not None:
-            check.positive(row_length=self.row_length)
-        if self.clip_norm is not None:
-            check.positive(clip_norm=self.clip_norm)
-        if self.kfac is not None:
-            self._check_kfac(self.kfac)
-
-    def _check_kfac(self, kfac: Kfac) -> None:
+        check.positive(**_given(row_length=self.row_length, clip_norm=self.clip_norm))
+        kfac = self.kfac
+        if kfac is None:
+            return
         if self.privacy is not None:
             raise BadInput(
                 "--kfac and --private do not go together: curvature of the private rows is not "
@@ -274,15 +270,12 @@ class Execution:
         check.probability(owner_fraction=self.owner_fraction)
         check.one_of(CLIPPINGS, clipping=self.clipping)
         check.one_of(SHARDINGS, shard=self.shard)
-        if self.replicas is not None:
-            check.positive(replicas=self.replicas)
-            if self.shard != "hybrid":
-                raise BadInput(
-                    f"replicas={self.replicas} is for shard 'hybrid', found {self.shard!r}; add "
-                    "--shard hybrid or leave --replicas out"
-                )
-        if self.micro_batch_size is not None:
-            check.positive(micro_batch_size=self.micro_batch_size)
+        check.positive(**_given(replicas=self.replicas, micro_batch_size=self.micro_batch_size))
+        if self.replicas is not None and self.shard != "hybrid":
+            raise BadInput(
+                f"replicas={self.replicas} is for shard 'hybrid', found {self.shard!r}; add "
+                "--shard hybrid or leave --replicas out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +327,7 @@ class Output:
 class TrainConfig:
     """All settings of one run."""
 
-    mechanism: Mechanism
+    mechanism: MechanismConfig
     execution: Execution
     output: Output
 
@@ -364,8 +357,10 @@ class TrainConfig:
                 f"{rows} and {mechanism.granule}: the ordered reducer never cuts a granule"
             )
 
-    def check_privacy(self) -> None:
-        """Refuse what a private run cannot have, and what only a private run has.
+    def check_parts(self) -> None:
+        """Refuse what a private run cannot have, and what only private runs or K-FAC have.
+
+        Not when the settings are made: those of a run that goes on get their parts from its folder.
 
         Raises:
             BadInput: Naming the setting.
@@ -384,13 +379,6 @@ class TrainConfig:
                 f"on each rank: --shard {' or '.join(WHOLE_SHARDINGS)}, found {shard!r}; or use "
                 "--clipping ghost or flash_fuse, which keep nothing either"
             )
-
-    def check_kfac(self) -> None:
-        """Refuse what only runs with K-FAC have.
-
-        Raises:
-            BadInput: Naming the setting.
-        """
         if self.mechanism.kfac is None and self.execution.owner_fraction:
             raise BadInput(
                 "only runs with --kfac have --owner-fraction, found "

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unison.data import InMemoryCorpus, TextFile, open_corpus
-from unison.data import files as files_module
+from unison.data import corpora as files_module
 from unison.errors import BadInput
 
 

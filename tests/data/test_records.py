@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from unison.data import Records, open_corpus
-from unison.data.records import MAX_RECORD_BYTES, NUM_NAMES, _owner
+from unison.data.corpora import MAX_RECORD_BYTES, NUM_NAMES, _owner
 from unison.errors import BadInput
 
 PINNED = "fc6a5a1dedc92f990be63c39c5ff9a3d721e2e4b13b22ea528a5134dddf567d5"

@@ -341,6 +341,14 @@ def test_wide_vocabulary(tmp_path):
     assert all_rows(train)[0] == wide
 
 
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
+def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path, vocab_size, dtype):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = vocab_size
+    train, _ = build(TEXTS, tmp_path, tokenizer=tokenizer)
+    assert train.summary()["dtype"] == dtype
+
+
 def test_tokenizer_that_contradicts_itself(tmp_path):
     tokenizer = WideTokenizer()
     tokenizer.shift = 70_000

@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-from unison.config import Execution, Mechanism, Output, Privacy, TrainConfig
+from unison.config import Execution, MechanismConfig, Output, Privacy, TrainConfig
 
 DELTA = 1e-4
 TARGET = Privacy(epsilon=8.0, delta=DELTA, accountant="rdp")
@@ -14,14 +14,16 @@ SMALL = {"num_layers": 1, "num_heads": 2, "d_model": 32, "d_ff": 48}
 
 def config_of(folder: Path, data: Path, privacy: Privacy | None = GIVEN, **settings) -> TrainConfig:
     """A small private run; `settings` may be of any of the three groups."""
-    names = {kind: {each.name for each in fields(kind)} for kind in (Mechanism, Execution, Output)}
+    names = {
+        kind: {each.name for each in fields(kind)} for kind in (MechanismConfig, Execution, Output)
+    }
 
     def of(kind, **defaults):
         return kind(**defaults | {n: v for n, v in settings.items() if n in names[kind]})
 
     return TrainConfig(
         mechanism=of(
-            Mechanism,
+            MechanismConfig,
             data=str(data),
             steps=6,
             batch_size=32,

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from unison.config import Mechanism
+from unison.config import MechanismConfig
 from unison.train.loop import eval_passes
 from unison.train.optimization import lr_factor
-from unison.train.regime import RowOrder
+from unison.train.regime import rows_of_step
 from unison.train.world import World
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(12, 4), (13, 4), (5, 16), (1, 1)])
 def test_every_row_once_per_epoch(num_rows, batch_size):
-    order = RowOrder(num_rows=num_rows, batch_size=batch_size, seed=3)
+    sizes = {"num_rows": num_rows, "batch_size": batch_size}
     epochs = 4
     steps = -(-epochs * num_rows // batch_size)
-    rows = np.concatenate([order.rows_of_step(step) for step in range(steps)])
+    rows = np.concatenate([rows_of_step(step, seed=3, **sizes) for step in range(steps)])
     for epoch in range(epochs):
         seen = rows[epoch * num_rows : (epoch + 1) * num_rows]
         assert sorted(seen) == list(range(num_rows))
@@ -24,8 +24,7 @@ def test_every_row_once_per_epoch(num_rows, batch_size):
 
 def test_epochs_and_seeds_differ():
     def first(seed, step):
-        order = RowOrder(num_rows=1000, batch_size=1000, seed=seed)
-        return order.rows_of_step(step).tolist()
+        return rows_of_step(step, num_rows=1000, batch_size=1000, seed=seed).tolist()
 
     assert first(0, 0) == first(0, 0)
     assert first(0, 0) != first(0, 1)
@@ -48,7 +47,7 @@ def test_ranks_evaluate_every_row_once_in_the_passes_of_one_rank(world_size):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedules_start_warm_and_end_low(schedule):
-    mechanism = Mechanism(steps=50, warmup_steps=5, schedule=schedule)
+    mechanism = MechanismConfig(steps=50, warmup_steps=5, schedule=schedule)
     factors = [lr_factor(step, mechanism) for step in range(50)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < factor <= 1 for factor in factors)
@@ -57,4 +56,4 @@ def test_schedules_start_warm_and_end_low(schedule):
 
 
 def test_schedule_of_a_run_shorter_than_its_warmup():
-    assert lr_factor(0, Mechanism(steps=1, warmup_steps=20)) == 1.0
+    assert lr_factor(0, MechanismConfig(steps=1, warmup_steps=20)) == 1.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.private_runs import SMALL, TARGET, config_of
-from unison.config import DAMPING_FORMS, FISHERS, GRAFTS, Kfac, Mechanism, TrainConfig
+from unison.config import DAMPING_FORMS, FISHERS, GRAFTS, Kfac, MechanismConfig, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.kfac import KFACConfig
 from unison.kfac.config import DAMPING_FORMS as KNOWN_DAMPING_FORMS
@@ -206,9 +206,9 @@ def test_wrong_settings_are_refused_here_as_in_the_library(case):
 
 def test_settings_that_do_not_go_together(text, tmp_path):
     with pytest.raises(BadInput, match=r"no ε covers a step that it preconditions. Leave --kfac"):
-        Mechanism(kfac=KFAC, optimizer="sgd", privacy=TARGET)
+        MechanismConfig(kfac=KFAC, optimizer="sgd", privacy=TARGET)
     with pytest.raises(BadInput, match="the optimizer is 'sgd', found 'adamw', which would scale"):
-        Mechanism(kfac=KFAC)
+        MechanismConfig(kfac=KFAC)
     config = config_with(tmp_path / "run", text, None, owner_fraction=0.5)
     with pytest.raises(BadInput, match=r"only runs with --kfac have --owner-fraction, found 0.5"):
         train(config)

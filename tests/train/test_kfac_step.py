@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 import unison
 from tests.harness import World, assert_close, run_on_ranks
 from tests.train.test_step import CONFIG, MECHANISM, batch_of, passes_of
-from unison.config import FISHERS, Execution, Kfac, Mechanism, Output, TrainConfig
+from unison.config import FISHERS, Execution, Kfac, MechanismConfig, Output, TrainConfig
 from unison.models import build
 from unison.rng import Key
 from unison.shard import full_parameters
@@ -117,7 +117,7 @@ def test_the_optimizer_that_follows():
     model = build(CONFIG)
 
     def of(**settings):
-        return make_optimizer(model, Mechanism(**settings))
+        return make_optimizer(model, MechanismConfig(**settings))
 
     assert isinstance(of(), AdamW)
     for graft, momentum in {"adam": 0.0, "sgd": 0.9, "none": 0.9}.items():

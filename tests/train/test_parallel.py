@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import World, assert_close, run_on_ranks
 from tests.train.test_step import CONFIG, evaluate, expected_gradient, step_on_ranks
-from unison.config import Execution, Mechanism, Output, TrainConfig
+from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput
 from unison.models import build, load
 from unison.shard.deal import take_mean_was_used
@@ -70,7 +70,7 @@ def test_settings_that_do_not_go_together():
     for shard in ("ddp", "none"):
         with pytest.raises(BadInput, match="'zero2', 'hybrid' or 'fsdp2', found"):
             TrainConfig(
-                mechanism=Mechanism(reducer="ordered"),
+                mechanism=MechanismConfig(reducer="ordered"),
                 execution=Execution(shard=shard),
                 output=Output(folder="run"),
             )
@@ -89,7 +89,7 @@ def losses_and_norms(folder: Path) -> list[tuple[float, float]]:
 )
 def test_command_line_on_two_ranks_gives_the_bits_of_full_on_one(options, text, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    mechanism = Mechanism(
+    mechanism = MechanismConfig(
         data=str(text),
         overrides={"num_layers": 2},
         steps=2,

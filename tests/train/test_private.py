@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -96,7 +97,8 @@ MARKED = "not covered by ε: loss 4.125, clipped 50%, median norm 2.25"
 def test_a_terminal_shows_what_is_not_covered_and_says_so(is_terminal, tells_all):
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=80)
-    with ProgressView(console, 3, 1, is_private=True, tells_all=tells_all) as view:
+    config = config_of(Path("run"), Path("text"), steps=3, unsafe_diagnostics=tells_all)
+    with ProgressView(console, config) as view:
         view.show_step(1, RESULT, 100.0, FACTS)
     shown = output.getvalue()
     assert "ε ≤ 1.500" in shown
@@ -108,7 +110,7 @@ def test_a_terminal_shows_what_is_not_covered_and_says_so(is_terminal, tells_all
 def test_the_time_that_compiling_took_is_shown(is_terminal):
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=80)
-    with ProgressView(console, 3, 1, is_private=True) as view:
+    with ProgressView(console, config_of(Path("run"), Path("text"), steps=3)) as view:
         view.note("compiling")
         view.show_step(1, RESULT, 100.0, FACTS)
         view.note("the first step, with compiling, took 42 s")
@@ -272,11 +274,11 @@ def test_settings_that_need_others_are_refused(text, tmp_path):
 
     for settings in ({"unsafe_diagnostics": True}, {"clipping": "ghost"}):
         with pytest.raises(BadInput, match="only private runs have"):
-            config_of(tmp_path / "run", text, None, **settings).check_privacy()
+            config_of(tmp_path / "run", text, None, **settings).check_parts()
     for shard in ("none", "ddp"):
-        config(clipping="recompute_bk", shard=shard).check_privacy()
+        config(clipping="recompute_bk", shard=shard).check_parts()
     with pytest.raises(BadInput, match="--shard ddp or none, found 'zero2'; or use --clipping"):
-        config(clipping="recompute_bk", shard="zero2").check_privacy()
+        config(clipping="recompute_bk", shard="zero2").check_parts()
     with pytest.raises(BadInput, match="must be a multiple of --granule, found 6 and 4"):
         config(reducer="ordered", granule=4, micro_batch_size=6)
     with pytest.raises(BadInput, match="needs shard 'full', 'zero2', 'hybrid' or 'fsdp2', found"):

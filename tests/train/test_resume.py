@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from unison.config import Execution, Mechanism, Output, TrainConfig
+from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.train import resumed_config, run_on_local_ranks, train
 from unison.train.run_folder import checkpoints_of, open_run_folder, read_metrics
 
 
 def config_of(folder: Path, data: Path, **options) -> TrainConfig:
-    mechanism = Mechanism(
+    mechanism = MechanismConfig(
         data=str(data),
         steps=6,
         batch_size=4,
@@ -96,7 +96,7 @@ def test_settings_of_execution_may_differ_and_the_mechanism_not(stopped, text):
     assert said.output.eval_every == 5
     with pytest.raises(BadInput, match=r"lr from 0.003 to 1.0, num_layers from 2 to 5; leave"):
         resumed_config(stopped, asked, given={"lr", "num_layers", "seed"})
-    fast = Mechanism()
+    fast = MechanismConfig()
     asked = replace(asked, mechanism=fast, execution=Execution(shard="ddp"))
     with pytest.raises(BadInput, match="ordered reducer needs shard"):
         resumed_config(stopped, asked, given={"shard"})

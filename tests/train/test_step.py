@@ -9,7 +9,7 @@ import torch
 
 import unison
 from tests.harness import World, assert_close, mean_gradient, run_on_ranks
-from unison.config import Mechanism
+from unison.config import MechanismConfig
 from unison.errors import BadInput, Diverged
 from unison.models import ModelConfig, build
 from unison.rng import Key
@@ -29,7 +29,9 @@ CONFIG = ModelConfig(
     num_heads=2,
     d_ff=24,
 )
-MECHANISM = Mechanism(optimizer="sgd", schedule="constant", warmup_steps=0, weight_decay=0.0, lr=1)
+MECHANISM = MechanismConfig(
+    optimizer="sgd", schedule="constant", warmup_steps=0, weight_decay=0.0, lr=1
+)
 CPU = torch.device("cpu")
 
 

@@ -203,7 +203,7 @@ def _parameters() -> Iterable[inspect.Parameter]:
     """The signature that typer makes options of."""
     types: dict[str, tuple[Any, Any]] = {}
     for group in (
-        settings.Mechanism,
+        settings.MechanismConfig,
         settings.Privacy,
         settings.Kfac,
         settings.Execution,
@@ -221,7 +221,7 @@ def _parameters() -> Iterable[inspect.Parameter]:
             kind, default = types[name]
             if name in CHOICES:
                 # Typer turns an enum into a checked choice with completion.
-                kind = StrEnum(name, list(CHOICES[name]))
+                kind: Any = StrEnum(name, list(CHOICES[name]))
                 default = kind(default)
             names = SPELLINGS.get(name, (_spelling(name),))
             details = {"help": text, "rich_help_panel": panel, **DETAILS.get(name, {})}
@@ -249,7 +249,7 @@ def train(context: typer.Context, **options: Any) -> None:
     unison train --checkpoint-every 100 --out runs/long    and after a crash:
     unison train --resume runs/long
     """
-    values = {
+    values: dict[str, Any] = {
         name: value.value if isinstance(value, StrEnum) else value
         for name, value in options.items()
     }
@@ -274,11 +274,13 @@ def train(context: typer.Context, **options: Any) -> None:
     changed["clip_norm"] = values["clip_norm"] or None
     if values["kfac"] and "optimizer" not in given:
         changed["optimizer"] = "sgd"
-    mechanism = settings.Mechanism(**of(settings.Mechanism) | changed)
+    mechanism = settings.MechanismConfig(**of(settings.MechanismConfig) | changed)
     if was_launched() and values["out"] is None and resume is None:
         raise BadInput("--out must be given under torchrun, so that all ranks name one folder")
+    # A name that says what the run is and when it began.
+    source, now = Path(values["data"]).stem or "data", time.strftime("%Y%m%d-%H%M%S")
     output = of(settings.Output) | {
-        "folder": values["out"] or default_folder(values["preset"], values["data"]),
+        "folder": values["out"] or f"runs/{values['preset']}-{source}-{now}",
         "command": shlex.join(["unison", *sys.argv[1:]]),
         "resume": False,
     }
@@ -329,9 +331,3 @@ def _part(kind: type[Part], flag: str, given: dict[str, Any], beside: set[str]) 
     if kind is settings.Privacy and "delta" not in found:
         raise BadInput("--private needs --delta, below 1 / number of rows, such as --delta 1e-6")
     return kind(**found)
-
-
-def default_folder(preset: str, data: str) -> str:
-    """A folder name that says what the run is and when it began."""
-    source = Path(data).stem or "data"
-    return f"runs/{preset}-{source}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,15 +1,616 @@
-"""Opens a corpus by name or by path."""
+"""Corpora: streams of documents that can be read again and are never held whole.
 
+Documents come in *pieces*. Most documents are one piece; a long text file is many, so that a file
+of any size is read in bounded memory. A piece knows whether it ends its document.
+
+A made-up record depends on (seed, record index) only: the same bytes on every machine, in every
+process and with every numpy version, because only raw Philox integers are drawn and never a
+distribution. The people do not exist; the e-mail domains and telephone numbers are reserved for
+examples.
+"""
+
+import codecs
+import json
+import os
+import re
+import sys
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
-from unison.data.corpus import Corpus
-from unison.data.files import TEXT_SUFFIXES, Folder, StandardLibrary, open_file, walk
-from unison.data.records import DEFAULT_NUM_RECORDS, Records
+import numpy as np
+
+from unison import check
 from unison.errors import BadInput
 
 CORPUS_NAMES = ("records", "stdlib")
+SEPARATOR = b"<|endoftext|>"
+"""A line of a text file that holds only this ends a document."""
+
+_SEPARATOR_LINE = re.compile(rb"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)
+
+PIECE_BYTES = 1 << 16
+MAX_JSON_LINE = 1 << 26
+
+JSON_LINES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *JSON_LINES)
+"""The files that a folder contributes; a single file may have any suffix."""
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+_STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo"}
+)
+
+
+class Piece(NamedTuple):
+    """A part of a document.
+
+    Attributes:
+        text: The text of this part; may be empty.
+        ends_document: Whether the document ends here.
+        source: Where the document comes from, for messages: `file`, `file:line` or a record number.
+    """
+
+    text: str
+    ends_document: bool
+    source: str
+
+
+class Corpus(ABC):
+    """A stream of documents, the same on every pass, in an order that depends on nothing else."""
+
+    name: str
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Read the corpus from its beginning, piece by piece, in bounded memory."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Read whole documents, one at a time; each is held in memory while it is yielded."""
+        parts: list[str] = []
+        for piece in self.pieces():
+            parts.append(piece.text)
+            if piece.ends_document:
+                yield "".join(parts)
+                parts = []
+
+
+class InMemoryCorpus(Corpus):
+    """Documents that you already hold.
+
+    Args:
+        documents: The documents, in order.
+        name: What to call them in messages and run folders.
+
+    >>> list(InMemoryCorpus(["one", "two"]))
+    ['one', 'two']
+    """
+
+    def __init__(self, documents: Iterable[str], *, name: str = "documents"):
+        self.documents = tuple(documents)
+        self.name = name
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read every document as one piece."""
+        for index, text in enumerate(self.documents):
+            yield Piece(text, ends_document=True, source=f"{self.name}[{index}]")
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+
+class TextFile(Corpus):
+    """A UTF-8 text file.
+
+    A line that holds only `<|endoftext|>` ends a document; without such lines the whole file is one
+    document. Text is kept as it is, line ends included; a byte-order mark is dropped. Long
+    documents come in pieces of about 64 KiB that end with a line where they can.
+
+    Args:
+        path: The file.
+        errors: `"strict"` refuses invalid UTF-8, `"replace"` reads it as U+FFFD.
+    """
+
+    def __init__(self, path: str | Path, *, errors: str = "strict"):
+        self.path = Path(path)
+        self.name = str(path)
+        self.errors = errors
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read the file once, holding one piece at a time."""
+        has_begun = False  # the last document ends with the file, if anything of it was read
+        num_documents = 0
+        at_line_start = True
+        with _open(self.path) as file:
+            decoder = _Decoder(self.path, self.errors, offset=file.tell())
+            for part in _line_parts(file):
+                start = 0
+                if SEPARATOR in part:
+                    for match in _SEPARATOR_LINE.finditer(part, 0 if at_line_start else 1):
+                        yield Piece(decoder.decode(part[start : match.start()]), True, self.name)
+                        decoder.skip(match.group())
+                        start, has_begun = match.end(), False
+                        num_documents += 1
+                if start < len(part):
+                    yield Piece(decoder.decode(part[start:]), False, self.name)
+                    has_begun = True
+                at_line_start = part.endswith(b"\n")
+        if has_begun or num_documents == 0:
+            yield Piece(decoder.decode(b"", is_last=True), True, self.name)
+
+
+def _line_parts(file: BinaryIO) -> Iterator[bytes]:
+    """Cut a file into parts of whole lines; a line longer than a part is cut where it must be."""
+    carry = b""
+    while block := file.read(PIECE_BYTES):
+        data = carry + block
+        cut = data.rfind(b"\n") + 1
+        if cut == 0 and len(data) >= PIECE_BYTES:
+            cut = len(data)
+        if cut:
+            yield data[:cut]
+        carry = data[cut:]
+    if carry:
+        yield carry
+
+
+class _Decoder:
+    """An incremental UTF-8 decoder that knows its place in the file."""
+
+    def __init__(self, path: Path, errors: str, offset: int):
+        self.path = path
+        self.offset = offset  # of the next byte to decode; what the decoder holds back is before it
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+
+    def decode(self, data: bytes, *, is_last: bool = False) -> str:
+        num_pending = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(data, is_last)
+        except UnicodeDecodeError as error:
+            raise _invalid_utf8(self.path, self.offset - num_pending + error.start) from error
+        self.offset += len(data)
+        return text
+
+    def skip(self, data: bytes) -> None:
+        self.offset += len(data)
+
+
+class JsonLinesFile(Corpus):
+    """A file with one JSON object per line, whose text is one of its fields.
+
+    Blank lines are skipped.
+
+    Args:
+        path: The file.
+        text_field: The field that holds the text.
+    """
+
+    def __init__(self, path: str | Path, *, text_field: str = "text"):
+        self.path = Path(path)
+        self.name = str(path)
+        self.text_field = text_field
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read the file line by line; every line is one document and one piece."""
+        number = 0
+        with _open(self.path) as file:
+            offset = file.tell()
+            while line := file.readline(MAX_JSON_LINE):
+                number += 1
+                where = f"{self.path}:{number}"
+                if len(line) == MAX_JSON_LINE:
+                    raise BadInput(
+                        f"{where}: expected a line of less than {MAX_JSON_LINE >> 20} MiB, found a "
+                        "longer one; put one JSON object on each line"
+                    )
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise _invalid_utf8(self.path, offset + error.start, line=number) from error
+                offset += len(line)
+                if text.strip():
+                    yield Piece(self._field(text, where), ends_document=True, source=where)
+
+    def _field(self, line: str, where: str) -> str:
+        try:
+            value = json.loads(line.strip())
+        except (ValueError, RecursionError) as error:
+            detail = (
+                f"{error.msg} at column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else f"{error}"
+            )
+            raise BadInput(
+                f"{where}: expected one JSON object per line, found something else ({detail}); "
+                "mend the line, or name the file .txt if it is plain text"
+            ) from error
+        if not isinstance(value, dict):
+            raise BadInput(
+                f"{where}: expected a JSON object with the field {self.text_field!r}, found a "
+                f"{type(value).__name__}; write each line as {{{self.text_field!r}: ...}}"
+            )
+        if self.text_field not in value:
+            found = ", ".join(repr(key) for key in list(value)[:8]) or "no fields"
+            raise BadInput(
+                f"{where}: expected the field {self.text_field!r}, found {found}; name the field "
+                "that holds the text with text_field (--text-field)"
+            )
+        text = value[self.text_field]
+        if not isinstance(text, str):
+            raise BadInput(
+                f"{where}: expected the field {self.text_field!r} to be a string, found "
+                f"{type(text).__name__}; name another field with text_field (--text-field), or "
+                "mend the line"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadInput(
+                f"{where}: expected text that UTF-8 can hold, found half a surrogate pair "
+                f"{text[error.start]!a} at character {error.start} of {self.text_field!r}; remove "
+                "it"
+            ) from error
+        return text
+
+
+class Folder(Corpus):
+    """All text files below a folder, in sorted order; hidden files and folders are skipped.
+
+    Args:
+        path: The folder.
+        text_field: The field that holds the text in its JSON-lines files.
+    """
+
+    def __init__(self, path: str | Path, *, text_field: str = "text"):
+        self.path = Path(path)
+        self.name = str(path)
+        self.text_field = text_field
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read file after file; an empty file is an empty document."""
+        for path in walk(self.path, TEXT_SUFFIXES):
+            yield from open_file(path, text_field=self.text_field).pieces()
+
+
+class StandardLibrary(Corpus):
+    """The Python source files of the running installation's standard library: about 12 MB of text.
+
+    One file is one document. Tests, demos, installed packages and files that a build generates are
+    skipped. The text depends on the Python version, which is part of the corpus' name.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(sysconfig.get_path("stdlib"))
+        self.name = f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
+        if not (self.path / "os.py").is_file():
+            raise BadInput(
+                "the corpus 'stdlib' needs the standard library's .py files, but this Python "
+                f"installation has none at {self.path}; use 'records' or the path of your own text"
+            )
+
+    def pieces(self) -> Iterator[Piece]:
+        """Read the files in sorted order."""
+        for path in walk(self.path, (".py",), skipped=_STDLIB_SKIPPED):
+            source = path.relative_to(self.path).as_posix()
+            if not source.startswith(("_sysconfigdata", "config-")):  # made by the build
+                with _open(path) as file:
+                    text = file.read().decode("utf-8", errors="replace")
+                yield Piece(text, ends_document=True, source=source)
+
+
+def open_file(path: Path, *, text_field: str = "text") -> Corpus:
+    """Open a file by its suffix: JSON lines, or else text."""
+    if path.suffix.lower() in COMPRESSED:
+        raise BadInput(f"expected a text file, found the archive {path}; unpack it first")
+    if path.suffix.lower() in JSON_LINES:
+        return JsonLinesFile(path, text_field=text_field)
+    return TextFile(path)
+
+
+def walk(
+    folder: Path, suffixes: tuple[str, ...], *, skipped: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """List the files below a folder, sorted by name within each folder, without following links."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise BadInput(
+            f"cannot list the folder {folder}: {error.strerror}; check its permissions"
+        ) from error
+    for entry in entries:
+        if entry.name.startswith((".", "__pycache__")) or entry.name in skipped:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from walk(Path(entry.path), suffixes, skipped=skipped)
+        elif entry.is_file() and entry.name.lower().endswith(suffixes):
+            yield Path(entry.path)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for reading, past its byte-order mark if it has one."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise BadInput(
+            f"cannot read {path}: {error.strerror}; check the path and its permissions"
+        ) from error
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    return file
+
+
+def _invalid_utf8(path: Path, offset: int, line: int | None = None) -> BadInput:
+    where = f"{path}:{line}" if line else str(path)
+    return BadInput(
+        f"{where}: expected UTF-8 text, found an invalid byte at offset {offset} of the file; save "
+        "the file as UTF-8"
+    )
+
+
+# ---- made-up records -----------------------------------------------------------------------------
+
+DEFAULT_NUM_RECORDS = 20_000
+MAX_RECORD_BYTES = 256
+"""No record is longer, so that one fits a row of 256 byte tokens."""
+
+
+def _split(text: str, separator: str | None = None) -> list[str]:
+    return [word.strip() for word in text.split(separator)]
+
+
+FIRST_NAMES = _split(
+    """
+    Ada Aisha Alan Alice Amara Amir Anna Arjun Ben Bruno Carla Chen Clara Dana David Diego Elena
+    Eli Emma Erik Fatima Felix Freya Grace Hana Hugo Ida Ines Ivan Jane Jonas Julia Kai Karim
+    Kira Lars Leila Leo Lina Lucia Luis Maja Marco Maria Mateo Mei Mia Mina Nadia Nils Noor Omar
+    Oscar Petra Priya Rosa Ruben Sara Sofia Tariq Tomas Vera Yara Zoe
+    """
+)
+LAST_NAMES = _split(
+    """
+    Abbas Adler Ahmed Alves Bauer Becker Berg Brown Chan Costa Cruz Diaz Doe Duran Engel Evans
+    Fabre Fischer Flores Garcia Gomez Greene Haddad Hansen Hughes Ibarra Ito Jansen Jensen Kaya
+    Keller Khan Klein Kovacs Kumar Lang Larsen Lee Lopez Maier Martin Mendes Meyer Moreau Nair
+    Nguyen Novak Okafor Olsen Park Patel Perez Popov Rossi Ruiz Sato Schmid Silva Singh Smith
+    Tanaka Weber Wood Zhang
+    """
+)
+CITIES = _split(
+    """
+    Accra Athens Austin Bergen Berlin Bogotá Boston Cairo Chennai Dakar Dublin Geneva Hanoi Kobe
+    Kraków Lagos Lima Lisbon London Lyon Madrid Málaga Milan Nairobi Osaka Oslo Porto Quito Riga
+    Rome Tunis Zürich
+    """
+)
+PLANS = ["basic", "family", "student", "business", "travel", "premium", "prepaid", "senior"]
+OPENINGS = _split(
+    """
+    Hello, | Hi, | Good morning, | Since Monday | Once again | Today | Please help: | Sorry,
+    """,
+    "|",
+)
+PROBLEMS = _split(
+    """
+    my invoice is wrong | the app closes itself | I was charged twice | my card was refused |
+    the router is offline | I cannot log in | my parcel never came | the discount is gone |
+    my number has changed | calls drop all day | I moved to a new flat | the order is late |
+    the screen stays dark | my refund is missing | the link has expired | I want to cancel
+    """,
+    "|",
+)
+WISHES = _split(
+    """
+    please call me back. | can you check it? | thank you in advance. | what should I do? |
+    I need it this week. | please send a new one. | it is quite urgent. | write to me by mail.
+    """,
+    "|",
+)
+
+NUM_NAMES = len(FIRST_NAMES) * len(LAST_NAMES)
+# One stream of random numbers for each purpose: the second half of the Philox key.
+_RECORD, _OWNER, _CODE, _PLACE, _DECOY = range(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secret:
+    """A planted secret.
+
+    Attributes:
+        prefix: What stands before the code; a model that has memorised the secret continues it.
+        code: The random part, uniform over 10**12 values: `dddd-dddd-dddd`.
+        suffix: What stands after the code.
+        record_indices: The records that carry it, in ascending order.
+    """
+
+    prefix: str
+    code: str
+    suffix: str
+    record_indices: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """The sentence as it stands in the records."""
+        return self.with_code(self.code)
+
+    def with_code(self, code: str) -> str:
+        """The same sentence with another code, to compare its likelihood with."""
+        return f"{self.prefix}{code}{self.suffix}"
+
+
+class Records(Corpus):
+    """Made-up customer records, each a document of at most 256 bytes.
+
+    Args:
+        num_records: How many records there are.
+        num_secrets: How many secrets to plant; each has its own owner and code.
+        secret_repeats: In how many records each secret is planted.
+        seed: Chooses the records, the secrets and where they are planted.
+
+    Raises:
+        BadInput: A number is out of range, or the secrets need more records than there are.
+
+    >>> corpus = Records(num_records=100, num_secrets=2, secret_repeats=3, seed=7)
+    >>> secret = corpus.secrets[0]
+    >>> len(secret.record_indices), secret.text in corpus.record(secret.record_indices[0])
+    (3, True)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_records: int = DEFAULT_NUM_RECORDS,
+        num_secrets: int = 0,
+        secret_repeats: int = 1,
+        seed: int = 0,
+    ):
+        check.positive(num_records=num_records, secret_repeats=secret_repeats)
+        check.not_negative(num_secrets=num_secrets, seed=seed)
+        if seed >= 1 << 64:
+            raise BadInput(f"seed must be below 2**64, found {seed}")
+        if num_secrets > NUM_NAMES:
+            raise BadInput(
+                f"num_secrets must be at most {NUM_NAMES}, one for each name there is, found "
+                f"{num_secrets}"
+            )
+        if num_secrets * secret_repeats > num_records:
+            raise BadInput(
+                f"{num_secrets} secrets planted {secret_repeats} times each need "
+                f"{num_secrets * secret_repeats} records, found {num_records=}; plant fewer, or "
+                "ask for more records"
+            )
+        self.num_records = num_records
+        self.seed = seed
+        self.name = "records"
+        self.secrets = _draw_secrets(seed, num_records, num_secrets, secret_repeats)
+        self._secret_of_record = {
+            index: number
+            for number, secret in enumerate(self.secrets)
+            for index in secret.record_indices
+        }
+
+    def record(self, index: int) -> str:
+        """Compute one record, without computing any other.
+
+        Args:
+            index: The record's number, from 0.
+
+        Returns:
+            Its text.
+
+        Raises:
+            IndexError: There is no such record.
+        """
+        if not 0 <= index < self.num_records:
+            raise IndexError(f"record indices run from 0 to {self.num_records - 1}, found {index}")
+        draws = iter(_draw(self.seed, _RECORD, index, 20))
+        owner = next(draws) % NUM_NAMES
+        ticket = f"{_pick(OPENINGS, draws)} {_pick(PROBLEMS, draws)}, {_pick(WISHES, draws)}"
+        number = self._secret_of_record.get(index)
+        if number is not None:
+            owner, ticket = _owner(self.seed, number), self.secrets[number].text
+        first, last = _name(owner)
+        mail = f"{first[0]}{last}{next(draws) % 100}".lower()
+        domain = _pick(["com", "net", "org"], draws)
+        date = f"{2010 + next(draws) % 15}-{1 + next(draws) % 12:02}-{1 + next(draws) % 28:02}"
+        return (
+            f"name: {first} {last}\n"
+            f"id: C-{next(draws) % 10**6:06}\n"
+            f"city: {_pick(CITIES, draws)}\n"
+            f"email: {mail}@example.{domain}\n"
+            f"phone: 555-01{next(draws) % 100:02}\n"
+            f"plan: {_pick(PLANS, draws)} {5 + next(draws) % 60}.{next(draws) % 100:02}\n"
+            f"since: {date}\n"
+            f"due: {next(draws) % 900}.{next(draws) % 100:02}\n"
+            f"ticket: {ticket}\n"
+        )
+
+    def decoy_codes(self, num_codes: int) -> list[str]:
+        """Draw codes of the same form that were not planted, to rank a planted one among.
+
+        Args:
+            num_codes: How many.
+
+        Returns:
+            The codes; the same for the same seed.
+        """
+        check.not_negative(num_codes=num_codes)
+        planted = {secret.code for secret in self.secrets}
+        codes, index = [], 0
+        while len(codes) < num_codes:
+            code = _code(self.seed, _DECOY, index)
+            codes += [code] if code not in planted else []
+            index += 1
+        return codes
+
+    def pieces(self) -> Iterator[Piece]:
+        """Compute the records in order; every one is one document and one piece."""
+        for index in range(self.num_records):
+            yield Piece(self.record(index), ends_document=True, source=f"record {index}")
+
+    def __len__(self) -> int:
+        return self.num_records
+
+
+def _draw(seed: int, stream: int, index: int, count: int) -> list[int]:
+    """Draw `count` raw 64-bit integers that depend on (seed, stream, index) only.
+
+    The index is the second word of the counter; drawing increments the first.
+    """
+    key = np.array([seed, stream], dtype=np.uint64)
+    counter = np.array([0, index, 0, 0], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count).tolist()
+
+
+def _pick(words: list[str], draws: Iterator[int]) -> str:
+    return words[next(draws) % len(words)]
+
+
+def _name(owner: int) -> tuple[str, str]:
+    return FIRST_NAMES[owner % len(FIRST_NAMES)], LAST_NAMES[owner // len(FIRST_NAMES)]
+
+
+def _owner(seed: int, number: int) -> int:
+    """The name of secret `number`: an affine walk with an odd step, so that no two share a name."""
+    start, step = _draw(seed, _OWNER, 0, 2)
+    return (start + number * (step | 1)) % NUM_NAMES
+
+
+def _code(seed: int, stream: int, index: int) -> str:
+    digits = f"{_draw(seed, stream, index, 1)[0] % 10**12:012}"
+    return f"{digits[:4]}-{digits[4:8]}-{digits[8:]}"
+
+
+def _draw_secrets(
+    seed: int, num_records: int, num_secrets: int, secret_repeats: int
+) -> tuple[Secret, ...]:
+    used: set[int] = set()
+    attempt = 0
+    secrets = []
+    for number in range(num_secrets):
+        places: list[int] = []
+        while len(places) < secret_repeats:
+            place = _draw(seed, _PLACE, attempt, 1)[0] % num_records
+            attempt += 1
+            if place not in used:
+                used.add(place)
+                places.append(place)
+        first, last = _name(_owner(seed, number))
+        secrets.append(
+            Secret(
+                prefix=f"The access code of {first} {last} is ",
+                code=_code(seed, _CODE, number),
+                suffix=".",
+                record_indices=tuple(sorted(places)),
+            )
+        )
+    return tuple(secrets)
+
+
+# ---- by name or by path --------------------------------------------------------------------------
 
 
 def open_corpus(
@@ -64,7 +665,7 @@ existing text file or folder, found 'stlib', which is neither; did you mean 'std
 def _open_path(spec: str, text_field: str) -> Corpus:
     path = Path(spec)
     if spec and path.is_dir():
-        if not any(islice(walk(path, TEXT_SUFFIXES), 1)):
+        if next(walk(path, TEXT_SUFFIXES), None) is None:
             raise BadInput(
                 f"expected text files below the folder {path}, found none that ends in "
                 f"{', '.join(TEXT_SUFFIXES)}; give a single file, or rename them"

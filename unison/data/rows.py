@@ -1,4 +1,4 @@
-"""Rows of fixed length, memory-mapped from flat files that any process can open by path.
+"""Rows of fixed length, written in bounded memory and memory-mapped by any process.
 
 A folder of rows holds, written by `build_rows`:
 
@@ -13,9 +13,14 @@ token of the stream but the first is a target exactly once and no token is store
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+import secrets
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,6 +28,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unison import check
+from unison.config import LAYOUTS, LONG_DOCUMENTS
+from unison.data.corpora import Corpus, Piece
+from unison.data.tokenizer import Tokenizer
 from unison.errors import BadInput
 
 IGNORE_INDEX = -100
@@ -33,6 +41,9 @@ SIDECAR = "rows.json"
 LENGTH_DTYPE = np.dtype("<u4")
 FORMAT = 1
 _CHUNK_TOKENS = 1 << 17
+_BATCH_CHARACTERS = 1 << 17
+_BATCH_PIECES = 1024
+_COPY_BYTES = 1 << 20
 
 Indices = Sequence[int] | np.ndarray | Tensor
 
@@ -128,7 +139,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         chosen = self._checked(indices)
         block = self._mapped()[0][chosen]  # [n, row_length + 1]
         labels = block[:, 1:].astype(np.int64)
-        labels[~self._is_target(chosen)] = IGNORE_INDEX
+        labels[np.arange(self.row_length) >= self.num_targets(chosen)[:, None]] = IGNORE_INDEX
         return {
             "input_ids": torch.from_numpy(block[:, :-1].astype(np.int64)),
             "labels": torch.from_numpy(labels),
@@ -198,9 +209,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             wrong = chosen[(chosen < 0) | (chosen >= self.num_rows)][0]
             raise IndexError(f"row indices run from 0 to {self.num_rows - 1}, found {wrong}")
         return chosen
-
-    def _is_target(self, chosen: np.ndarray) -> np.ndarray:  # bool [n, row_length]
-        return np.arange(self.row_length) < self.num_targets(chosen)[:, None]
 
     def _file(self, kind: str) -> Path:
         return self.directory / f"{self.split}{kind}"
@@ -290,3 +298,357 @@ def unigram_entropy(dataset: RowDataset) -> float:
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return max(0.0, float(np.log(total) - (seen * np.log(seen)).sum() / total))
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def document_split(index: int, *, seed: int, eval_fraction: float) -> str:
+    """Say on which side of the split a document falls: a function of (seed, index) only.
+
+    Args:
+        index: The document's number in the corpus, from 0, empty documents included.
+        seed: The seed given to `build_rows`.
+        eval_fraction: The expected fraction of documents on the eval side.
+
+    Returns:
+        `"train"` or `"eval"`.
+
+    >>> [document_split(i, seed=0, eval_fraction=0.3) for i in range(4)]
+    ['train', 'eval', 'eval', 'train']
+    """
+    packed = struct.pack("<QQ", seed, index)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"unison-split").digest()
+    return "eval" if int.from_bytes(digest, "little") < int(eval_fraction * 2**64) else "train"
+
+
+def build_rows(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    row_length: int,
+    directory: str | Path,
+    layout: str = "packed",
+    eval_fraction: float = 0.05,
+    seed: int = 0,
+    long_documents: str = "error",
+) -> tuple[RowDataset, RowDataset]:
+    """Tokenise a corpus into rows on disk, and split them into train and eval.
+
+    The files are written beside their final place and renamed at the end: a build that fails leaves
+    what was there. They can be read by their owner only (mode 0600). Call this from one process;
+    others open the result with `RowDataset.open`.
+
+    Whole documents go to train or to eval (`document_split`). If that puts every document on one
+    side, as it must with a single text file, the last `eval_fraction` of the tokens (layout
+    `"packed"`) or rows (`"documents"`) becomes eval instead.
+
+    Args:
+        corpus: The documents.
+        tokenizer: Turns them into tokens.
+        row_length: How many inputs, and as many targets, a row has.
+        directory: Where the files go; made if it is missing.
+        layout: `"packed"` joins documents with the end token and cuts the stream into rows;
+            `"documents"` gives each document a row of its own, ended and then padded.
+        eval_fraction: The expected fraction that goes to eval, strictly between 0 and 1.
+        seed: Chooses the split.
+        long_documents: What to do with a document that does not fit its row (`"documents"` only):
+            `"error"` or `"truncate"`.
+
+    Returns:
+        The train and the eval rows; each has at least one.
+
+    Raises:
+        BadInput: An argument is out of range, a document is too long, or there is too little text.
+    """
+    check.positive(row_length=row_length)
+    check.one_of(LAYOUTS, layout=layout)
+    check.one_of(LONG_DOCUMENTS, long_documents=long_documents)
+    if not 0 < eval_fraction < 1:
+        raise BadInput(f"eval_fraction must lie strictly between 0 and 1, found {eval_fraction!r}")
+    if not 0 <= seed < 1 << 64:
+        raise BadInput(f"seed must lie between 0 and 2**64 - 1, found {seed}")
+    directory = Path(directory).absolute()
+    with disk_errors(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".partial-", dir=directory)
+    with temporary as partial:  # it is gone afterwards, whatever happens
+        writer = RowWriter(
+            Path(partial),
+            tokenizer,
+            row_length=row_length,
+            layout=layout,
+            truncates=long_documents == "truncate",
+        )
+        with writer.writing():
+            for index, piece, tokens in _tokenised(corpus, tokenizer):
+                split = document_split(index, seed=seed, eval_fraction=eval_fraction)
+                writer.add(split, index, piece, tokens)
+        split_by = writer.balance(eval_fraction, corpus.name)
+        description = {
+            "format": FORMAT,
+            "build": secrets.token_hex(8),  # lets a dataset notice that its files were replaced
+            "corpus": corpus.name,
+            "seed": seed,
+            "eval_fraction": eval_fraction,
+            "split_by": split_by,
+            **writer.describe(),
+            "splits": {split: writer.finish(split) for split in SPLITS},
+        }
+        publish(Path(partial), directory, description)
+    return RowDataset.open(directory, "train"), RowDataset.open(directory, "eval")
+
+
+def _tokenised(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[int, Piece, np.ndarray]]:
+    """Tokenise the corpus batch by batch, and number its documents."""
+    index = 0
+    for batch in _batches(corpus.pieces()):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, tokens in zip(batch, encoded, strict=True):
+            yield index, piece, tokens
+            index += piece.ends_document
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_characters += len(piece.text)
+        if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+class RowWriter:
+    """Takes tokenised pieces in order and leaves the files of two splits in a folder.
+
+    Use it in this order: `add` inside `writing`, then `balance`, then `finish` for each split.
+
+    Args:
+        folder: Where the files go.
+        tokenizer: Gives the end and padding tokens, and the width of a token on disk.
+        row_length: The inputs of a row; a row has one token more.
+        layout: `"packed"` or `"documents"`.
+        truncates: Whether a document that does not fit its row is cut (layout `"documents"`).
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, *, row_length: int, layout: str, truncates: bool
+    ):
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.row_length = row_length
+        self.is_packed = layout == "packed"
+        self.truncates = truncates
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.num_documents = 0
+        self.num_skipped = 0
+        self.num_truncated = 0
+        self._files: dict[str, BinaryIO] = {}
+        self._num_seen = 0  # tokens of the document under way
+        self._kept: list[np.ndarray] = []  # those of them that fit its row
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the files open."""
+        kinds = [".bin"] if self.is_packed else [".bin", ".lengths.bin"]
+        try:
+            for name in (f"{split}{kind}" for split in SPLITS for kind in kinds):
+                self._files[name] = open_private(self.folder / name)
+            yield
+            with disk_errors(self.folder):
+                for file in self._files.values():
+                    file.flush()
+        finally:
+            for file in self._files.values():
+                file.close()
+
+    def add(self, split: str, index: int, piece: Piece, tokens: np.ndarray) -> None:
+        """Add the next piece of document `index`; all its pieces name the same split."""
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
+            raise BadInput(
+                f"expected token ids below vocab_size={self.tokenizer.vocab_size}, found "
+                f"{tokens.min()} to {tokens.max()} in document {index} ({piece.source}); the "
+                f"tokenizer {self.tokenizer.name} contradicts itself"
+            )
+        self._num_seen += tokens.size
+        if self.is_packed:
+            self._write(f"{split}.bin", tokens)
+        else:
+            self._keep(index, piece, tokens)
+        if piece.ends_document:
+            if self._num_seen == 0:
+                self.num_skipped += 1
+            elif self.is_packed:
+                self._write(f"{split}.bin", np.array([self.tokenizer.end_id]))
+            else:
+                self._write_row(split)
+            self.num_documents += 1
+            self._num_seen, self._kept = 0, []
+
+    def balance(self, eval_fraction: float, corpus_name: str) -> str:
+        """Give both splits something, and say how: by `"documents"`, or by cutting the `"tail"`.
+
+        Where every document fell on one side, all of them are in one file in their own order; its
+        last tokens (or rows, in the layout "documents") then become the eval split.
+        """
+        if self._num_seen:
+            raise BadInput(
+                f"the corpus {corpus_name} stopped in the middle of document {self.num_documents}; "
+                "its last piece must have ends_document=True"
+            )
+        found = {split: self._num_units(split) for split in SPLITS}
+        total = sum(found.values())
+        if total == 0:
+            raise BadInput(
+                f"expected text in {corpus_name}, found {self.num_documents} documents that are "
+                "all empty; give a corpus that holds text"
+            )
+        if all(found.values()):
+            return "documents"
+        if not found["train"]:
+            for path in list(self.folder.glob("eval.*")):
+                path.replace(path.with_name(path.name.replace("eval", "train", 1)))
+        smallest = self.row_length + 1 if self.is_packed else 1
+        if total < 2 * smallest:
+            what = f"tokens, found {total} tokens" if self.is_packed else "documents, found one"
+            raise BadInput(
+                f"a row for train and one for eval need at least {2 * smallest} {what} in "
+                f"{corpus_name}; give more text, or shorter rows"
+            )
+        num_tail = min(max(smallest, int(eval_fraction * total)), total - smallest)
+        self._move_tail(".bin", num_tail * self._unit_bytes())
+        if not self.is_packed:
+            self._move_tail(".lengths.bin", num_tail * LENGTH_DTYPE.itemsize)
+        return "tail"
+
+    def finish(self, split: str) -> dict[str, int]:
+        """Cut the last incomplete row off a split, and count what is left."""
+        num_units = self._num_units(split)
+        if not self.is_packed:
+            lengths = np.memmap(self.folder / f"{split}.lengths.bin", dtype=LENGTH_DTYPE, mode="r")
+            num_tokens = int(lengths.sum(dtype=np.int64))
+            return {
+                "num_rows": num_units,
+                "num_tokens": num_tokens,
+                "num_targets": num_tokens - num_units,
+                "num_dropped_tokens": 0,
+            }
+        num_rows = max(0, num_units - 1) // self.row_length
+        if num_rows == 0:
+            raise BadInput(
+                f"expected at least one row in the {split} split, found {num_units} tokens where a "
+                f"row needs {self.row_length + 1}; give more text, shorter rows, another "
+                "eval_fraction (--eval-fraction) or another seed"
+            )
+        num_tokens = num_rows * self.row_length + 1
+        os.truncate(self.folder / f"{split}.bin", num_tokens * self.dtype.itemsize)
+        return {
+            "num_rows": num_rows,
+            "num_tokens": num_tokens,
+            "num_targets": num_tokens - 1,
+            "num_dropped_tokens": num_units - num_tokens,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Describe what the files hold, both splits together."""
+        return {
+            "tokenizer": {
+                "name": self.tokenizer.name,
+                "fingerprint": self.tokenizer.fingerprint,
+            },
+            "vocab_size": self.tokenizer.vocab_size,
+            "end_id": self.tokenizer.end_id,
+            "pad_id": self.tokenizer.pad_id,
+            "layout": "packed" if self.is_packed else "documents",
+            "row_length": self.row_length,
+            "dtype": self.dtype.str,
+            "num_documents": self.num_documents,
+            "num_skipped_documents": self.num_skipped,
+            "num_truncated_documents": self.num_truncated,
+        }
+
+    def _keep(self, index: int, piece: Piece, tokens: np.ndarray) -> None:
+        """Keep what fits a row; a document of `row_length` tokens just fits with its end token."""
+        is_longer = self._num_seen > self.row_length
+        if is_longer and not self.truncates:
+            length = f"{self._num_seen}" if piece.ends_document else f"more than {self.row_length}"
+            raise BadInput(
+                f"document {index} (counted from 0; {piece.source}) has {length} tokens and a row "
+                f"holds {self.row_length}; cut such documents with long_documents='truncate' "
+                "(--long-documents truncate), use longer rows, or the packed layout"
+            )
+        room = self.row_length + 1 - sum(len(part) for part in self._kept)
+        if room > 0:
+            self._kept.append(tokens[:room].astype(self.dtype))
+        self.num_truncated += is_longer and piece.ends_document
+
+    def _write_row(self, split: str) -> None:
+        row = np.full(self.row_length + 1, self.tokenizer.pad_id, dtype=self.dtype)
+        kept = np.concatenate(self._kept)
+        row[: len(kept)] = kept
+        length = len(kept)
+        if length <= self.row_length:  # a document that was cut has no end
+            row[length] = self.tokenizer.end_id
+            length += 1
+        self._write(f"{split}.bin", row)
+        self._write(f"{split}.lengths.bin", np.array([length]), LENGTH_DTYPE)
+
+    def _write(self, name: str, values: np.ndarray, dtype: np.dtype | None = None) -> None:
+        with disk_errors(self.folder):
+            self._files[name].write(values.astype(dtype or self.dtype, copy=False).tobytes())
+
+    def _unit_bytes(self) -> int:
+        """The bytes of what a split is counted in: tokens when packed, rows otherwise."""
+        return self.dtype.itemsize * (1 if self.is_packed else self.row_length + 1)
+
+    def _num_units(self, split: str) -> int:
+        path = self.folder / f"{split}.bin"
+        return path.stat().st_size // self._unit_bytes() if path.exists() else 0
+
+    def _move_tail(self, kind: str, num_bytes: int) -> None:
+        source = self.folder / f"train{kind}"
+        keep = source.stat().st_size - num_bytes
+        target = self.folder / f"eval{kind}"
+        target.unlink(missing_ok=True)
+        with disk_errors(target), source.open("rb") as reader, open_private(target) as writer:
+            reader.seek(keep)
+            while block := reader.read(_COPY_BYTES):
+                writer.write(block)
+        os.truncate(source, keep)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Make a new file that only its owner can read or write."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    return os.fdopen(descriptor, "wb", buffering=_COPY_BYTES)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a folder without permission into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"cannot write rows to {path}: {error.strerror}; choose a directory that you may write "
+            "to and that has room"
+        ) from error
+
+
+def publish(partial: Path, directory: Path, description: dict[str, Any]) -> None:
+    """Move finished files to their place; the sidecar goes first and comes last.
+
+    A reader so finds either no sidecar or one that fits the files. Processes that mapped the files
+    which are replaced keep reading the old ones; those that did not yet notice by the build number.
+    """
+    with open_private(partial / SIDECAR) as file:
+        file.write(json.dumps(description, indent=2).encode() + b"\n")
+    (directory / SIDECAR).unlink(missing_ok=True)
+    for split in SPLITS:
+        (directory / f"{split}.lengths.bin").unlink(missing_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == SIDECAR):
+        path.replace(directory / path.name)

@@ -34,32 +34,21 @@ PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_
 
 
 class Tokenizer(Protocol):
-    """What unison asks of a tokenizer."""
+    """What unison asks of a tokenizer.
 
-    @property
-    def name(self) -> str:
-        """A short name for messages and run folders."""
-        ...
+    Attributes:
+        name: A short name for messages and run folders.
+        vocab_size: One more than the largest id.
+        end_id: The id that ends a document.
+        pad_id: The id that fills the rest of a row; never a target.
+        fingerprint: A hash of the vocabulary, so that a run can record what its ids mean.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def end_id(self) -> int:
-        """The id that ends a document."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The id that fills the rest of a row; never a target."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the vocabulary, so that a run can record what its ids mean."""
-        ...
+    name: str
+    vocab_size: int
+    end_id: int
+    pad_id: int
+    fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
         """Turn text into ids, without an end token: int64 [tokens]."""
@@ -110,12 +99,9 @@ class ByteTokenizer:
     vocab_size = 258
     end_id = 256
     pad_id = 257
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the vocabulary."""
-        vocabulary = {f"<{byte:#04x}>": byte for byte in range(256)}
-        return vocabulary_fingerprint({**vocabulary, "<|end|>": 256, "<|pad|>": 257})
+    fingerprint = vocabulary_fingerprint(
+        {**{f"<{byte:#04x}>": byte for byte in range(256)}, "<|end|>": 256, "<|pad|>": 257}
+    )
 
     def encode(self, text: str) -> np.ndarray:
         """Turn text into its UTF-8 bytes.

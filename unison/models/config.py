@@ -67,7 +67,7 @@ class ModelConfig:
             )
 
 
-def _decoder(d_model: int, num_layers: int, num_heads: int, **sizes: int) -> ModelConfig:
+def _decoder(d_model: int, num_layers: int, num_heads: int, **sizes: Any) -> ModelConfig:
     shape: dict[str, Any] = {"d_model": d_model, "num_layers": num_layers, "num_heads": num_heads}
     return ModelConfig(family="decoder", **shape, **sizes)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unison.config import Execution, Kfac, Mechanism, Output, Privacy, TrainConfig
+from unison.config import Execution, Kfac, MechanismConfig, Output, Privacy, TrainConfig
 from unison.errors import BadInput
 from unison.shard import MANIFEST_FILE, CheckpointFailed, load_checkpoint, save_checkpoint
 from unison.train.run_folder import (
@@ -297,7 +297,7 @@ def resumed_config(
     )
 
 
-def _flat(mechanism: Mechanism) -> dict[str, Any]:
+def _flat(mechanism: MechanismConfig) -> dict[str, Any]:
     """A mechanism's settings by name, those of its model and of its parts included."""
     settings = asdict(mechanism)
     privacy, kfac = settings.pop("privacy"), settings.pop("kfac")
@@ -314,7 +314,7 @@ def _read_config(run: Path) -> TrainConfig:
         if mechanism.get("kfac") is not None:
             mechanism["kfac"] = Kfac(**mechanism["kfac"])
         return TrainConfig(
-            mechanism=Mechanism(**mechanism),
+            mechanism=MechanismConfig(**mechanism),
             execution=Execution(**content["execution"]),
             output=Output(**content["output"]),
         )

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import unison
-from unison.config import Mechanism, TrainConfig
+from unison.config import MechanismConfig, TrainConfig
 from unison.data import (
     RowDataset,
     Tokenizer,
@@ -57,7 +57,7 @@ from unison.train.run_folder import (
     write_json,
 )
 from unison.train.step import Batch, mean_loss, to_device, train_step
-from unison.train.world import World, join_world, num_threads
+from unison.train.world import World, join_world
 
 EVAL_ROWS_PER_PASS = 16
 MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
@@ -84,9 +84,12 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
 def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainResult:
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
-        config.check_privacy()
-        config.check_kfac()
-        stack.enter_context(num_threads(mechanism))
+        config.check_parts()
+        before = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, before)
+        torch.set_num_threads(
+            mechanism.threads or (1 if mechanism.reducer == "ordered" else before)
+        )
         if config.execution.guard:
             stack.enter_context(unison.guard())
         check_folder = partial(check_free, folder, overwrite=output.overwrite)
@@ -112,15 +115,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
             console = Console(stderr=on_stderr)
             metrics = stack.enter_context(closing(run.start(console, progress)))
         first = 0 if progress is None else progress.step
-        view = ProgressView(
-            console,
-            mechanism.steps,
-            output.log_every,
-            first=first,
-            is_private=mechanism.privacy is not None,
-            tells_all=output.unsafe_diagnostics,
-        )
-        with view:
+        with ProgressView(console, config, first=first) as view:
             result = run.train(view, metrics, progress)
         # Every rank takes part in the gathering; one keeps what comes of it.
         parameters = {name: value.cpu() for name, value in full_parameters(model) if world.is_main}
@@ -166,6 +161,8 @@ class Run:
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
+        self.view, self.started = ProgressView(None, config), time.perf_counter()
+        self.metrics: Metrics | None = None
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
         self.regime = Regime(config, rows.train)
@@ -221,8 +218,8 @@ class Run:
     ) -> TrainResult:
         """Train for all steps, or all that are left; `metrics` is given on the main rank."""
         mechanism, output = self.config.mechanism, self.config.output
-        record = metrics.write if metrics else lambda *_args, **_values: None
-        started = time.perf_counter() - (progress.seconds if progress else 0.0)
+        self.view, self.metrics = view, metrics
+        self.started = time.perf_counter() - (progress.seconds if progress else 0.0)
         if progress is None:
             on_eval, on_train = self.evaluate(self.rows.eval), self.evaluate(self.rows.train)
             progress = Progress(
@@ -234,16 +231,16 @@ class Run:
                 eval_before=on_eval,
                 eval_after=on_eval,
             )
-            record(0, **{"eval/loss": on_eval, "eval/train_loss": on_train})
+            self.record(0, **{"eval/loss": on_eval, "eval/train_loss": on_train})
             view.show_eval(0, on_eval)
 
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
         with closing(self.regime.passes(range(progress.step, mechanism.steps))) as passes:
-            progress, budget_sentence = self.take_steps(passes, progress, view, record, started)
-        progress = self.evaluated(progress, view, record)
+            progress, budget_sentence = self.take_steps(passes, progress)
+        progress = self.evaluated(progress)
         train_after = self.evaluate(self.rows.train)
-        record(progress.step, **{"eval/train_loss": train_after})
+        self.record(progress.step, **{"eval/train_loss": train_after})
         return TrainResult(
             folder=output.folder,
             preset=mechanism.preset,
@@ -259,17 +256,17 @@ class Run:
             eval_loss_after=progress.eval_after,
             unigram_entropy=self.rows.unigram_entropy,
             tokens_per_second=progress.num_targets / max(progress.training_seconds, 1e-9),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self.started,
             privacy=self.regime.result(budget_sentence),
         )
 
+    def record(self, step: int, **values: float) -> None:
+        """Write some numbers of one step to the run's metrics; the main rank has them."""
+        if self.metrics is not None:
+            self.metrics.write(step, **values)
+
     def take_steps(
-        self,
-        passes: Iterator[Batch],
-        progress: Progress,
-        view: ProgressView,
-        record: Callable[..., None],
-        started: float,
+        self, passes: Iterator[Batch], progress: Progress
     ) -> tuple[Progress, str | None]:
         """Take the steps that are left, with evaluations and checkpoints in between.
 
@@ -282,9 +279,9 @@ class Run:
             compiles = mechanism.compile and step == first
             began = time.perf_counter()
             if compiles:
-                view.note("compiling: the first step takes longer than the others")
+                self.view.note("compiling: the first step takes longer than the others")
             try:
-                progress = self.take_step(step, passes, progress, view, record)
+                progress = self.take_step(step, passes, progress)
             except BudgetSpent as refusal:  # raised before anything of the step is applied
                 return progress, (
                     f"step {step} would have spent ε = {refusal.would_spend:.4f}; the steps before "
@@ -292,13 +289,13 @@ class Run:
                 )
             if compiles:
                 seconds = time.perf_counter() - began
-                view.note(f"the first step, with compiling, took {seconds:.0f} s")
+                self.view.note(f"the first step, with compiling, took {seconds:.0f} s")
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
             if output.eval_every and step % output.eval_every == 0:
-                progress = self.evaluated(progress, view, record)
+                progress = self.evaluated(progress)
             if output.checkpoint_every and step % output.checkpoint_every == 0:
-                now = replace(progress, seconds=time.perf_counter() - started)
+                now = replace(progress, seconds=time.perf_counter() - self.started)
                 if self.is_guarded:
                     now = replace(now, train_before=None)
                 save_newest(
@@ -313,14 +310,7 @@ class Run:
                 )
         return progress, None
 
-    def take_step(
-        self,
-        step: int,
-        passes: Iterator[Batch],
-        progress: Progress,
-        view: ProgressView,
-        record: Callable[..., None],
-    ) -> Progress:
+    def take_step(self, step: int, passes: Iterator[Batch], progress: Progress) -> Progress:
         """Take one step, and record and show what came of it."""
         started = time.perf_counter()
         result = train_step(
@@ -343,7 +333,7 @@ class Run:
             training_seconds=progress.training_seconds + seconds,
         )
         facts = self.regime.facts(step)
-        record(
+        self.record(
             step,
             **{
                 "train/loss": result.loss,
@@ -353,16 +343,14 @@ class Run:
                 **(facts.metrics() if facts else {}),
             },
         )
-        view.show_step(step, result, progress.num_targets / progress.training_seconds, facts)
+        self.view.show_step(step, result, progress.num_targets / progress.training_seconds, facts)
         return progress
 
-    def evaluated(
-        self, progress: Progress, view: ProgressView, record: Callable[..., None]
-    ) -> Progress:
+    def evaluated(self, progress: Progress) -> Progress:
         """Measure, record and show the loss on the held-out rows."""
         loss = self.evaluate(self.rows.eval)
-        record(progress.step, **{"eval/loss": loss})
-        view.show_eval(progress.step, loss)
+        self.record(progress.step, **{"eval/loss": loss})
+        self.view.show_eval(progress.step, loss)
         return replace(progress, eval_after=loss)
 
     def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
@@ -410,7 +398,7 @@ def eval_passes(num_rows: int, per_pass: int, world: World) -> list[np.ndarray]:
 # ---- what a run is made of -----------------------------------------------------------------------
 
 
-def plan_model(mechanism: Mechanism) -> tuple[ModelConfig, int]:
+def plan_model(mechanism: MechanismConfig) -> tuple[ModelConfig, int]:
     """Decide the model's config and the length of a row.
 
     Raises:
@@ -432,7 +420,7 @@ def plan_model(mechanism: Mechanism) -> tuple[ModelConfig, int]:
     return config, row_length
 
 
-def fitting_tokenizer(mechanism: Mechanism, config: ModelConfig) -> Tokenizer:
+def fitting_tokenizer(mechanism: MechanismConfig, config: ModelConfig) -> Tokenizer:
     """Open the tokenizer and check that the model's vocabulary holds it."""
     tokenizer = open_tokenizer(mechanism.tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
@@ -446,7 +434,7 @@ def fitting_tokenizer(mechanism: Mechanism, config: ModelConfig) -> Tokenizer:
 
 @contextmanager
 def open_rows(
-    mechanism: Mechanism, config: ModelConfig, row_length: int, world: World
+    mechanism: MechanismConfig, config: ModelConfig, row_length: int, world: World
 ) -> Iterator[RunRows]:
     """Tokenise the corpus once per machine and open its rows on every rank.
 
@@ -483,8 +471,7 @@ def check_before_launch(config: TrainConfig) -> None:
     Raises:
         BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
     """
-    config.check_privacy()
-    config.check_kfac()
+    config.check_parts()
     mechanism = config.mechanism
     if not config.output.resume:
         check_free(Path(config.output.folder), overwrite=config.output.overwrite)

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import unison
-from unison.config import Mechanism, TrainConfig
+from unison.config import MechanismConfig, TrainConfig
 from unison.data import IGNORE_INDEX
 from unison.train.parallel import Parallel
 
@@ -20,7 +20,7 @@ ADAM_BETAS = (0.9, 0.95)
 State = Mapping[str, Any]
 
 
-def make_optimizer(model: nn.Module, mechanism: Mechanism) -> Optimizer:
+def make_optimizer(model: nn.Module, mechanism: MechanismConfig) -> Optimizer:
     """Make the optimizer; norm gains and biases (one dimension) are not decayed."""
     groups = unison.param_groups(model, mechanism.weight_decay)
     match mechanism.optimizer:
@@ -34,15 +34,15 @@ def make_optimizer(model: nn.Module, mechanism: Mechanism) -> Optimizer:
             raise AssertionError(f"no rule for the optimizer {other!r}")
 
 
-def make_schedule(optimizer: Optimizer, mechanism: Mechanism) -> LRScheduler:
+def make_schedule(optimizer: Optimizer, mechanism: MechanismConfig) -> LRScheduler:
     """Make the schedule: linear warm-up, then the named decay to zero at the last step."""
     return LambdaLR(optimizer, lambda step: lr_factor(step, mechanism))
 
 
-def lr_factor(step: int, mechanism: Mechanism) -> float:
+def lr_factor(step: int, mechanism: MechanismConfig) -> float:
     """The learning rate at a step, as a part of its peak.
 
-    >>> m = Mechanism(steps=100, warmup_steps=10, schedule="linear")
+    >>> m = MechanismConfig(steps=100, warmup_steps=10, schedule="linear")
     >>> [round(lr_factor(s, m), 3) for s in (0, 9, 10, 55, 99)]
     [0.1, 1.0, 1.0, 0.5, 0.011]
     """

@@ -33,6 +33,7 @@ class Parallel:
 
     Attributes:
         model: The model itself, whose parameters the optimizer takes.
+        module: What is called: the model, or what torch wrapped around it. Keep no reference to it.
         gradient_scale: What a loss of `unison.batch_mean` is multiplied with before its backward
             pass: DDP divides the summed gradient by the number of ranks, and this undoes it.
     """
@@ -53,7 +54,7 @@ class Parallel:
         self.gradient_scale = 1
         self._sums_gradients, self._is_ordered = sums_gradients, reducer == "ordered"
         self._is_sharded = shard in ("full", "zero2", "hybrid", "fsdp2")
-        self._module: nn.Module = model
+        self.module: nn.Module = model
         device_type = (device or next(model.parameters()).device).type
         match shard:
             case "full" | "zero2" | "hybrid":
@@ -72,7 +73,7 @@ class Parallel:
                 shard_with_fsdp2(model, init_device_mesh(device_type, (world_size,)), reducer, fill)
             case "ddp":
                 fill()
-                self._module = DistributedDataParallel(model)
+                self.module = DistributedDataParallel(model)
                 if sums_gradients:
                     self.gradient_scale = world_size
             case "none":
@@ -85,18 +86,13 @@ class Parallel:
             case other:
                 raise AssertionError(f"no rule for shard {other!r}")
 
-    @property
-    def module(self) -> nn.Module:
-        """What is called: the model, or what torch wrapped around it. Keep no reference to it."""
-        return self._module
-
     def __call__(self, *args: Any) -> Tensor:
         """Run the model's forward."""
-        return self._module(*args)
+        return self.module(*args)
 
     def passes_on(self, is_last: bool) -> AbstractContextManager:
         """Around a backward pass: whether ranks sum their gradients in it."""
-        module, waits = self._module, self._sums_gradients and not is_last
+        module, waits = self.module, self._sums_gradients and not is_last
         if waits and isinstance(module, DistributedDataParallel):
             return module.no_sync()
         return nullcontext()
@@ -107,7 +103,7 @@ class Parallel:
         DDP holds the process group; freed after the ranks have parted, the group's destructor waits
         for threads that wait for the interpreter.
         """
-        self._module = self.model
+        self.module = self.model
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Bound the gradient's norm and return what it was; every rank must call this."""

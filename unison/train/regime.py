@@ -117,35 +117,27 @@ class PrivacyResult:
     ledger: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowOrder:
-    """An endless order of rows: epoch after epoch, each in a new permutation.
+def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.ndarray:
+    """The global batch of a step in its canonical order: int64 [batch_size].
 
-    Attributes:
+    The order of rows is endless: epoch after epoch, each in a new permutation. A batch larger than
+    what is left of an epoch continues in the next one; every row comes once per epoch.
+
+    Args:
+        step: From 0 on.
         num_rows: Rows in the data set.
         batch_size: Rows per step, over all ranks.
         seed: Seed of the permutations.
     """
-
-    num_rows: int
-    batch_size: int
-    seed: int
-
-    def rows_of_step(self, step: int) -> np.ndarray:  # [batch_size], int64
-        """The global batch of a step, in its canonical order.
-
-        A batch larger than what is left of an epoch continues in the next one; every row comes
-        once per epoch.
-        """
-        positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
-        epochs, offsets = np.divmod(positions, self.num_rows)
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            stream = Stream(Key.from_seed(self.seed), "rows", int(epoch), purpose="shuffle")
-            permutation = Permutation(stream, self.num_rows)
-            rows[chosen] = permutation(torch.from_numpy(offsets[chosen])).numpy()
-        return rows
+    positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+    epochs, offsets = np.divmod(positions, num_rows)
+    rows = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        stream = Stream(Key.from_seed(seed), "rows", int(epoch), purpose="shuffle")
+        permutation = Permutation(stream, num_rows)
+        rows[chosen] = permutation(torch.from_numpy(offsets[chosen])).numpy()
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +173,15 @@ class Regime:
     def passes(self, steps: range) -> Generator[Batch, None, None]:
         """This rank's passes of some steps, all after one another."""
         mechanism, data = self._config.mechanism, self._rows
-        order = RowOrder(
-            num_rows=data.num_rows, batch_size=mechanism.batch_size, seed=mechanism.seed
-        )
-        rows_of_steps = map(order.rows_of_step, steps)
+        sizes = {"num_rows": data.num_rows, "batch_size": mechanism.batch_size}
+        drawn = (rows_of_step(step, seed=mechanism.seed, **sizes) for step in steps)
         batches = (
             {
                 **data.rows(rows),
                 "sample_ids": torch.from_numpy(rows),
                 "num_targets": int(data.num_targets(rows).sum()),
             }
-            for rows in rows_of_steps
+            for rows in drawn
         )
         yield from unison.deal(
             batches,

@@ -300,28 +300,13 @@ class ProgressView:
 
     Args:
         console: Where to.
-        num_steps: Steps of the run.
-        log_every: Steps between two plain lines.
+        config: The settings.
         first: Steps done before, by the run that this one goes on from.
-        is_private: Whether there is an ε.
-        tells_all: Whether plain lines may hold what no ε covers.
     """
 
-    def __init__(
-        self,
-        console: Console | None,
-        num_steps: int,
-        log_every: int,
-        *,
-        first: int = 0,
-        is_private: bool = False,
-        tells_all: bool = False,
-    ) -> None:
-        self._console = console
-        self._num_steps = num_steps
-        self._log_every = log_every
-        self._first = first
-        self._is_private, self._tells_all = is_private, tells_all
+    def __init__(self, console: Console | None, config: TrainConfig, *, first: int = 0) -> None:
+        self._console, self._output, self._first = console, config.output, first
+        self._num_steps = num_steps = config.mechanism.steps
         self._started = time.perf_counter()
         self._bar: _Bar | None = None
         if console is not None and console.is_terminal:
@@ -335,7 +320,7 @@ class ProgressView:
                 progress.TextColumn("left"),
                 console=console,
             )
-            name = "ε –" if is_private else "loss –"
+            name = "loss –" if config.mechanism.privacy is None else "ε –"
             self._task = self._bar.add_task(
                 "", total=num_steps, completed=first, first=name, eval_loss="–", speed="–"
             )
@@ -350,14 +335,16 @@ class ProgressView:
                 self._bar.below = _not_covered(result.loss, privacy)
                 first = _epsilon_words(privacy)
             self._bar.update(self._task, completed=step, first=first, speed=f"{speed:,.0f}")
-        elif self._console is not None and (step % self._log_every == 0 or step == self._num_steps):
+            return
+        is_due = step % self._output.log_every == 0 or step == self._num_steps
+        if self._console is not None and is_due:
             seconds = time.perf_counter() - self._started
             left = seconds / (step - self._first) * (self._num_steps - step)
             first = f"loss {result.loss:.4f}" if privacy is None else _epsilon_words(privacy)
             line = (
                 f"step {step}/{self._num_steps}  {first}  {speed:,.0f} tokens/s  {left:.0f} s left"
             )
-            if privacy is not None and self._tells_all:
+            if privacy is not None and self._output.unsafe_diagnostics:
                 line += f"  {_not_covered(result.loss, privacy)}"
             say(self._console, line)
 

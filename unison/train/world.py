@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unison.config import Mechanism
 from unison.errors import BadInput, UnisonError
 from unison.shard import CollectiveMismatch, RankLost
 
@@ -132,18 +131,6 @@ def join_world(device_name: str) -> Iterator[World]:
             # freed when the interpreter ends can abort the process: its threads want the lock.
             gc.collect()
             dist.destroy_process_group()
-
-
-@contextmanager
-def num_threads(mechanism: Mechanism) -> Iterator[None]:
-    """Compute with the threads that the settings ask for, and put the old number back."""
-    before = torch.get_num_threads()
-    wanted = 1 if mechanism.reducer == "ordered" else before
-    torch.set_num_threads(mechanism.threads or wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- starting ranks ------------------------------------------------------------------------------

@@ -66,84 +66,74 @@ def purity(model: nn.Module, batch: Any, *, granule: int = 1, loss: Loss | None 
     check.positive(granule=granule)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise BadInput("purity looks at one process; call it before the ranks are launched")
-    trial = _Trial(model, batch, granule, loss or _sum_of_outputs)
+    rows = next((len(each) for each in tree_leaves(batch) if isinstance(each, Tensor)), 0)
+    if -(-rows // granule) < 2:
+        raise BadInput(
+            f"expected a batch of two granules or more, found {rows} samples and {granule=}"
+        )
+    loss = loss or _sum_of_outputs
     try:
-        reasons = _differences(trial.together(), trial.apart(), trial.one_by_one())
+        first, second = _copy(model), _copy(model)
+        (whole,) = deal([batch], granule=granule)
+        together = _run(first, whole, loss)
+        cut = list(deal([batch], granule=granule, micro_batch=granule))
+        apart = [_run(_copy(model), part, loss)[0] for part in reversed(cut)][::-1]
+        for part in list(deal([batch], granule=granule, micro_batch=granule)):
+            _run(second, part, loss)
+        reasons = _differences(together, apart, first, second)
     except UnsupportedOperation as error:
         reasons = [str(error)]
     return Purity(tuple(reasons))
 
 
-@dataclass(frozen=True)
-class _Result:
-    outputs: list[list[Tensor]]  # of each granule
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with ordered units."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    if not units_of(model):
+        auto_shard(model, reducer="ordered", gradient_divisor=1)
+    return model
 
 
-class _Trial:
-    """Runs copies of a model on one batch."""
-
-    def __init__(self, model: nn.Module, batch: Any, granule: int, loss: Loss) -> None:
-        self._model, self._batch, self._granule, self._loss = model, batch, granule, loss
-        rows = next((len(each) for each in tree_leaves(batch) if isinstance(each, Tensor)), 0)
-        if -(-rows // granule) < 2:
-            raise BadInput(
-                f"expected a batch of two granules or more, found {rows} samples and {granule=}"
-            )
-
-    def together(self) -> _Result:
-        """All granules in one pass."""
-        model = self._copy()
-        (rows,) = deal([self._batch], granule=self._granule)
-        return self._result(model, self._run(model, rows))
-
-    def one_by_one(self) -> _Result:
-        """Each granule in a pass of its own, of one model."""
-        model = self._copy()
-        outputs = [self._run(model, rows)[0] for rows in self._passes()]
-        return self._result(model, outputs)
-
-    def apart(self) -> list[list[Tensor]]:
-        """The outputs of each granule in a pass and on a model of its own, the last one first."""
-        outputs = [self._run(self._copy(), rows)[0] for rows in reversed(self._passes())]
-        return outputs[::-1]
-
-    def _copy(self) -> nn.Module:
-        model = copy.deepcopy(self._model)
-        model.zero_grad()
-        if not units_of(model):
-            auto_shard(model, reducer="ordered", gradient_divisor=1)
-        return model
-
-    def _passes(self) -> list[Any]:
-        return list(deal([self._batch], granule=self._granule, micro_batch=self._granule))
-
-    def _run(self, model: nn.Module, rows: Any) -> list[list[Tensor]]:
-        """One pass; returns the tensors of each granule's output."""
-        output = _call(model, rows)
-        batch_mean(self._loss(output, rows)).backward()
-        found = [each for each in tree_leaves(output) if isinstance(each, PerGranule)]
-        return [list(each) for each in zip(*(each.parts for each in found), strict=True)]
-
-    def _result(self, model: nn.Module, outputs: list[list[Tensor]]) -> _Result:
-        gradients = {name: each.grad for name, each in model.named_parameters()}
-        return _Result(outputs, gradients, dict(model.named_buffers()))
+def _run(model: nn.Module, rows: Any, loss: Loss) -> list[list[Tensor]]:
+    """Run one pass, forward and backward; returns the tensors of each granule's output."""
+    if isinstance(rows, Mapping):
+        output = model(**rows)
+    else:
+        output = model(*rows) if isinstance(rows, tuple | list) else model(rows)
+    batch_mean(loss(output, rows)).backward()
+    found = [each for each in tree_leaves(output) if isinstance(each, PerGranule)]
+    return [list(each) for each in zip(*(each.parts for each in found), strict=True)]
 
 
-def _differences(together: _Result, apart: list[list[Tensor]], one_by_one: _Result) -> list[str]:
+def _differences(
+    together: list[list[Tensor]],
+    apart: list[list[Tensor]],
+    first: nn.Module,
+    second: nn.Module,
+) -> list[str]:
+    """What differs, in sentences.
+
+    Args:
+        together: The outputs of each granule, all of one pass.
+        apart: The same, each of a pass and a model of its own, the last one first.
+        first: The model after all granules in one pass.
+        second: After a pass for each.
+    """
     reasons = []
-    for index, (first, second) in enumerate(zip(together.outputs, apart, strict=True)):
-        if not all(map(_are_equal, first, second)):
+    for index, (a, b) in enumerate(zip(together, apart, strict=True)):
+        if not all(map(_are_equal, a, b)):
             reasons.append(
                 f"granule {index} has other outputs after the granules before it than alone on a "
                 "model of its own: something goes from one call of the model to the next"
             )
-    for name, first in together.gradients.items():
-        if not _are_equal(first, one_by_one.gradients[name]):
+    gradients = {name: parameter.grad for name, parameter in second.named_parameters()}
+    for name, parameter in first.named_parameters():
+        if not _are_equal(parameter.grad, gradients[name]):
             reasons.append(f"the gradient of {name} depends on how granules are cut into passes")
-    for name, first in together.buffers.items():
-        if not _are_equal(first, one_by_one.buffers[name]):
+    buffers = dict(second.named_buffers())
+    for name, buffer in first.named_buffers():
+        if not _are_equal(buffer, buffers[name]):
             reasons.append(f"the buffer {name} depends on how granules are cut into passes")
     return reasons
 
@@ -152,12 +142,6 @@ def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
     return torch.equal(first.detach(), second.detach())
-
-
-def _call(model: nn.Module, rows: Any) -> Any:
-    if isinstance(rows, Mapping):
-        return model(**rows)
-    return model(*rows) if isinstance(rows, tuple | list) else model(rows)
 
 
 def _sum_of_outputs(output: Any, rows: Any) -> Tensor:  # [samples]
