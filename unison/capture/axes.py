@@ -113,16 +113,13 @@ class AxisTable:
         Raises:
             UnsupportedOperation: If the call was not seen when the axes were learned.
         """
-        return self._found(call)[0]
-
-    def _found(self, call: Call) -> Axes:
         found = self.find(call)
         if found is None:
             raise UnsupportedOperation(
                 f"{call} was not seen when it was learned where samples lie: the model takes "
                 "another path for this batch"
             )
-        return found
+        return found[0]
 
     def check_rows(self, call: Call, num_rows: int) -> None:
         """Make sure that samples have as many rows each as they had.

@@ -22,17 +22,17 @@ from unison.capture.again import (
 )
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression
+from unison.capture.facts import FACTS, UNFOLLOWED
 from unison.capture.fallback import is_in_place, per_sample_fallback
 from unison.capture.marks import marked
 from unison.capture.names import Places
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
-from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
-from unison.capture.refuse import may_be_compiled, refuse_compiled
-from unison.capture.row_trace import RowTrace
-from unison.capture.rows import Rows, is_mixed
+from unison.capture.row_rules import RowSamples, is_mixed
+from unison.capture.rows import RowTrace
 from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
 from unison.capture.tap import can_hook, hook, refuse_second, tap, tapped_again
+from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import (
     Source,
     Tracked,
@@ -77,7 +77,7 @@ class Met(NamedTuple):
     """
 
     call: Call
-    rows: Rows | None
+    rows: RowSamples | None
     layout: Layout | None
 
 
@@ -170,8 +170,7 @@ class Capture:
         """
         if not self._is_current:
             self._places.trained()
-        if may_be_compiled(self._places.held.modules, self._places.held.attributes):
-            refuse_compiled(self._places.modules)
+        refuse_compiled(self._places.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()

@@ -22,8 +22,15 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
-from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
-from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
+from unison.privacy.inputs import (
+    DerivativesRefused,
+    Inputs,
+    OutputDims,
+    batch_loss,
+    leaves_of,
+    probe_losses,
+    refuse_leaves,
+)
 from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
@@ -76,7 +83,9 @@ class Learning:
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
         is_due = is_due or key in self._inconclusive
-        if key not in self._learned or (is_due and not _is_recording()):
+        # Nothing of a check may become a part of a CUDA graph that is being recorded.
+        is_recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if key not in self._learned or (is_due and not is_recording):
             try:
                 self._check(inputs, key, number.bit_length() - 1)
             except UnsupportedOperation:
@@ -233,8 +242,3 @@ class Learning:
 
 
 _is_training = attrgetter("training")
-
-
-def _is_recording() -> bool:
-    """Whether a CUDA graph is being recorded, of which nothing here may become a part."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

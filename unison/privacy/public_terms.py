@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unison.errors import UnsupportedOperation
+from unison.privacy.loss_check import LossCheck
 from unison.privacy.owners.base import Owned, Owner
 from unison.privacy.refuse import refuse_gradient
-from unison.privacy.separation import LossCheck
 
 
 class PublicTerms:
