@@ -32,7 +32,7 @@ MAX_ROUNDS = 10
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in a batch: the common size of its tensors' first dimension.
+    """Return the number of samples: the common size of the tensors' first dimension.
 
     Raises:
         BadInput: If the tensors do not agree.
@@ -47,7 +47,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def resized(batch: Any, num_samples: int) -> Any:
-    """A batch of another size, of the same samples, repeated if there are too few."""
+    """Return a batch of another size, with samples repeated if there are too few."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -100,7 +100,7 @@ def learn_axes(
 def _calls(
     module: nn.Module, run: Run, batch: Any, axes: AxisTable, state: ProbeState | None = None
 ) -> list[Seen]:
-    """The operations of a pass that touch parameters."""
+    """Run a pass, and return its operations that touch parameters."""
     if state is not None:
         state.restore()
     capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
@@ -209,7 +209,7 @@ def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes where Python reads values that change from batch to batch.
+    """A function mode that notes reads of values that change from batch to batch.
 
     Attributes:
         has_numbers: Whether numbers were read, which may become sizes and indices.

@@ -160,7 +160,7 @@ class ProbeState:
         return any(not _is_equal(each.get_state(), each.start) for each in self._generators)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore generators, attributes and buffers."""
         self.restore_generators()
         for attributes, own in self._attributes:
             for key in [key for key in attributes if _is_own(key) and key not in own]:
@@ -174,7 +174,7 @@ class ProbeState:
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
-        """Put buffers back."""
+        """Restore buffers."""
         known = {(id(where), key) for where, key, _ in self._buffers}
         for child in self._module.modules():
             for key in [k for k in child._buffers if (id(child._buffers), k) not in known]:
@@ -311,7 +311,7 @@ class _Copies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put those back that have other bits now."""
+        """Restore the tensors whose bits have changed."""
         for key, bits in _bits(self._tensors).items():
             if bits != self._start[key]:
                 local(self._tensors[key]).copy_(self._copies[key])
@@ -345,7 +345,7 @@ NUM_PROBED = 4  # rows that go through the model: one kept, one replaced, and bo
 
 
 class Replacement(Enum):
-    """What stands in the place of the rows that are not kept."""
+    """What replaces the rows that are not kept."""
 
     VALUES = "values far from theirs"
     ROWS = "other rows of the batch"
@@ -356,7 +356,7 @@ class Replacement(Enum):
 
 
 def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
-    """Some rows of a batch, the first and the last among them; repeated ones are made others.
+    """Select rows of a batch, first and last among them; repeated ones are altered.
 
     Floating-point values are shuffled within the row and scaled a little, integers shuffled within
     the values that are there, so that they stay of their kind.
@@ -393,7 +393,7 @@ def _as_key(rows: Tensor) -> Tensor:
 
 
 def _shuffled(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rows like these: their values in another order, and a little off where that can be."""
+    """Shuffle the values within each row, and scale floating-point ones a little."""
     flat = x.reshape(len(x), -1)
     order = torch.rand(flat.shape, generator=generator).argsort(1).to(x.device)
     found = flat.gather(1, order) if flat.shape[1] else flat
@@ -430,7 +430,7 @@ def with_others(
     generator: torch.Generator,
     is_pinned: bool,
 ) -> Any:
-    """The batch with other rows beside the kept ones.
+    """Return the batch with the rows that are not kept replaced.
 
     Args:
         batch: The rows.
@@ -476,7 +476,7 @@ def with_others(
 
 
 def _far(leaf: Tensor, powers: Tensor, how: Replacement, generator: torch.Generator) -> Tensor:
-    """Values that stood in the same place of some row: each is one that the place can have."""
+    """Draw each value from the same place of some row, and scale it."""
     if leaf.dtype == torch.bool:
         if powers.any():
             return (torch.rand(leaf.shape, generator=generator) < 0.5).to(leaf.device)
@@ -540,7 +540,7 @@ _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
 class _Widening(TorchFunctionMode):
-    """Gives float64 to whoever asks for a smaller dtype."""
+    """A function mode that replaces smaller dtypes by float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
@@ -555,7 +555,7 @@ class _Widening(TorchFunctionMode):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Attention that does not keep its weights, which in float64 no kernel of torch's spares."""
+    """Attention in float64 that does not store its weights, as torch's kernels would."""
     named = {**dict(zip(_OPTIONS, rest, strict=False)), **named}
     mask = named.pop("attn_mask", None)
     is_plain = all(type(each) is Tensor and each.ndim == 4 for each in (q, k, v))
@@ -609,7 +609,7 @@ _DROPOUTS = {
 
 @contextmanager
 def additions_in_order() -> Iterator[None]:
-    """Let GPUs run kernels that add in one order, where torch has them: bits can be compared.
+    """Use deterministic GPU kernels where torch has them: bits can be compared.
 
     Without atomic additions a module rarely has to be run in float64, which takes many times longer
     than in bfloat16. What has no such kernel runs as it is.
@@ -631,7 +631,7 @@ def additions_in_order() -> Iterator[None]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Lets dropout drop nothing."""
+    """A function mode that turns dropout off."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None

@@ -38,7 +38,7 @@ MIXED = -2
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowSamples:
-    """Whose the elements of a tensor are.
+    """The sample that each element of a tensor belongs to.
 
     Attributes:
         ids: The sample of each element, int64: as many dimensions as the tensor, each as long, or 1
@@ -55,13 +55,13 @@ class RowSamples:
 
 
 def lost(tensor: Tensor, by: str, ndim: int | None = None) -> RowSamples:
-    """Rows that nobody can tell the sample of: of a tensor, or a view of so many dimensions."""
+    """Return `MIXED` for all of a tensor, or of a view of it with so many dimensions."""
     shape = (1,) * (tensor.ndim if ndim is None else ndim)
     return RowSamples(torch.full(shape, MIXED, device=tensor.device), lost_by=by)
 
 
 def compressed(ids: Tensor) -> Tensor:
-    """Keep one number where it does not change along a dimension."""
+    """Return ids with each dimension along which they do not change reduced to size 1."""
     for dim, size in enumerate(ids.shape):
         if size > 1:
             first = ids.narrow(dim, 0, 1)
@@ -71,7 +71,7 @@ def compressed(ids: Tensor) -> Tensor:
 
 
 def combined(left: Tensor, right: Tensor) -> Tensor:
-    """The sample on which two agree that are broadcast to one another; `MIXED` otherwise."""
+    """Broadcast two tensors of ids; `MIXED` where they disagree."""
     right = right.to(left.device)  # a number on the CPU may meet tensors elsewhere
     if left is right or (left.shape == right.shape and torch.equal(left, right)):
         return left
@@ -80,14 +80,14 @@ def combined(left: Tensor, right: Tensor) -> Tensor:
 
 
 def filled(ids: Tensor, others: Tensor) -> Tensor:
-    """The samples, and others where there is none."""
+    """Replace `NOBODY` by other ids."""
     if ids.numel() and bool((ids == NOBODY).any()):
         return torch.where(ids == NOBODY, others.to(ids.device), ids)
     return ids
 
 
 def reduced(ids: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
-    """The sample on which all agree along some dimensions; `MIXED` otherwise."""
+    """Reduce ids along some dimensions; `MIXED` where they disagree."""
     dims = sorted({dim % max(ids.ndim, 1) for dim in dims}, reverse=True)
     if ids.ndim == 0:
         return ids
@@ -107,12 +107,12 @@ def reduced(ids: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
 
 
 def grown(ids: Tensor, ndim: int) -> Tensor:
-    """As many dimensions as something it is broadcast to."""
+    """Prepend dimensions of size 1, as broadcasting does."""
     return ids.reshape(*(1 for _ in range(ndim - ids.ndim)), *ids.shape)
 
 
 def uniform(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
-    """The numbers of samples that lie one after the other, as many rows each."""
+    """Return the ids of samples that lie one after the other, as many rows each."""
     ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
     return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
@@ -130,7 +130,7 @@ Found = Tensor | RowSamples | None
 
 
 class RowFinder:
-    """Finds whose the rows of inputs are.
+    """Looks up the samples of inputs for a rule.
 
     Args:
         known: Whose the rows of any tensor are, None for nobody's.
@@ -140,7 +140,7 @@ class RowFinder:
         self._known = known
 
     def __call__(self, tensor: Tensor) -> RowSamples | None:
-        """Whose rows are that depend on samples; None for nobody's."""
+        """The samples of a tensor; None if it depends on none."""
         rows = self._known(tensor)
         return None if rows is None or rows.is_random else rows
 
@@ -194,7 +194,7 @@ def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
     *("_fused_dropout", "randint_like", "dist", "rrelu_with_noise", "polygamma"),
 )
 def pointwise(find: RowFinder, a: Arguments, out: Any) -> Found:
-    """All that is broadcast to an element; floats first, see the note."""
+    """Elementwise functions: ids of all inputs are combined, floats first (see the note)."""
     first = out if isinstance(out, Tensor) else out[0]
     floats, others = None, None
     for value in tree_leaves(a):
@@ -224,7 +224,7 @@ def copied(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     *("count_nonzero", "median", "mode", "kthvalue", "aminmax", "nanmedian"),
 )
 def reduction(find: RowFinder, a: Arguments, out: Any) -> Found:
-    """Sums and the like."""
+    """Reductions such as sums."""
     if isinstance(a.get("other"), Tensor):  # max and min of two
         return pointwise(find, a, out)
     x = a["self"]
@@ -237,7 +237,7 @@ def reduction(find: RowFinder, a: Arguments, out: Any) -> Found:
     *("log_softmax",),
 )
 def along_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
-    """What computes along a dimension, each element of many."""
+    """Functions along a dimension such as softmax, where each output depends on all of it."""
     x = a["self"]
     return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=True)
 
@@ -263,7 +263,7 @@ def last_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
     *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
 )
 def first_dim(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found]:
-    """What works on the images of a batch, one by one."""
+    """Functions of images, [batch, channels, ...], such as convolutions and pooling."""
     ids: Tensor | None = None
     for value in tree_leaves(a):
         found = _ids(find, value)
@@ -390,7 +390,7 @@ VIEWS = {
 
 
 def view_rule(func: Callable[..., Any], names: Sequence[str]) -> RowRule:
-    """The rule of a function of strides alone, which is run on the numbers, too.
+    """Return the rule of a view function: the same function, run on ids.
 
     Args:
         func: The function.
@@ -409,7 +409,7 @@ def view_rule(func: Callable[..., Any], names: Sequence[str]) -> RowRule:
 
 
 def _unexpanded(ids: Tensor) -> Tensor:
-    """One number along each dimension of stride 0, where the sample does not change."""
+    """Reduce each expanded dimension (stride 0) to size 1."""
     for dim, (size, stride) in enumerate(zip(ids.shape, ids.stride(), strict=True)):
         if size > 1 and stride == 0:
             ids = ids.narrow(dim, 0, 1)
@@ -472,7 +472,7 @@ def pad(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> RowSamples:
-    """Rows of a tensor, chosen by others: those of nobody are the choosers'."""
+    """Ids of what an index has chosen: `NOBODY`'s rows get the sample of the index."""
     choosers = choosers.to(ids.device)
     if ids.numel() != 1 or int(ids) != NOBODY:  # what many have chosen is nobody's all the same
         choosers = torch.where(choosers == MIXED, NOBODY, choosers)
@@ -509,7 +509,7 @@ def index(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 def _index_shadow(
     find: RowFinder, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
 ) -> Tensor | None:
-    """Whose the indices are, as they lie in the output; None if they are nobody's."""
+    """Ids of the indices, broadcast as in the output; None if no sample made them."""
     given = [(d, each) for d, each in enumerate(indices) if each is not None]
     if all(_ids(find, each) is None for _, each in given):
         return None
@@ -605,7 +605,7 @@ def _put(
     put: Callable[[Tensor], Tensor],
     is_added: bool,
 ) -> Tensor | None:
-    """Rows that were written into others; None where several do not agree whose one is.
+    """Write ids into others; None where several samples write to one place.
 
     Args:
         before: Whose all elements were.

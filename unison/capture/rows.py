@@ -38,14 +38,14 @@ from unison.ops.layout import NOBODY, Layout
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What is known of one of torch's functions.
+    """The schema of a torch function, and its rule.
 
     Attributes:
         name: With its namespace, without the overload.
         base: The name alone, without the mark of a function that works in place.
         names: Of its arguments.
         defaults: Their values where they are left out.
-        is_written: Whether it writes to an argument.
+        writes: Names of the arguments that it writes to.
         is_random: Whether it draws random numbers.
         rule: Whose the rows of its output are.
     """
@@ -54,7 +54,7 @@ class Signature:
     base: str
     names: tuple[str, ...]
     defaults: Arguments
-    is_written: tuple[bool, ...]
+    writes: tuple[str, ...]
     is_random: bool
     rule: RowRule | None
 
@@ -64,16 +64,13 @@ class Signature:
 
     def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
         """The arguments that it writes to."""
-        if not any(self.is_written):
-            return []
-        given = self.bound(args, kwargs)
-        named = zip(self.names, self.is_written, strict=True)
-        return tree_leaves([given.get(name) for name, is_written in named if is_written])
+        given = self.bound(args, kwargs) if self.writes else {}
+        return tree_leaves([given.get(name) for name in self.writes])
 
 
 @cache
 def signature_of(func: Any) -> Signature:
-    """Read what torch says of a function."""
+    """Return a function's signature, from its schema."""
     schema = func._schema
     namespace, _, plain = schema.name.partition("::")
     base = plain.rstrip("_") if not plain.startswith("__") else plain
@@ -94,8 +91,10 @@ def signature_of(func: Any) -> Signature:
             for each in schema.arguments
             if each.default_value is not None
         },
-        is_written=tuple(
-            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        writes=tuple(
+            each.name
+            for each in schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
         ),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         rule=rule,
@@ -117,7 +116,7 @@ def rows_after(
     kwargs: Arguments,
     outputs: Sequence[Tensor],
 ) -> list[RowSamples | None]:
-    """Whose the rows of a function's outputs are; None for what was made without the batch."""
+    """Return the samples of each output; None for what was made without the batch."""
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     found = [each for each in map(known, inputs) if each is not None]
     real = [each for each in found if not each.is_random]
@@ -153,22 +152,17 @@ def _rows(
     if isinstance(made, RowSamples):
         is_by_value |= made.is_by_value
         made = made.ids
-    if made is not None and not _fits(made, output):
-        made = None
-    if made is None:
-        found = lost(output, lost_by or name)
-        return RowSamples(found.ids, is_by_value=is_by_value, lost_by=lost_by or name)
-    if made.device != output.device:
-        made = made.to(output.device)
+    has_shape = made is not None and made.ndim == output.ndim
+    if made is None or not has_shape or any(map(_exceeds, made.shape, output.shape)):
+        made = lost(output, name).ids
+    made = made.to(output.device)
     if lost_by is None and bool((made == MIXED).any()):
         lost_by = name
     return RowSamples(made, is_by_value=is_by_value, lost_by=lost_by)
 
 
-def _fits(ids: Tensor, output: Tensor) -> bool:
-    return ids.ndim == output.ndim and all(
-        a in (1, b) for a, b in zip(ids.shape, output.shape, strict=True)
-    )
+def _exceeds(size: int, of_output: int) -> bool:
+    return size not in (1, of_output)
 
 
 # They move rows by values, and have no rule: what comes out is lost, and not forgotten.
@@ -185,7 +179,7 @@ _NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, Stop
 
 
 class RowTrace(TorchDispatchMode):
-    """Follows samples through all that is computed in its block.
+    """A dispatch mode that follows samples through all that is computed in its block.
 
     See [Note: the sample of every row].
 
@@ -209,7 +203,7 @@ class RowTrace(TorchDispatchMode):
         )
 
     def put(self, tensor: Tensor, rows: RowSamples) -> None:
-        """Say whose the elements of a tensor are."""
+        """Set the samples of a tensor."""
         storage = _storage(tensor)
         if storage is None:
             self.opaque = self.opaque or f"a {type(tensor).__name__}"
@@ -217,13 +211,13 @@ class RowTrace(TorchDispatchMode):
         self._known.setdefault(storage, {})[_geometry(tensor)] = rows
 
     def forget(self, tensor: Tensor) -> None:
-        """Let memory be nobody's."""
+        """Forget the samples of a tensor's storage."""
         storage = _storage(tensor)
         if storage is not None:
             self._known.pop(storage, None)
 
     def find(self, tensor: Tensor) -> RowSamples | None:
-        """Whose the elements of a tensor are; None if it was made without the batch."""
+        """The samples of a tensor; None if it was made without the batch."""
         storage = _storage(tensor)
         if storage is None:
             return None if self.opaque is None else lost(tensor, self.opaque)
@@ -301,7 +295,7 @@ class RowTrace(TorchDispatchMode):
             self.put(tensor, RowSamples(ids))
 
     def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Let rows that nobody made be those of a tensor that they are about to meet."""
+        """Return a copy of a tensor without samples that has those of another one."""
         with _disable_current_modes():
             rows, own = self.find(like), self.find(tensor)
             if rows is None or own is not None:
@@ -315,7 +309,7 @@ class RowTrace(TorchDispatchMode):
     # --- what happens ----------------------------------------------------------------------------
 
     def write(self, target: Tensor, rows: RowSamples) -> None:
-        """Say whose elements are that were written to in place; other views of them see it."""
+        """Set the samples of a tensor that was written in place, and of all its views."""
         before = self.find(target)
         if before is not None and torch.equal(before.ids, rows.ids):
             if rows.is_by_value and not before.is_by_value:
@@ -352,7 +346,7 @@ class RowTrace(TorchDispatchMode):
 
 
 def _seen_through(known: dict[tuple, RowSamples], tensor: Tensor) -> RowSamples:
-    """Whose the elements of a view are that was made before anybody wrote to its memory."""
+    """The samples of a view that was made before its memory was written to."""
     first, last = tensor.storage_offset(), tensor.storage_offset()
     last += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     for (offset, shape, stride, dtype), rows in known.items():
@@ -366,7 +360,7 @@ def _seen_through(known: dict[tuple, RowSamples], tensor: Tensor) -> RowSamples:
 
 
 def _storage(tensor: Tensor) -> Any:
-    """The memory of a tensor; None if it has none of its own."""
+    """The storage of a tensor; None if it has none of its own."""
     try:
         return None if tensor.is_nested else tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested, a wrapper of others

@@ -56,7 +56,7 @@ _WIDE = 1 << 22  # elements that are made float64 at once
 
 @dataclass
 class RowResults:
-    """What one pass left of each row.
+    """Losses and gradient sketches of each row, and buffers, after one pass.
 
     Attributes:
         losses: [batch], or None where there is one of the whole batch.
@@ -107,7 +107,7 @@ class RowResults:
         return [name for name, each in found.items() if bool(each.any())]
 
     def of_first(self, num_rows: int) -> "RowResults":
-        """What it left of the first rows."""
+        """Return the results of the first rows."""
         losses = None if self.losses is None else self.losses[:num_rows]
         return RowResults(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
 
@@ -139,7 +139,7 @@ class Sketches:
         self.found: dict[str, Tensor] = {}  # [batch, sketches], by parameter
 
     def take(self, name: str, record: Record | Streamed) -> None:
-        """Add a record's."""
+        """Add the sketch of a record."""
         is_streamed = isinstance(record, Streamed)
         for samples, piece in record.first_chunks() if is_streamed else [(slice(None), record)]:
             values, start = _sketch(piece), samples.start or 0
@@ -207,7 +207,7 @@ _BESIDE_MANY = (Replacement.OPPOSITE, Replacement.ALIKE, Replacement.VALUES, Rep
 
 @dataclass(frozen=True)
 class MixingReport:
-    """What a check found.
+    """The outcome of a check.
 
     Attributes:
         mixing: Why samples are not apart, or None.
@@ -289,7 +289,7 @@ def examine(
 
 @dataclass
 class MixingCheck:
-    """The passes of one check, and what they show.
+    """Runs a module with rows replaced, and compares.
 
     Attributes:
         module: The model.
@@ -380,12 +380,12 @@ class MixingCheck:
         return MixingReport(None, frozenset(written - of_data))
 
     def _turn(self, ways: Sequence[Replacement]) -> Sequence[Replacement]:
-        """All of them, or those whose turn it is."""
+        """Return all ways of replacing rows, or in a light check the one whose turn it is."""
         start = self.seed % len(ways)
         return [*ways[start:], *ways[:start]][: 1 if self.is_light else None]
 
     def _kept(self, size: int, number: int, how: Replacement, generator: torch.Generator) -> Tensor:
-        """Which rows stay: the first one or the last, and some of the others."""
+        """Choose which rows are kept: the first one or the last, and some of the others."""
         if how is Replacement.OUTLIER:
             return torch.arange(size) != int(torch.randint(1, size - 1, (), generator=generator))
         kept = torch.rand(size, generator=generator) < 0.34
@@ -602,7 +602,7 @@ class MixingCheck:
             ) from error
 
     def _run(self, rows: Any, size: int) -> tuple[Tensor, Tensor | None]:
-        """Losses to be compared, and one of the whole batch, of which each sample has a share."""
+        """Return losses to be compared, and one of the whole batch, shared by all samples."""
         found = self.run(self.module, rows)
         losses, shared = found if isinstance(found, tuple) else (found, None)
         if not self.is_scalar and losses.shape != (size,):
@@ -655,7 +655,7 @@ class MixingCheck:
         )
 
     def _parameters_written(self, rows: Any) -> str | None:
-        """What is wrong with parameters that were written: that their values are of the batch."""
+        """Return why parameters that a pass has written hold values of the batch, or None."""
         names = sorted(self.state.written_parameters())
         names = [name for name in names if not self.is_public(name)]
         if not self.agree(bool(names)):

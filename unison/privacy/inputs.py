@@ -79,7 +79,7 @@ class Inputs:
 
     @property
     def kind(self) -> tuple:
-        """All but the number of samples and their values."""
+        """The structure, shapes and dtypes, without the number of samples."""
         kinds = []
         for place in self.places:
             leaf = self.leaves[place]
@@ -106,7 +106,7 @@ class Inputs:
         return tuple(_each_once(first, [self.leaves[place] for place in self.places]))
 
     def run(self, module: Callable[..., Any], samples: Sequence[Tensor]) -> Any:
-        """Call a module as before, with other samples."""
+        """Call a module with the same arguments but other samples."""
 
         def back(tensor: Tensor) -> Tensor:
             rows = tensor if self.rows == 1 else tensor.flatten(0, 1)
@@ -120,7 +120,7 @@ class Inputs:
 
 
 def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What is made of every tensor; of one that is there twice, the same."""
+    """Map tensors; one that is there twice is mapped once."""
     made: dict[int, Tensor] = {}
     for each in tensors:
         if id(each) not in made:
@@ -129,7 +129,7 @@ def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> l
 
 
 def refuse_inputs_with_gradients(inputs: Inputs) -> None:
-    """Make sure that no gradient goes past the module, to where it came from.
+    """Refuse arguments that take gradients.
 
     What the batch's gradient reaches before the module is neither clipped nor noised: the `.grad`
     of a leaf would be that of single records, and a layer before the module would train on it.

@@ -38,7 +38,7 @@ from unison.rng.draw_mode import outside_draws
 
 
 class Learning:
-    """Learns of a module, by running it on a few samples, and plans.
+    """Checks a module by running it on a few samples, once per kind of batch, and plans.
 
     Args:
         module: The user's module.
@@ -232,11 +232,11 @@ class Learning:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether a plan is nobody else's, and may depend on more than shapes."""
+        """True if this rank plans alone, so that plans may depend on more than shapes."""
         return not self._owner.is_ordered and self._owner.everyone.size == 1
 
     def _timed(self, device: torch.device) -> Calibration | None:
-        """What methods take on the device, if plans may depend on it: [Note: calibration]."""
+        """Timings of methods on the device, if plans may use them: [Note: calibration]."""
         is_wanted = self._settings.calibrate and self._settings.mode == AUTO
         return calibration_of(device) if is_wanted and self._is_alone else None
 

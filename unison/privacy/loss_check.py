@@ -72,7 +72,7 @@ class LabelCheck:
         self._is_uneven = [_on_host((each != each[:1]).any()) for each in counts]
 
     def finish(self) -> None:
-        """Ask for the answer.
+        """Wait for the answer.
 
         Raises:
             UnsupportedOperation: Samples have different numbers of labels that count.
@@ -175,7 +175,7 @@ class LossCheck:
         self.has_terms = False  # the loss of this pass has terms that do not depend on data
 
     def begin(self, num_rows: int) -> None:
-        """A pass of so many rows begins."""
+        """Begin a pass of so many rows."""
         self._rows = RecordLayout(num_rows // self._per_unit, self._per_unit, self._dim)
         self._pending.clear()
         self.has_terms = False
@@ -209,7 +209,7 @@ class LossCheck:
         self.has_terms = known.has_terms
 
     def finish(self) -> None:
-        """Look at what could not be looked at without waiting for the device.
+        """Read the answers that had to wait for the device.
 
         Raises:
             UnsupportedOperation: Labels count unevenly.
@@ -383,7 +383,7 @@ class LossCheck:
         return now
 
     def _some_rows(self, program: Program) -> Selection:
-        """Fewer rows, where outputs are large: what is replayed must fit beside the step."""
+        """Select fewer rows where outputs are large: a replay must fit beside the step."""
         values = [each for root in program.tape.roots.values() for each in unpacked(root.value)]
         num_elements, num_units = sum(each.numel() for each in values), self._rows.num_units
         if num_elements > FEW_ELEMENTS and not program.is_granular:
@@ -402,7 +402,7 @@ class LossCheck:
     def _self_check(
         self, program: Program, loss: Tensor, some: Selection
     ) -> tuple[Replay, Selection]:
-        """Run the program unchanged: is the tape what really ran?
+        """Replay the program unchanged, and compare with the real graph's gradients.
 
         Returns:
             What it gave, and which records it was run with: all, if its sizes are fixed.
@@ -487,7 +487,7 @@ class LossCheck:
                 )
 
     def _trials(self, rows: RecordLayout, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
-        """Which rows stay [rows], and what comes in the place of the others."""
+        """Yield which rows are kept [rows], and how the others are replaced."""
         units = torch.arange(rows.num_units)
         order = torch.randperm(rows.num_units, generator=self._generator)
         half = max(1, rows.num_units // 2)
@@ -508,7 +508,7 @@ class LossCheck:
         way: int,
         rows: RecordLayout,
     ) -> Tensor | None:
-        """A root with other values in the rows that are not kept; None if it stays.
+        """Replace rows of a root that are not kept; None if it stays as it is.
 
         Args:
             program: The program.
@@ -586,7 +586,7 @@ class LossCheck:
         rows: RecordLayout,
         tolerance: float = 0.0,
     ) -> tuple[str, str] | None:
-        """What changed in the rows that were kept, with a remedy; None if nothing did."""
+        """Return what changed in the kept rows, with a remedy; None if nothing did."""
         for slot in program.tape.inputs - set(program.tape.roots):
             a, b = base.env.get(slot), other.env.get(slot)
             if not isinstance(a, Tensor):
@@ -623,7 +623,7 @@ class LossCheck:
     def _blame(
         self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: RecordLayout
     ) -> str:
-        """The operation where rows meet, for the message."""
+        """Name the operation where rows meet."""
         path = [program.path[place] for place in sorted(program.path)]
         for operation in program.tape.operations:
             for slot in operation.outs:

@@ -55,7 +55,7 @@ class LossRecorder(TorchFunctionMode):
     # --- when ------------------------------------------------------------------------------------
 
     def begin(self, batch: Any) -> None:
-        """A batch is handed out: record from here on."""
+        """Start recording: a batch is handed out."""
         self.remove()
         before, self._count = self.tape, self._count + 1
         self.tape = LossTape(self._count, {} if before is None else before.survivors())
@@ -75,32 +75,32 @@ class LossRecorder(TorchFunctionMode):
             self.tape.close()
 
     def leave(self) -> None:
-        """The loop over batches was left: stop recording, once the last one has gone backward."""
+        """Stop recording once the last batch has gone backward: the loop was left."""
         self._is_left = True
         if self.is_judged:
             self.remove()
             self._is_over = True
 
     def suspend(self) -> None:
-        """The module, or the optimizer, runs: what it does is checked elsewhere."""
+        """Pause recording while the module, or the optimizer, runs: it is checked elsewhere."""
         self._num_suspended += 1
         self._take_away()
 
     def resume(self) -> None:
-        """It has run."""
+        """Go on recording after `suspend`."""
         if self._num_suspended:
             self._num_suspended -= 1
             if not self._num_suspended and self.tape is not None and not self._is_over:
                 self._put()
 
     def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """The private module is called: what it is given belongs to the program."""
+        """Note what the private module is called with, and pause."""
         if self.tape is not None and self.tape.is_open:
             self.tape.enter_module(args, kwargs)
         self.suspend()
 
     def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """It has returned, in a pass that is trained on or another one; None if it raised."""
+        """Go on recording, with the module's outputs (None if it raised)."""
         self.resume()
         if self.tape is not None and self.tape.is_open and output is not None:
             self.tape.leave_module(output, is_trained=is_trained)
@@ -285,7 +285,7 @@ class RecordLayout:
         return 0 if len(shape) and shape[0] % units == 0 else None  # tokens are flattened into it
 
     def matrix(self, value: Tensor) -> Tensor:
-        """One line per record [units, elements]."""
+        """Return one line per record [units, elements]."""
         dim = self.dim_of(value)
         assert dim is not None
         parts = unpacked(value)
@@ -299,7 +299,7 @@ class RecordLayout:
                 yield slot, self.matrix(value)
 
     def like(self, value: Tensor, matrix: Tensor) -> Tensor:
-        """A value like another one, of other records; as many as the matrix has."""
+        """Return a value laid out like another one, with the records of a matrix."""
         dim = self.dim_of(value)
         assert dim is not None
         parts = unpacked(value)
@@ -314,7 +314,7 @@ class RecordLayout:
 
 @dataclass(eq=False)
 class Replay:
-    """The program, run again.
+    """Results of one replay of a program.
 
     Attributes:
         grads: Of the module's outputs, by slot.
@@ -400,7 +400,7 @@ class Program:
         return [device for device in found if device.type == "cuda"]
 
     def real(self, loss: Tensor) -> Gradients:
-        """The gradients that the real graph gives; it stays as it is."""
+        """Return the gradients of the outputs in the real graph, which is retained."""
         edges = [edge for root in self.outputs.values() for edge in root.edges]
         gradient = self.gradient if isinstance(self.gradient, Tensor) else None
         if isinstance(self.gradient, SlotRef):
@@ -554,13 +554,13 @@ class Selection:
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of a tensor that several ranks hold, without a graph; any other as it is."""
+    """Return a DTensor's full tensor, any other as it is; detached."""
     value = value.detach()
     return value.full_tensor() if is_in_parts(value) else value  # type: ignore[attr-defined]
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:
-    """A whole tensor, cut over ranks as another one is."""
+    """Distribute a full tensor as another one is."""
     if not is_in_parts(like):
         return value
     from torch.distributed.tensor import distribute_tensor  # it takes a second to import
@@ -569,7 +569,7 @@ def _placed(value: Tensor, like: Any) -> Tensor:
 
 
 def _pattern(value: Any) -> Any:
-    """What an argument has to do with the path: all but values, and sizes of the batch."""
+    """Reduce an argument to what tells paths apart: neither values nor batch sizes."""
     if isinstance(value, SlotRef):
         return SlotRef
     if isinstance(value, Tensor):

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ NOT_THE_USERS = (torch.__path__[0], OURS)
 
 
 class Position(NamedTuple):
-    """Where a frame is.
+    """The position of a Python frame.
 
     Attributes:
         frame: The identity of the frame, which is not kept.
@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
 
 def positions(frame: FrameType | None) -> tuple[Position, ...]:
-    """Where all frames are, outermost frame first.
+    """Return the positions of all frames, outermost first.
 
     Args:
         frame: The innermost frame.
@@ -190,18 +190,10 @@ _READS |= {"__dlpack__", "storage", "save"}
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 
-_handling: dict[Any, tuple[Handling, str]] = {}
 
-
+@cache
 def handling_of(func: Any) -> tuple[Handling, str]:
     """Return what is done with a torch function, and its name."""
-    found = _handling.get(func)
-    if found is None:
-        found = _handling[func] = _classify(func)
-    return found
-
-
-def _classify(func: Any) -> tuple[Handling, str]:
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__", "__delete__"):  # a property: `x.shape`, `x.data = y`
         of, name = name, func.__self__.__name__
@@ -361,20 +353,20 @@ class LossTape:
         return isinstance(value, FollowedNumber) and value.pass_number != self.number
 
     def name(self, value: Tensor) -> int:
-        """Give a tensor a slot of its own."""
+        """Return a new slot for a tensor."""
         slot = self._new_slot()
         self._slots[id(value)] = weakref.ref(value), slot
         self.memory[slot] = _memory_of(value)
         return slot
 
     def survivors(self) -> dict[int, "weakref.ref[Tensor]"]:
-        """What this pass and earlier ones made and someone still holds."""
+        """Tensors of this pass and earlier ones that are still alive, by identity."""
         alive = {key: ref for key, ref in self.earlier.items() if ref() is not None}
         alive.update((key, ref) for key, (ref, _) in self._slots.items() if ref() is not None)
         return alive
 
     def add_root(self, value: Tensor, *, is_output: bool = False) -> None:
-        """Let data enter."""
+        """Register a tensor of the batch, or an output of the module."""
         if self.slot_of(value) is not None:
             return
         edges = []
@@ -383,7 +375,7 @@ class LossTape:
         self.roots[self.name(value)] = TapeInput(value, is_output, edges)
 
     def close(self) -> None:
-        """Let go of the batch; what is still made of it stays known as such."""
+        """Stop recording and release the batch; slots stay known."""
         self.is_open = False
         self.operations, self.targets, self.unknown_inputs = [], [], []
         self.roots = {}
@@ -467,7 +459,7 @@ class LossTape:
         self.events.append(TapeEvent(kind, text, len(self.operations), **details))
 
     def _marked(self, result: Any) -> Any:
-        """Know results again that were made of data after the program was over."""
+        """Register results that were made of data after the program was over."""
         if isinstance(result, int | float) and not isinstance(result, bool):
             return _followed(result, self.number, -1, weakref.ref(self))
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
@@ -485,7 +477,7 @@ class LossTape:
         return slot
 
     def _before_write(self, target: Any) -> None:
-        """Keep what roots were; a constant that data is written into is data from now on."""
+        """Copy roots before they are overwritten; register a constant that data is written into."""
         if not isinstance(target, Tensor):
             return
         memory = _memory_of(target)
@@ -543,7 +535,7 @@ class LossTape:
                     self.unknown_inputs.append(leaf)
 
     def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """Let what the module made enter the program."""
+        """Register the module's outputs."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.add_root(leaf, is_output=is_trained)
@@ -680,19 +672,19 @@ def refs_of(operation: Operation) -> list[int]:
 
 
 def leaves_of(operation: Operation) -> list[Any]:
-    """All that an operation was given."""
+    """All leaves of an operation's arguments."""
     return leaves_in((operation.args, operation.kwargs))
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """All that an argument is made of."""
+    """All leaves of an argument."""
     found: list[Any] = []
     mapped(found.append, value)
     return found
 
 
 def mapped(make: Callable[[Any], Any], value: Any) -> Any:
-    """What is made of each leaf of an argument, in the containers that it came in.
+    """Apply a function to each leaf of an argument, in tuples, lists, dicts and slices.
 
     Not `tree_map`: it takes named tuples and shapes apart, and no slice.
     """
