@@ -581,7 +581,11 @@ class MixingCheck:
                 total = weighed.sum() if shared is None else weighed.sum() + shared.to(weighed)
                 # Not `Tensor.backward`, a torch function itself, inside of which modes are off:
                 # activation checkpointing would run something else than in the forward pass.
-                torch.autograd.backward(total)
+                engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                flags = {"allow_unreachable": True, "accumulate_grad": True}
+                keep_graph, create_graph, inputs = False, False, ()
+                ones = torch.ones_like(total)
+                engine.run_backward((total,), (ones,), keep_graph, create_graph, inputs, **flags)
         losses = None if self.is_scalar else result.detach().cpu().double()
         found = {name: each.cpu() for name, each in sketches.found.items()}
         buffers = self.state.values()
