@@ -65,7 +65,7 @@ ADAPTERS: dict[str, set[str]] = {
     "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/privacy/ranks.py": {"shard"},
-    "unison/capture/users_compile.py": {"shard"},
+    "unison/capture/torch_compile.py": {"shard"},
 }
 
 NOT_OURS_TO_IMPORT = {"bench", "tests", "examples"}

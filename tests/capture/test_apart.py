@@ -13,8 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from unison.capture import check_samples_apart, examine, learn_axes, probe_rows, state_kept
-from unison.capture.other_modes import in_float64
-from unison.capture.other_rows import NUM_PROBED
+from unison.capture.probes import NUM_PROBED, in_float64
 from unison.errors import UnsupportedOperation
 
 WIDTH = 6

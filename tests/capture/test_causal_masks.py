@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.harness import assert_close
-from unison.capture.causal_masks import is_causal, tell_causal_masks
+from unison.capture.torch_compile import is_causal, tell_causal_masks
 
 TOKENS = 6
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.capture.common import BATCH, CASES, TOKENS, WIDTH, floats, make, squares
 from tests.harness import assert_same_bits
 from unison.capture import Capture, RngAutocastState, batch_size_of, learn_axes
-from unison.capture.fingerprint import fingerprint
+from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
 from unison.ops import Product, Record
 

@@ -22,7 +22,7 @@ from tests.capture.routed import (
 )
 from tests.harness.oracle import clipped_sum, per_sample_norms
 from unison.capture import learn_rows
-from unison.capture.row_trace import RowTrace
+from unison.capture.rows import RowTrace
 from unison.clip import MODES
 from unison.clip.functional import clipped_gradients, learn
 from unison.errors import UnsupportedOperation

@@ -13,7 +13,7 @@ from tests.clip.models import Deep, ids, losses
 from tests.harness import assert_same_bits
 from tests.harness.oracle import clipped_sum, per_sample_norms
 from unison.capture import RngAutocastState
-from unison.capture.fingerprint import fingerprint
+from unison.capture.probes import fingerprint
 from unison.clip import MODES, clipped_gradients, learn
 from unison.clip.functional import ClippedGradients
 from unison.models import build, per_sample_loss, preset

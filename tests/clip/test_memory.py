@@ -9,7 +9,8 @@ from torch import nn
 
 from bench.memory import Category, MemoryTracker
 from tests.clip.models import Deep, ids, losses
-from unison.capture import Capture, fingerprint
+from unison.capture import Capture
+from unison.capture.probes import fingerprint
 from unison.clip import MODES, Clipping, clipped_gradients, learn
 from unison.ops import Dense, Record
 

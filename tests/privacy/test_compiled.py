@@ -301,7 +301,7 @@ def test_dropout():
 
 
 def test_a_number_that_is_drawn_and_multiplied_with():
-    """It is a tensor to the compiler, and not the number of `capture/unit_draws.py`."""
+    """It is a tensor to the compiler, and not the number of `capture/torch_compile.py`."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from tests.harness import run_on_ranks
 from tests.privacy.common import NUM_CLASSES, attach, data, make_model
 from unison.clip import clipped_gradients
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.privacy import loss_recorder, loss_tape, separation
+from unison.privacy import loss_check, loss_program, loss_tape
 
 STATE = r"earlier step|changes from step|left torch"
 
@@ -104,6 +104,70 @@ def test_a_number_read_from_the_batch_is_followed_into_the_loss():
         return loss
 
     refused(by_float, r"__float__\(\).*conditions")
+
+
+def read(loss: Tensor) -> float:
+    return float(loss.detach())
+
+
+def test_a_read_in_a_function_is_found_however_the_function_is_called():
+    def called(module, x, y):
+        loss = F.cross_entropy(module(x), y)
+        value = read(loss)
+        return loss * 2 if value > 1e9 else loss
+
+    def unpacked(module, x, y):  # a call for which CPython leaves the frame at another offset
+        loss = F.cross_entropy(module(x), y)
+        value = read(*[loss])
+        return loss * 2 if value > 1e9 else loss
+
+    for each in (called, unpacked):
+        refused(each, r"__float__\(\) \(test_separation.py.*conditions")
+
+
+@pytest.mark.parametrize("is_unpacked", [False, True])
+def test_conditions_after_backward_stay_legal(is_unpacked):
+    engine, module, optimizer, private = attach()
+    for x, y in private:
+        loss = F.cross_entropy(module(x), y)
+        value = read(*[loss]) if is_unpacked else read(loss)
+        loss.backward()
+        if value > 0:
+            optimizer.step()
+        break
+    assert engine.ledger.num_intents == 1
+    engine.detach()
+
+
+OUR_LOOP = """
+from contextlib import contextmanager
+
+@contextmanager
+def following(ids):
+    if int(ids.min()) < 0:
+        raise ValueError
+    yield
+
+def step(module, x, y, loss):
+    with following(y):
+        out = module(x)
+    if int(y.max()) >= 0:
+        loss(out, y).backward()
+"""
+
+
+@pytest.mark.parametrize("is_unpacked", [False, True])
+def test_what_a_loop_of_ours_reads_tells_the_user_nothing(is_unpacked):
+    # As unison.train does; before, conditions of whoever called it were asked, or not, as Dynamo
+    # had evaluated frames.
+    ours = {}
+    exec(compile(OUR_LOOP, loss_tape.OURS + "train/step.py", "exec"), ours)
+    engine, module, _, private = attach()
+    x, y = next(iter(private))
+    arguments = (module, x, y, F.cross_entropy)
+    ours["step"](*arguments) if is_unpacked else ours["step"](module, x, y, F.cross_entropy)
+    assert all(each.grad is not None for each in module.parameters()) or not is_unpacked
+    engine.detach()
 
 
 def test_metrics_before_backward_stay_legal():
@@ -393,7 +457,7 @@ def test_nothing_stays_on_the_stack_of_modes():
     assert modes() == []
     with torch.device("cpu"):  # it ends after the recorder has begun
         x, y = next(iter(private))
-    assert [type(each) for each in modes()] == [loss_recorder.LossRecorder]
+    assert [type(each) for each in modes()] == [loss_program.LossRecorder]
     engine.detach()
     assert modes() == []
 
@@ -448,7 +512,7 @@ def test_checks_leave_no_tensors_behind():
 
 
 def test_large_outputs_are_checked_in_a_part_of_their_rows(monkeypatch):
-    monkeypatch.setattr(separation, "FEW_ELEMENTS", 40)
+    monkeypatch.setattr(loss_check, "FEW_ELEMENTS", 40)
     parts = attach(batch_size=24)
     one_step(*parts, lambda m, x, y: F.cross_entropy(m(x).view(-1, NUM_CLASSES), y))
     parts[0].detach()

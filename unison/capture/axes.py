@@ -22,7 +22,7 @@ Axes = tuple[Axis, tuple[Axis, ...]]  # of the output, of each tensor argument
 
 
 class Call(NamedTuple):
-    """One operation that touches parameters, as far as it is known before it runs.
+    """An operation that touches parameters: function, names and shapes.
 
     Attributes:
         func: The torch function.
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        """What stays the same when sizes change."""
+        """The call without sizes."""
         return self.func, self.names, tuple(len(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A call, and what came out.
+    """A call with its output.
 
     Attributes:
         call: The call.
@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class AxisTable:
-    """What was learned: the axis of the samples by kind of call, or by call where kinds differ.
+    """The dimension of the samples by kind of call, or by call where kinds differ.
 
     Attributes:
         by_kind: By kind of call.
@@ -113,16 +113,13 @@ class AxisTable:
         Raises:
             UnsupportedOperation: If the call was not seen when the axes were learned.
         """
-        return self._found(call)[0]
-
-    def _found(self, call: Call) -> Axes:
         found = self.find(call)
         if found is None:
             raise UnsupportedOperation(
                 f"{call} was not seen when it was learned where samples lie: the model takes "
                 "another path for this batch"
             )
-        return found
+        return found[0]
 
     def check_rows(self, call: Call, num_rows: int) -> None:
         """Make sure that samples have as many rows each as they had.

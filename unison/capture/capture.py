@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
+from unison.capture.facts import FACTS, UNFOLLOWED
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
-from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recompute import (
     NOBODY,
     RecomputeQueue,
@@ -25,9 +25,8 @@ from unison.capture.recompute import (
     nothing_saved,
 )
 from unison.capture.recurrent import flat_weights_renewed
-from unison.capture.refuse import may_be_compiled, refuse_compiled
-from unison.capture.row_trace import RowTrace
-from unison.capture.rows import Rows, is_mixed
+from unison.capture.row_rules import RowSamples, is_mixed
+from unison.capture.rows import RowTrace
 from unison.capture.tap import (
     OnProduct,
     OnRecord,
@@ -36,6 +35,7 @@ from unison.capture.tap import (
     tap,
     tapped_again,
 )
+from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import (
     ParamRegistry,
     Source,
@@ -78,7 +78,7 @@ class Met(NamedTuple):
     """
 
     call: Call
-    rows: Rows | None
+    rows: RowSamples | None
     layout: Layout | None
 
 
@@ -163,9 +163,7 @@ class Capture:
         """
         if not self._is_current:
             self._params.refresh()
-        modules = [module for _, module in self._params.modules]
-        if may_be_compiled(modules, list(map(vars, modules))):
-            refuse_compiled(self._params.modules)
+        refuse_compiled(self._params.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()

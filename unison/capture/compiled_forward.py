@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_iter
 
 from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
+from unison.capture.torch_compile import unit_draws_known, unwrapped
 from unison.capture.tracked import Tracked, places
-from unison.capture.unit_draws import unit_draws_known
-from unison.capture.users_compile import unwrapped
 from unison.dynamo import DynamoBackend, pinned
 from unison.errors import UnsupportedOperation
 from unison.names import canonical_name
@@ -80,7 +79,7 @@ class CompiledForward:
         else:
             setattr(*self._where, self._eager)
 
-    # A copy of the module runs what the user wrote ([Note: copies are plain] in border.py): the
+    # A copy of the module runs what the user wrote ([Note: copies are plain] in inputs.py): the
     # class's forward, or one that the user had put on the instance.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

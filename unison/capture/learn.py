@@ -1,18 +1,30 @@
-"""Learning where samples lie in the operations of a model."""
+"""Learning where samples lie in the operations of a model.
 
+Most models move no rows: samples lie where `learn_axes` has found them, in every batch. Others
+select, sort or mask rows by values, read values to decide what to do, or lay rows out in another
+order than sample by sample. They are found by one pass with a trace, structurally: that rows were
+sorted by values is seen even if this batch was in order already. Only their passes are traced.
+"""
+
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unison.capture.axes import AxisTable
-from unison.capture.capture import Capture
-from unison.capture.probe_state import ProbeState
+from unison.capture.axes import NO_AXIS, AxisTable, Seen
+from unison.capture.capture import Capture, Met
+from unison.capture.parts import is_in_parts
+from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
+from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.ops.layout import NOBODY
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 
@@ -20,7 +32,7 @@ MAX_ROUNDS = 10
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in a batch: the common size of its tensors' first dimension.
+    """Return the number of samples: the common size of the tensors' first dimension.
 
     Raises:
         BadInput: If the tensors do not agree.
@@ -35,7 +47,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def resized(batch: Any, num_samples: int) -> Any:
-    """A batch of another size, of the same samples, repeated if there are too few."""
+    """Return a batch of another size, with samples repeated if there are too few."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -76,13 +88,7 @@ def learn_axes(
     other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
     for _ in range(MAX_ROUNDS):
         many, fewer = (
-            _seen(
-                Capture(module, each, axes=axes, on_record=_nothing),
-                run,
-                resized(batch, each),
-                state,
-            )
-            for each in (size, other)
+            _calls(module, run, resized(batch, each), axes, state) for each in (size, other)
         )
         if axes.learn(many, fewer, (size, other)) == 0:
             return axes
@@ -91,21 +97,21 @@ def learn_axes(
     )
 
 
-def _seen(capture: Capture, run: Run, batch: Any, state: ProbeState | None) -> list:
+def _calls(
+    module: nn.Module, run: Run, batch: Any, axes: AxisTable, state: ProbeState | None = None
+) -> list[Seen]:
+    """Run a pass, and return its operations that touch parameters."""
     if state is not None:
         state.restore()
+    capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
     with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
-        run(capture.module, batch)
+        run(module, batch)
     return seen
 
 
 def generators_kept(batch: Any) -> Any:
     """Leave torch's generators as they are found, on the CPU and where the batch is."""
-    return torch.random.fork_rng(devices=list(_devices(batch)))
-
-
-def _devices(batch: Any) -> set[torch.device]:
-    return {leaf.device for leaf in _tensors(batch) if leaf.is_cuda}
+    return torch.random.fork_rng(devices={leaf.device for leaf in _tensors(batch) if leaf.is_cuda})
 
 
 def _tensors(batch: Any) -> list[Tensor]:
@@ -114,3 +120,144 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 def _nothing(name: str, record: Record) -> None:
     pass
+
+
+# --- whether rows must be followed ----------------------------------------------------------------
+
+NUM_FOLLOWED = 3  # samples at least: of one sample alone, every row is its own
+
+
+def learn_rows(
+    module: nn.Module, run: Run, batch: Any, *, state: ProbeState | None = None
+) -> AxisTable:
+    """Find where samples lie, as `learn_axes`, and whether they must be followed in every pass.
+
+    Args:
+        module: The model.
+        run: One loss per sample.
+        batch: Some samples.
+        state: What each pass begins with, if it is to be the same.
+
+    Raises:
+        BadInput: If the batch is empty.
+        UnsupportedOperation: If no answer can be found.
+    """
+    if any(map(is_in_parts, module.parameters())):
+        # Below DTensors there is no batch to follow.
+        return learn_axes(module, run, batch, state=state)
+    met, reads = _follow(module, run, batch)
+    if reads.has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
+        return _learn_partly(module, run, batch)
+    axes = AxisTable(rows_per_sample={})
+    try:
+        learn_axes(module, run, batch, axes, state=state)
+    except UnsupportedOperation:
+        if any(
+            each.layout is None and each.rows is not None and is_mixed(each.rows) for each in met
+        ):
+            raise
+        return _learn_partly(module, run, batch)
+    trained = {name for name, each in module.named_parameters() if each.requires_grad}
+    used = {name for each in met for name in each.call.names}
+    has_other_paths = reads.may_branch and not trained <= used
+    if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
+        return _learn_partly(module, run, batch)
+    return axes
+
+
+def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], "_Reads"]:
+    """Run a pass with a trace, and return what parameters have met in it."""
+    batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
+    capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+    with (
+        generators_kept(batch),
+        checkpointing_quiet(),
+        _Reads(capture) as reads,
+        capture.meeting(batch) as met,
+    ):
+        run(module, batch)
+    return met, reads
+
+
+def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
+    """Whether rows do not lie sample by sample, as many for each, where the table says."""
+    known = axes.find(met.call)
+    dim = NO_AXIS if known is None else known[0]
+    if dim is None or met.rows is None or is_mixed(met.rows):
+        return False  # the table is what is known of it, and is checked by gradients
+    ids, size = met.rows.ids, met.call.batch
+    if ids.shape[dim] % size:
+        return True
+    expected = uniform(ids.shape[dim], size, dim, ids.ndim, ids.device)
+    return not bool(((ids == expected) | (ids == NOBODY)).all())
+
+
+def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
+    """Learn what two sizes tell of a model that is going to be traced."""
+    size = batch_size_of(batch)
+    sizes = (size, size - 1 if size > 2 else size + 1)
+    axes, expressions = AxisTable(is_traced=True), AxisTable()
+    for _ in range(MAX_ROUNDS):
+        many, fewer = (_calls(module, run, resized(batch, each), expressions) for each in sizes)
+        axes.learn_partly(many, fewer, sizes)
+        # As many rows for both sizes, by chance, look as if no sample were in them: only what is
+        # made of nothing but parameters is known to be an expression.
+        made = [seen.call for seen in many if seen.digest is None]
+        if expressions.add([call for call in made if axes.knows(call)], axes) == 0:
+            break
+    return axes
+
+
+class _Reads(TorchFunctionMode):
+    """A function mode that notes reads of values that change from batch to batch.
+
+    Attributes:
+        has_numbers: Whether numbers were read, which may become sizes and indices.
+        may_branch: Whether anything was read, or Python's own random numbers were drawn: the next
+            pass may do something else.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+        self.has_numbers = self.may_branch = False
+
+    def __enter__(self) -> "_Reads":
+        self._state = _python_state()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.may_branch |= self._state != _python_state()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at a call before it runs."""
+        if func in _READS:
+            self._note(args[0], is_number=func is not Tensor.__bool__)
+        elif func is Tensor.__getitem__:
+            for each in args[1] if isinstance(args[1], tuple) else (args[1],):
+                if isinstance(each, Tensor) and each.ndim == 0 and each.dtype != torch.bool:
+                    self._note(each, is_number=True)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, value: Any, *, is_number: bool) -> None:
+        trace = self._capture.trace
+        if trace is not None and isinstance(value, Tensor) and trace.find(value) is not None:
+            self.may_branch = True
+            self.has_numbers |= is_number
+
+
+_READS = {
+    *(Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__),
+    *(Tensor.__int__, Tensor.__float__, Tensor.__index__),
+}
+
+
+def _python_state() -> Any:
+    """The state of Python's generators, and of numpy's if somebody has imported it."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else str(numpy.random.get_state()[1:3])
+    return random.getstate(), state

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import Call
-from unison.capture.fingerprint import fingerprint
+from unison.capture.probes import fingerprint
 from unison.errors import UnsupportedOperation
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws, drawing_again

@@ -1,45 +1,146 @@
-"""Whose the rows of an output are, for each of torch's functions below autograd.
+"""The sample of each row of an output, for each of torch's functions below autograd.
 
-See [Note: the sample of every row]. A rule takes what finds the rows of an input, the function's
-arguments by name and its output, and returns the samples' numbers in the (first) output, or one for
-each output, or None where nobody can tell.
+[Note: the sample of every row] Where rows are selected, sorted or masked by values, no count tells
+which sample a row belongs to. So a second tensor goes along with each tensor that depends on the
+batch: for every element the number of its sample, kept as one number for all elements along a
+dimension where it does not change ([batch, 1, 1] beside [batch, tokens, features]). It begins at
+the module's inputs. What moves elements about (views, indexing, sorting, packing) is done to the
+numbers too, by the same function with the same indices. What computes with elements keeps a
+number where all that went in agree; a sum over samples, or what has no rule here, gives `MIXED`,
+and an operation with a parameter refuses that. What is made without the batch is `NOBODY`'s.
+
+Gradients decide whose a row is, and integers have none: where a float and an integer meet, the
+float's sample counts. To choose a row by its number does not make it the chooser's.
+
+The trace runs below autograd, where torch has a few hundred functions with one name each, and only
+for models that need it: those that move rows by values, or read values to decide what to do
+(learn.py). Numbers belong to memory: all views of it see what is written to it in place.
+
+A rule takes what finds the rows of an input, the function's arguments by name and its output, and
+returns the samples' numbers in the (first) output, or one for each output, or None where nobody
+can tell.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.rows import (
-    MIXED,
-    Rows,
-    combined,
-    compressed,
-    filled,
-    grown,
-    reduced,
-)
 from unison.ops.layout import NOBODY
 
+MIXED = -2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowSamples:
+    """The sample that each element of a tensor belongs to.
+
+    Attributes:
+        ids: The sample of each element, int64: as many dimensions as the tensor, each as long, or 1
+            where the sample does not change along it. `NOBODY` and `MIXED` are no samples.
+        is_by_value: Whether values have decided where the rows lie.
+        is_random: Whether it is nobody's, and drawn at random.
+        lost_by: The function that has made it `MIXED`.
+    """
+
+    ids: Tensor
+    is_by_value: bool = False
+    is_random: bool = False
+    lost_by: str | None = None
+
+
+def lost(tensor: Tensor, by: str, ndim: int | None = None) -> RowSamples:
+    """Return `MIXED` for all of a tensor, or of a view of it with so many dimensions."""
+    shape = (1,) * (tensor.ndim if ndim is None else ndim)
+    return RowSamples(torch.full(shape, MIXED, device=tensor.device), lost_by=by)
+
+
+def compressed(ids: Tensor) -> Tensor:
+    """Return ids with each dimension along which they do not change reduced to size 1."""
+    for dim, size in enumerate(ids.shape):
+        if size > 1:
+            first = ids.narrow(dim, 0, 1)
+            if bool((ids == first).all()):
+                ids = first
+    return ids.clone()
+
+
+def combined(left: Tensor, right: Tensor) -> Tensor:
+    """Broadcast two tensors of ids; `MIXED` where they disagree."""
+    right = right.to(left.device)  # a number on the CPU may meet tensors elsewhere
+    if left is right or (left.shape == right.shape and torch.equal(left, right)):
+        return left
+    agreed = torch.where((right == NOBODY) | (left == right), left, MIXED)
+    return torch.where(left == NOBODY, right, agreed)
+
+
+def filled(ids: Tensor, others: Tensor) -> Tensor:
+    """Replace `NOBODY` by other ids."""
+    if ids.numel() and bool((ids == NOBODY).any()):
+        return torch.where(ids == NOBODY, others.to(ids.device), ids)
+    return ids
+
+
+def reduced(ids: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
+    """Reduce ids along some dimensions; `MIXED` where they disagree."""
+    dims = sorted({dim % max(ids.ndim, 1) for dim in dims}, reverse=True)
+    if ids.ndim == 0:
+        return ids
+    wide = [dim for dim in dims if ids.shape[dim] != 1]
+    if wide and 0 in (ids.shape[dim] for dim in wide):
+        sizes = [1 if dim in wide else size for dim, size in enumerate(ids.shape)]
+        ids = torch.full(sizes, NOBODY, device=ids.device)
+    elif wide:
+        none = torch.iinfo(torch.int64).max
+        low = torch.where(ids == NOBODY, none, ids).amin(wide, keepdim=True)
+        high = ids.amax(wide, keepdim=True)
+        ids = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
+    if not keepdim:
+        for dim in dims:
+            ids = ids.squeeze(dim)
+    return ids
+
+
+def grown(ids: Tensor, ndim: int) -> Tensor:
+    """Prepend dimensions of size 1, as broadcasting does."""
+    return ids.reshape(*(1 for _ in range(ndim - ids.ndim)), *ids.shape)
+
+
+def uniform(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
+    """Return the ids of samples that lie one after the other, as many rows each."""
+    ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
+    return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
+
+
+def is_mixed(rows: RowSamples) -> bool:
+    """Whether samples are mixed in some element, or nobody can tell whose it is."""
+    with _disable_current_modes():
+        return bool((rows.ids == MIXED).any())
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
 Arguments = dict[str, Any]
-Found = Tensor | Rows | None
+Found = Tensor | RowSamples | None
 
 
-class Find:
-    """Finds whose the rows of inputs are.
+class RowFinder:
+    """Looks up the samples of inputs for a rule.
 
     Args:
         known: Whose the rows of any tensor are, None for nobody's.
     """
 
-    def __init__(self, known: Callable[[Tensor], Rows | None]) -> None:
+    def __init__(self, known: Callable[[Tensor], RowSamples | None]) -> None:
         self._known = known
 
-    def __call__(self, tensor: Tensor) -> Rows | None:
-        """Whose rows are that depend on samples; None for nobody's."""
+    def __call__(self, tensor: Tensor) -> RowSamples | None:
+        """The samples of a tensor; None if it depends on none."""
         rows = self._known(tensor)
         return None if rows is None or rows.is_random else rows
 
@@ -48,15 +149,12 @@ class Find:
         return self._known(tensor) is not None
 
 
-RowRule = Callable[[Find, Arguments, Any], Found | Sequence[Found]]
+RowRule = Callable[[RowFinder, Arguments, Any], Found | Sequence[Found]]
 
 
 # --- rules -------------------------------------------------------------------------------------
 
 RULES: dict[str, RowRule] = {}
-LISTS = {"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
-
-
 _Rule = TypeVar("_Rule", bound=RowRule)
 
 
@@ -70,18 +168,14 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
     return register
 
 
-def _ids(find: Find, value: Any) -> Tensor | None:
+def _ids(find: RowFinder, value: Any) -> Tensor | None:
     rows = find(value) if isinstance(value, Tensor) else None
     return None if rows is None else rows.ids
 
 
-def _nobodys(value: Tensor) -> Tensor:
-    return torch.full((1,) * value.ndim, NOBODY, device=value.device)
-
-
-def _all_ids(find: Find, value: Tensor) -> Tensor:
+def _all_ids(find: RowFinder, value: Tensor) -> Tensor:
     ids = _ids(find, value)
-    return _nobodys(value) if ids is None else ids
+    return torch.full((1,) * value.ndim, NOBODY, device=value.device) if ids is None else ids
 
 
 def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
@@ -92,15 +186,15 @@ def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
 
 
 @_rule(
-    *("_to_copy", "copy", "floor_divide", "native_dropout", "dropout", "tril", "triu", "isin"),
+    *("_to_copy", "floor_divide", "native_dropout", "dropout", "tril", "triu", "isin"),
     *("bucketize", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "clone"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("bernoulli", "uniform", "normal", "exponential", "fill", "zero", "masked_fill", "where"),
     *("_conj", "conj", "resolve_conj", "resolve_neg", "_neg_view", "nan_to_num", "to", "view_as"),
     *("_fused_dropout", "randint_like", "dist", "rrelu_with_noise", "polygamma"),
 )
-def pointwise(find: Find, a: Arguments, out: Any) -> Found:
-    """All that is broadcast to an element; floats first, see the note."""
+def pointwise(find: RowFinder, a: Arguments, out: Any) -> Found:
+    """Elementwise functions: ids of all inputs are combined, floats first (see the note)."""
     first = out if isinstance(out, Tensor) else out[0]
     floats, others = None, None
     for value in tree_leaves(a):
@@ -117,13 +211,11 @@ def pointwise(find: Find, a: Arguments, out: Any) -> Found:
     return filled(floats, others)
 
 
-def _copied(find: Find, a: Arguments, out: Tensor) -> Found:
+@_rule("copy")
+def copied(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x.copy_(y)`: what is written over is gone."""
     ids = grown(_all_ids(find, a["src"]).to(out.device), out.ndim)
     return filled(ids, _all_ids(find, a["self"]))
-
-
-RULES["copy"] = _copied
 
 
 @_rule(
@@ -131,8 +223,8 @@ RULES["copy"] = _copied
     *("var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"),
     *("count_nonzero", "median", "mode", "kthvalue", "aminmax", "nanmedian"),
 )
-def reduction(find: Find, a: Arguments, out: Any) -> Found:
-    """Sums and the like."""
+def reduction(find: RowFinder, a: Arguments, out: Any) -> Found:
+    """Reductions such as sums."""
     if isinstance(a.get("other"), Tensor):  # max and min of two
         return pointwise(find, a, out)
     x = a["self"]
@@ -144,14 +236,14 @@ def reduction(find: Find, a: Arguments, out: Any) -> Found:
     *("_cummax_helper", "_cummin_helper", "logcumsumexp", "glu", "renorm", "softmax"),
     *("log_softmax",),
 )
-def along_dims(find: Find, a: Arguments, out: Any) -> Found:
-    """What computes along a dimension, each element of many."""
+def along_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
+    """Functions along a dimension such as softmax, where each output depends on all of it."""
     x = a["self"]
     return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=True)
 
 
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
-def last_dims(find: Find, a: Arguments, out: Any) -> Found:
+def last_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
     """Norms over the last dimensions."""
     x = a["input"]
     num_dims = len(a["normalized_shape"])
@@ -170,8 +262,8 @@ def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     *("replication_pad2d", "replication_pad3d", "channel_shuffle", "affine_grid_generator"),
     *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
 )
-def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
-    """What works on the images of a batch, one by one."""
+def first_dim(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found]:
+    """Functions of images, [batch, channels, ...], such as convolutions and pooling."""
     ids: Tensor | None = None
     for value in tree_leaves(a):
         found = _ids(find, value)
@@ -187,13 +279,8 @@ def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
 # --- products ----------------------------------------------------------------------------------
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[..., i, k] and [..., k, j]."""
-    return combined(reduced(left, [-1], keepdim=True), reduced(right, [-2], keepdim=True))
-
-
 @_rule("mm", "bmm", "addmm", "baddbmm", "matmul", "_grouped_mm", "grouped_mm_fallback", "_int_mm")
-def matmul(find: Find, a: Arguments, out: Any) -> Found:
+def matmul(find: RowFinder, a: Arguments, out: Any) -> Found:
     """Products of matrices, and one added to them."""
     names = (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other"))
     names = (*names, ("self", "mat2"), ("input", "weight"))
@@ -205,14 +292,15 @@ def matmul(find: Find, a: Arguments, out: Any) -> Found:
         return reduced(x, [-1], keepdim=True)
     if min(left.ndim, right.ndim) < 2:
         return None
-    ids = _product(x, w)
+    # [..., i, k] and [..., k, j]
+    ids = combined(reduced(x, [-1], keepdim=True), reduced(w, [-2], keepdim=True))
     if "mat1" in a or "batch1" in a:
         ids = combined(ids, grown(_all_ids(find, a["self"]), ids.ndim))
     return ids
 
 
 @_rule("mv", "addmv", "dot", "vdot")
-def vectors(find: Find, a: Arguments, out: Tensor) -> Found:
+def vectors(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """Products with a vector."""
     x = a["self"] if "mat" not in a else a["mat"]
     v = a["vec"] if "vec" in a else a["tensor"]
@@ -221,7 +309,7 @@ def vectors(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("_cdist_forward", "_euclidean_dist")
-def distances(find: Find, a: Arguments, out: Tensor) -> Found:
+def distances(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """Of all rows of one to all rows of another."""
     left, right = (_all_ids(find, a[name]) for name in ("x1", "x2"))
     right = reduced(right, [-1], keepdim=True)
@@ -234,7 +322,7 @@ def distances(find: Find, a: Arguments, out: Tensor) -> Found:
     *("_scaled_dot_product_fused_attention_overrideable",),
     *("_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"),
 )
-def attention(find: Find, a: Arguments, out: Any) -> list[Found]:
+def attention(find: RowFinder, a: Arguments, out: Any) -> list[Found]:
     """[batch, heads, tokens, features]: all tokens of one are mixed."""
     ids: Tensor | None = None
     for name in ("query", "key", "value"):
@@ -253,7 +341,7 @@ def attention(find: Find, a: Arguments, out: Any) -> list[Found]:
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy", "unflatten")
-def view(find: Find, a: Arguments, out: Tensor) -> Found:
+def view(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """The same elements in another shape: only dimensions that samples lie in are looked at."""
     x = a["self"]
     ids = _all_ids(find, x)
@@ -292,33 +380,44 @@ def _aligned(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int]
 
 
 # What means the same for dimensions of 1.
-RULES["permute"] = lambda find, a, out: _all_ids(find, a["self"]).permute(a["dims"])
 RULES["flip"] = lambda find, a, out: _all_ids(find, a["self"]).flip(a["dims"])
-RULES["transpose"] = lambda find, a, out: _all_ids(find, a["self"]).transpose(a["dim0"], a["dim1"])
-RULES["t"] = lambda find, a, out: _all_ids(find, a["self"]).t()
-RULES["unsqueeze"] = lambda find, a, out: _all_ids(find, a["self"]).unsqueeze(a["dim"])
+
+LISTS = {"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
+VIEWS = {
+    *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "broadcast_to", "select"),
+    *("slice", "narrow", "narrow_copy", "diagonal", "unfold", *LISTS),
+}
 
 
-@_rule("squeeze")
-def squeeze(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`squeeze`, of the tensor's own dimensions of 1."""
-    x = a["self"]
-    dims = {dim % max(x.ndim, 1) for dim in _dims(a, x.ndim)}
-    ids = _all_ids(find, x)
-    for dim in sorted(dims, reverse=True):
-        if x.ndim and x.shape[dim] == 1:
-            ids = ids.squeeze(dim)
+def view_rule(func: Callable[..., Any], names: Sequence[str]) -> RowRule:
+    """Return the rule of a view function: the same function, run on ids.
+
+    Args:
+        func: The function.
+        names: Of its arguments.
+    """
+
+    def rule(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found]:
+        x = a[names[0]]
+        ids = _all_ids(find, x)
+        if out is x:  # in place: it has its new strides already
+            return ids
+        made = func(ids.expand(x.shape), **{each: a.get(each) for each in names[1:]})
+        return _unexpanded(made) if isinstance(made, Tensor) else list(map(_unexpanded, made))
+
+    return rule
+
+
+def _unexpanded(ids: Tensor) -> Tensor:
+    """Reduce each expanded dimension (stride 0) to size 1."""
+    for dim, (size, stride) in enumerate(zip(ids.shape, ids.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            ids = ids.narrow(dim, 0, 1)
     return ids
 
 
-@_rule("expand", "broadcast_to")
-def expand(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`expand`."""
-    return grown(_all_ids(find, a["self"]), out.ndim)
-
-
 @_rule("repeat", "tile")
-def repeat(find: Find, a: Arguments, out: Tensor) -> Found:
+def repeat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`repeat`: dimensions along which samples do not change stay of 1."""
     ids = grown(_all_ids(find, a["self"]), out.ndim)
     times = [n if size > 1 else 1 for n, size in zip(a["repeats"], ids.shape, strict=True)]
@@ -326,7 +425,7 @@ def repeat(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("roll")
-def roll(find: Find, a: Arguments, out: Tensor) -> Found:
+def roll(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`roll`."""
     ids = _all_ids(find, a["self"])
     if not a.get("dims"):
@@ -334,57 +433,8 @@ def roll(find: Find, a: Arguments, out: Tensor) -> Found:
     return ids.roll(a["shifts"], a["dims"])
 
 
-@_rule("select")
-def select(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`x[..., i]`."""
-    ids, dim = _all_ids(find, a["self"]), a["dim"]
-    return ids.select(dim, 0 if ids.shape[dim] == 1 else a["index"])
-
-
-@_rule("slice")
-def slice_(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`x[..., i:j:k]`."""
-    ids, dim = _all_ids(find, a["self"]), a.get("dim", 0)
-    if ids.shape[dim] == 1:
-        return ids
-    given = slice(a.get("start"), a.get("end"), a.get("step", 1))
-    return ids[(*(slice(None) for _ in range(dim % ids.ndim)), given)]
-
-
-@_rule("narrow", "narrow_copy")
-def narrow(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`narrow`."""
-    ids, dim = _all_ids(find, a["self"]), a["dim"]
-    return ids if ids.shape[dim] == 1 else ids.narrow(dim, a["start"], a["length"])
-
-
-@_rule(*LISTS)
-def pieces_of(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
-    """Pieces along a dimension."""
-    ids, dim = _all_ids(find, a["self"]), a.get("dim", 0)
-    is_unbound = out[0].ndim < ids.ndim
-    if ids.shape[dim] == 1:
-        return [ids.select(dim, 0) if is_unbound else ids for _ in out]
-    if is_unbound:
-        return list(ids.unbind(dim))
-    return list(ids.split([each.shape[dim] for each in out], dim))
-
-
-@_rule("diagonal", "unfold")
-def no_samples_there(find: Find, a: Arguments, out: Tensor) -> Found:
-    """Along dimensions that samples do not lie in."""
-    ids = _all_ids(find, a["self"])
-    if ids.numel() == 1:
-        return ids.reshape((1,) * out.ndim)
-    if "dimension" in a and ids.shape[a["dimension"]] == 1:
-        return ids.unsqueeze(-1)
-    if "dim1" in a and ids.shape[a["dim1"]] == ids.shape[a["dim2"]] == 1:
-        return ids.diagonal(0, a["dim1"], a["dim2"])
-    return None
-
-
 @_rule("cat", "stack", "concat")
-def cat(find: Find, a: Arguments, out: Tensor) -> Found:
+def cat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`cat` and `stack`."""
     tensors, dim = a["tensors"], a.get("dim", 0) % out.ndim
     is_stacked = tensors[0].ndim < out.ndim
@@ -409,7 +459,7 @@ def cat(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("constant_pad_nd")
-def pad(find: Find, a: Arguments, out: Tensor) -> Found:
+def pad(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`F.pad`: what is added along samples is nobody's, what is added to a sample is its own."""
     ids, sides = _all_ids(find, a["self"]), list(a["pad"])
     for place in range(len(sides) // 2):
@@ -421,17 +471,17 @@ def pad(find: Find, a: Arguments, out: Tensor) -> Found:
 # --- rows by their numbers ---------------------------------------------------------------------
 
 
-def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> Rows:
-    """Rows of a tensor, chosen by others: those of nobody are the choosers'."""
+def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> RowSamples:
+    """Ids of what an index has chosen: `NOBODY`'s rows get the sample of the index."""
     choosers = choosers.to(ids.device)
     if ids.numel() != 1 or int(ids) != NOBODY:  # what many have chosen is nobody's all the same
         choosers = torch.where(choosers == MIXED, NOBODY, choosers)
     is_torn = (ids >= 0) & (choosers >= 0) & (ids != choosers)
-    return Rows(torch.where(is_torn, MIXED, filled(ids, choosers)), is_by_value=is_by_value)
+    return RowSamples(torch.where(is_torn, MIXED, filled(ids, choosers)), is_by_value=is_by_value)
 
 
 @_rule("index", "_unsafe_index")
-def index(find: Find, a: Arguments, out: Tensor) -> Found:
+def index(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x[i, mask, :]`."""
     x, indices = a["self"], list(a["indices"])
     ids = _all_ids(find, x)
@@ -449,17 +499,17 @@ def index(find: Find, a: Arguments, out: Tensor) -> Found:
     wide = ids.expand([x.shape[d] if d in dims else ids.shape[d] for d in range(x.ndim)])
     shadow = _index_shadow(find, x, indices, out)
     if _ids(find, x) is None and shadow is not None:  # rows of a table
-        return Rows(shadow, is_by_value=is_by_value)
+        return RowSamples(shadow, is_by_value=is_by_value)
     made = torch.ops.aten.index.Tensor(wide, indices)
     if shadow is None:
-        return Rows(made, is_by_value=is_by_value)
+        return RowSamples(made, is_by_value=is_by_value)
     return _chosen(made, shadow, is_by_value=is_by_value)
 
 
 def _index_shadow(
-    find: Find, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
+    find: RowFinder, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
 ) -> Tensor | None:
-    """Whose the indices are, as they lie in the output; None if they are nobody's."""
+    """Ids of the indices, broadcast as in the output; None if no sample made them."""
     given = [(d, each) for d, each in enumerate(indices) if each is not None]
     if all(_ids(find, each) is None for _, each in given):
         return None
@@ -489,13 +539,13 @@ def _same_ndim(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_rule("embedding")
-def embedding(find: Find, a: Arguments, out: Tensor) -> Found:
+def embedding(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """Rows of a table."""
     return index(find, {"self": a["weight"], "indices": [a["indices"]]}, out)
 
 
 @_rule("index_select")
-def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
+def index_select(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`index_select`."""
     ids, dim, chosen = _all_ids(find, a["self"]), a["dim"] % max(a["self"].ndim, 1), a["index"]
     choosers = _all_ids(find, chosen).reshape([-1 if d == dim else 1 for d in range(out.ndim)])
@@ -505,7 +555,7 @@ def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("gather")
-def gather(find: Find, a: Arguments, out: Tensor) -> Found:
+def gather(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`gather`: each element by its own number."""
     x, dim, chosen = a["self"], a["dim"], a["index"]
     ids = _all_ids(find, x)
@@ -518,28 +568,28 @@ def gather(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("sort", "topk", "argsort", "msort")
-def sort(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def sort(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """`sort` and `topk`: values and their numbers."""
     x = a["self"]
     ids, dim = _all_ids(find, x), a.get("dim", -1)
     order = out[1]
     if x.ndim and ids.shape[dim] > 1:
         ids = ids.expand(x.shape).gather(dim, order)
-        moved = Rows(ids, is_by_value=True)
+        moved = RowSamples(ids, is_by_value=True)
         return [moved, moved]
     return [ids, ids]
 
 
 @_rule("nonzero")
-def nonzero(find: Find, a: Arguments, out: Tensor) -> Found:
+def nonzero(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """Where elements are: one row for each."""
     x = a["self"]
     ids = _all_ids(find, x).expand(x.shape)
-    return Rows(ids[tuple(out.unbind(1))].reshape(-1, 1), is_by_value=True)
+    return RowSamples(ids[tuple(out.unbind(1))].reshape(-1, 1), is_by_value=True)
 
 
 @_rule("masked_select")
-def masked_select(find: Find, a: Arguments, out: Tensor) -> Found:
+def masked_select(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """Elements where a mask is true."""
     x, mask = torch.broadcast_tensors(a["self"], a["mask"])
     ids = grown(_all_ids(find, a["self"]), x.ndim).expand(x.shape)[mask]
@@ -555,7 +605,7 @@ def _put(
     put: Callable[[Tensor], Tensor],
     is_added: bool,
 ) -> Tensor | None:
-    """Rows that were written into others; None where several do not agree whose one is.
+    """Write ids into others; None where several samples write to one place.
 
     Args:
         before: Whose all elements were.
@@ -573,7 +623,7 @@ def _put(
 
 
 @_rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
+def index_put(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x[i] = y`."""
     x, indices, values = a["self"], list(a["indices"]), a["values"]
     ids, value_ids = _all_ids(find, x), _all_ids(find, values)
@@ -611,7 +661,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 @_rule("index_add", "index_copy", "index_reduce")
-def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
+def index_add(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x.index_add(dim, i, y)`."""
     x, dim, chosen = a["self"], a["dim"] % max(a["self"].ndim, 1), a["index"]
     ids, values = _all_ids(find, x), _all_ids(find, a["source"])
@@ -634,13 +684,13 @@ def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("scatter_add", "scatter_reduce")
-def scatter_add(find: Find, a: Arguments, out: Tensor) -> Found:
+def scatter_add(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x.scatter_add(dim, i, y)`."""
     return scatter(find, a, out, is_added=True)
 
 
 @_rule("scatter")
-def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
+def scatter(find: RowFinder, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
     """`x.scatter(dim, i, y)`: each element to its own number, beside its own place elsewhere."""
     x, dim, chosen, source = a["self"], a["dim"], a["index"], a.get("src")
     ids, own = _all_ids(find, x), _all_ids(find, chosen)
@@ -674,7 +724,7 @@ def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) ->
 
 
 @_rule("masked_scatter")
-def masked_scatter(find: Find, a: Arguments, out: Tensor) -> Found:
+def masked_scatter(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """`x.masked_scatter(mask, y)`: elements of y in their order."""
     x, mask = a["self"], a["mask"].expand(a["self"].shape)
     ids = _all_ids(find, x)
@@ -688,7 +738,7 @@ def masked_scatter(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("slice_scatter", "select_scatter")
-def written_part(find: Find, a: Arguments, out: Tensor) -> Found:
+def written_part(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     """A part of a tensor, written into a copy of it."""
     ids, own, dim = _all_ids(find, a["self"]), _all_ids(find, a["src"]), a.get("dim", 0)
     if "index" in a:
@@ -700,17 +750,17 @@ def written_part(find: Find, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("_pack_padded_sequence")
-def pack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def pack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """The steps of sequences that have not ended, step by step."""
     x = a["input"]
     ids = _all_ids(find, x)
     ids = ids.expand([*x.shape[:2], *ids.shape[2:]]).contiguous()
     moved = torch.ops.aten._pack_padded_sequence(ids, a["lengths"], a["batch_first"])[0]
-    return [Rows(moved, is_by_value=True), None]
+    return [RowSamples(moved, is_by_value=True), None]
 
 
 @_rule("_pad_packed_sequence")
-def unpack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def unpack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """Back to [time, batch]: the padding is its sequence's."""
     data = a["data"]
     ids = _all_ids(find, data)
@@ -722,7 +772,7 @@ def unpack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
 
 
 @_rule("_embedding_bag", "_embedding_bag_forward_only")
-def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def bags(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """One row per bag: whose its ids are, or else its place."""
     ids, places = a["indices"], a["offsets"]
     if _ids(find, a["weight"]) is not None:

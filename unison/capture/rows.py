@@ -1,121 +1,371 @@
-"""Whose the rows of every tensor are: a trace of the samples through a forward pass.
+"""The trace itself: a mode of torch in which the numbers of samples follow their elements."""
 
-[Note: the sample of every row] Where rows are selected, sorted or masked by values, no count tells
-which sample a row belongs to. So a second tensor goes along with each tensor that depends on the
-batch: for every element the number of its sample, kept as one number for all elements along a
-dimension where it does not change ([batch, 1, 1] beside [batch, tokens, features]). It begins at
-the module's inputs. What moves elements about (views, indexing, sorting, packing) is done to the
-numbers too, by the same function with the same indices. What computes with elements keeps a
-number where all that went in agree; a sum over samples, or what has no rule here, gives `MIXED`,
-and an operation with a parameter refuses that. What is made without the batch is `NOBODY`'s.
-
-Gradients decide whose a row is, and integers have none: where a float and an integer meet, the
-float's sample counts. To choose a row by its number does not make it the chooser's.
-
-The trace runs below autograd, where torch has a few hundred functions with one name each, and only
-for models that need it: those that move rows by values, or read values to decide what to do
-(follow.py). Numbers belong to memory: all views of it see what is written to it in place.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from unison.ops.layout import NOBODY
+from unison.capture.row_rules import (
+    LISTS,
+    MIXED,
+    RULES,
+    VIEWS,
+    Arguments,
+    Found,
+    RowFinder,
+    RowRule,
+    RowSamples,
+    along_dims,
+    compressed,
+    lost,
+    pointwise,
+    reduced,
+    uniform,
+    view_rule,
+)
+from unison.errors import UnsupportedOperation
+from unison.ops.layout import NOBODY, Layout
 
-MIXED = -2
+# --- functions -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Rows:
-    """Whose the elements of a tensor are.
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """The schema of a torch function, and its rule.
 
     Attributes:
-        ids: The sample of each element, int64: as many dimensions as the tensor, each as long, or 1
-            where the sample does not change along it. `NOBODY` and `MIXED` are no samples.
-        is_by_value: Whether values have decided where the rows lie.
-        is_random: Whether it is nobody's, and drawn at random.
-        lost_by: The function that has made it `MIXED`.
+        name: With its namespace, without the overload.
+        base: The name alone, without the mark of a function that works in place.
+        names: Of its arguments.
+        defaults: Their values where they are left out.
+        writes: Names of the arguments that it writes to.
+        is_random: Whether it draws random numbers.
+        rule: Whose the rows of its output are.
     """
 
-    ids: Tensor
-    is_by_value: bool = False
-    is_random: bool = False
-    lost_by: str | None = None
+    name: str
+    base: str
+    names: tuple[str, ...]
+    defaults: Arguments
+    writes: tuple[str, ...]
+    is_random: bool
+    rule: RowRule | None
+
+    def bound(self, args: tuple, kwargs: Arguments) -> Arguments:
+        """All arguments by name."""
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
+        """The arguments that it writes to."""
+        given = self.bound(args, kwargs) if self.writes else {}
+        return tree_leaves([given.get(name) for name in self.writes])
 
 
-def lost(tensor: Tensor, by: str) -> Rows:
-    """The rows of a tensor of which nobody can tell whose it is."""
-    return lost_of(tensor.ndim, tensor, by)
+@cache
+def signature_of(func: Any) -> Signature:
+    """Return a function's signature, from its schema."""
+    schema = func._schema
+    namespace, _, plain = schema.name.partition("::")
+    base = plain.rstrip("_") if not plain.startswith("__") else plain
+    names = tuple(each.name for each in schema.arguments)
+    rule = view_rule(func, names) if base in VIEWS else RULES.get(base)
+    if rule is None and namespace == "aten" and _is_pointwise(func, base):
+        rule = pointwise
+    if rule is None and base.startswith("_fft"):
+        rule = along_dims
+    if namespace not in ("aten", "prims", "transformers"):
+        rule = None  # somebody's own function may do anything with rows
+    return Signature(
+        name=schema.name,
+        base=base,
+        names=names,
+        defaults={
+            each.name: each.default_value
+            for each in schema.arguments
+            if each.default_value is not None
+        },
+        writes=tuple(
+            each.name
+            for each in schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
+        ),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        rule=rule,
+    )
 
 
-def lost_of(ndim: int, tensor: Tensor, by: str) -> Rows:
-    """The same, of a tensor of so many dimensions on the device of another."""
-    ids = torch.full((1,) * ndim, MIXED, device=tensor.device)
-    return Rows(ids, lost_by=by)
+def _is_pointwise(func: Any, base: str) -> bool:
+    packet = getattr(torch.ops.aten, base, None)
+    names = [] if packet is None else packet.overloads()
+    return any(
+        torch.Tag.pointwise in each.tags for each in (func, *(getattr(packet, n) for n in names))
+    )
 
 
-def compressed(ids: Tensor) -> Tensor:
-    """Keep one number where it does not change along a dimension."""
-    for dim, size in enumerate(ids.shape):
-        if size > 1:
-            first = ids.narrow(dim, 0, 1)
-            if bool((ids == first).all()):
-                ids = first
-    return ids.clone()
+def rows_after(
+    known: Callable[[Tensor], RowSamples | None],
+    signature: Signature,
+    args: tuple,
+    kwargs: Arguments,
+    outputs: Sequence[Tensor],
+) -> list[RowSamples | None]:
+    """Return the samples of each output; None for what was made without the batch."""
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    found = [each for each in map(known, inputs) if each is not None]
+    real = [each for each in found if not each.is_random]
+    if not real:
+        if not found and not signature.is_random:
+            return [None for _ in outputs]
+        return [
+            RowSamples(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
+            for each in outputs
+        ]
+    if signature.base in _FRESH:
+        return [None for _ in outputs]
+    is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
+    lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
+    made: Any = None
+    if signature.rule is not None:
+        only = len(outputs) == 1 and signature.base not in LISTS
+        arguments = signature.bound(args, kwargs)
+        try:
+            made = signature.rule(RowFinder(known), arguments, outputs[0] if only else outputs)
+        except _NOT_FORESEEN:  # nobody can tell: an operation with a parameter will refuse it
+            made = None
+    several = list(made) if isinstance(made, list | tuple) else [made] * len(outputs)
+    return [
+        _rows(each, ids, signature.name, is_by_value=is_by_value, lost_by=lost_by)
+        for each, ids in zip(outputs, several, strict=True)
+    ]
 
 
-def combined(left: Tensor, right: Tensor) -> Tensor:
-    """The sample on which two agree that are broadcast to one another; `MIXED` otherwise."""
-    right = right.to(left.device)  # a number on the CPU may meet tensors elsewhere
-    if left is right or (left.shape == right.shape and torch.equal(left, right)):
-        return left
-    agreed = torch.where((right == NOBODY) | (left == right), left, MIXED)
-    return torch.where(left == NOBODY, right, agreed)
+def _rows(
+    output: Tensor, made: Found, name: str, *, is_by_value: bool, lost_by: str | None
+) -> RowSamples:
+    if isinstance(made, RowSamples):
+        is_by_value |= made.is_by_value
+        made = made.ids
+    has_shape = made is not None and made.ndim == output.ndim
+    if made is None or not has_shape or any(map(_exceeds, made.shape, output.shape)):
+        made = lost(output, name).ids
+    made = made.to(output.device)
+    if lost_by is None and bool((made == MIXED).any()):
+        lost_by = name
+    return RowSamples(made, is_by_value=is_by_value, lost_by=lost_by)
 
 
-def filled(ids: Tensor, others: Tensor) -> Tensor:
-    """The samples, and others where there is none."""
-    if ids.numel() and bool((ids == NOBODY).any()):
-        return torch.where(ids == NOBODY, others.to(ids.device), ids)
-    return ids
+def _exceeds(size: int, of_output: int) -> bool:
+    return size not in (1, of_output)
 
 
-def reduced(ids: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
-    """The sample on which all agree along some dimensions; `MIXED` otherwise."""
-    dims = sorted({dim % max(ids.ndim, 1) for dim in dims}, reverse=True)
-    if ids.ndim == 0:
-        return ids
-    wide = [dim for dim in dims if ids.shape[dim] != 1]
-    if wide and 0 in (ids.shape[dim] for dim in wide):
-        sizes = [1 if dim in wide else size for dim, size in enumerate(ids.shape)]
-        ids = torch.full(sizes, NOBODY, device=ids.device)
-    elif wide:
-        none = torch.iinfo(torch.int64).max
-        low = torch.where(ids == NOBODY, none, ids).amin(wide, keepdim=True)
-        high = ids.amax(wide, keepdim=True)
-        ids = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
-    if not keepdim:
-        for dim in dims:
-            ids = ids.squeeze(dim)
-    return ids
+# They move rows by values, and have no rule: what comes out is lost, and not forgotten.
+_MOVERS = {
+    *("take", "put", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("unique_dim_consecutive", "argwhere", "nonzero_static", "multinomial", "segment_reduce"),
+}
+# They read no values.
+_FRESH = {"new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided"}
+_NOT_FORESEEN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, StopIteration)
 
 
-def grown(ids: Tensor, ndim: int) -> Tensor:
-    """As many dimensions as something it is broadcast to."""
-    return ids.reshape(*(1 for _ in range(ndim - ids.ndim)), *ids.shape)
+# --- the trace -----------------------------------------------------------------------------------
 
 
-def uniform(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
-    """The numbers of samples that lie one after the other, as many rows each."""
-    ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
-    return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
+class RowTrace(TorchDispatchMode):
+    """A dispatch mode that follows samples through all that is computed in its block.
+
+    See [Note: the sample of every row].
+
+    Args:
+        batch: Number of samples.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+        self._known: weakref.WeakKeyDictionary[Any, dict[tuple, RowSamples]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.opaque: str | None = None  # a function whose output has no memory of its own
+
+    def begin(self, tensor: Tensor, dim: int, per_sample: int = 1) -> None:
+        """Let each row of a dimension, or as many as one sample has, be one sample."""
+        ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
+        self.put(
+            tensor, RowSamples(ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)]))
+        )
+
+    def put(self, tensor: Tensor, rows: RowSamples) -> None:
+        """Set the samples of a tensor."""
+        storage = _storage(tensor)
+        if storage is None:
+            self.opaque = self.opaque or f"a {type(tensor).__name__}"
+            return
+        self._known.setdefault(storage, {})[_geometry(tensor)] = rows
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget the samples of a tensor's storage."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._known.pop(storage, None)
+
+    def find(self, tensor: Tensor) -> RowSamples | None:
+        """The samples of a tensor; None if it was made without the batch."""
+        storage = _storage(tensor)
+        if storage is None:
+            return None if self.opaque is None else lost(tensor, self.opaque)
+        known = self._known.get(storage)
+        if known is None:
+            return None
+        found = known.get(_geometry(tensor))
+        return _seen_through(known, tensor) if found is None else found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and follow the samples through it."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self._follow(signature_of(func), args, kwargs, output)
+        return output
+
+    def _follow(
+        self, signature: Signature, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        if not outputs:
+            return
+        rows = rows_after(self.find, signature, args, kwargs, outputs)
+        written = signature.written(args, kwargs)
+        for each, found in zip(outputs, rows, strict=True):
+            if found is None:
+                continue
+            if any(each is target for target in written):
+                self.write(each, found)
+            else:
+                self.put(each, found)
+
+    # --- what a capture asks ---------------------------------------------------------------------
+
+    def layout_of(self, tensor: Tensor) -> Layout | None:
+        """Where the samples lie in a tensor; None if it was made without them.
+
+        Raises:
+            UnsupportedOperation: If samples are mixed in it, or nobody can tell whose it is.
+        """
+        with _disable_current_modes():
+            rows = self.find(tensor)
+            if rows is None or rows.is_random:
+                return None
+            if rows.ids.numel() and bool((rows.ids == NOBODY).all()):
+                return None
+            if bool((rows.ids == MIXED).any()):
+                raise UnsupportedOperation(
+                    f"it is not known which sample each row belongs to: {rows.lost_by} has mixed "
+                    "samples, or moved rows in a way that is not followed. Select and sort rows "
+                    "with torch's own functions of indices, masks and sorting, and let a sample's "
+                    "rows depend on the sample alone"
+                )
+            return self._layout(rows.ids, tensor)
+
+    def _layout(self, ids: Tensor, tensor: Tensor) -> Layout:
+        if self.batch == 1 and tensor.ndim > 1:
+            return Layout(1, 0)
+        for dim, size in enumerate(tensor.shape):
+            if size % self.batch or ids.shape[dim] != size or size < 2:
+                continue
+            expected = uniform(size, self.batch, dim, tensor.ndim, ids.device)
+            # Rows of nobody among those of samples in their order are where a sample left a gap.
+            if bool(((ids == expected) | (ids == NOBODY)).all()):
+                return Layout(self.batch, dim)
+        return Layout(self.batch, 0, compressed(ids))
+
+    def begin_rows(self, tensor: Tensor, dim: int) -> None:
+        """Let samples lie in a dimension one after the other, as many rows each."""
+        size = tensor.shape[dim]
+        with _disable_current_modes():
+            ids = uniform(size, self.batch, dim, tensor.ndim, tensor.device)
+            self.put(tensor, RowSamples(ids))
+
+    def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a copy of a tensor without samples that has those of another one."""
+        with _disable_current_modes():
+            rows, own = self.find(like), self.find(tensor)
+            if rows is None or own is not None:
+                return tensor
+            sizes = zip(tensor.shape, like.shape, strict=True)
+            dims = [dim for dim, (a, b) in enumerate(sizes) if a != b]
+            tensor = tensor.clone()  # others may have views of it, which are nobody's
+            self.put(tensor, replace(rows, ids=reduced(rows.ids, dims, keepdim=True)))
+            return tensor
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def write(self, target: Tensor, rows: RowSamples) -> None:
+        """Set the samples of a tensor that was written in place, and of all its views."""
+        before = self.find(target)
+        if before is not None and torch.equal(before.ids, rows.ids):
+            if rows.is_by_value and not before.is_by_value:
+                self.put(target, rows)
+            return
+        base = target if target._base is None else target._base
+        old = self.find(base)
+        known = self._known.get(_storage(target), {})
+        if base is target and not set(known) - {_geometry(target)}:
+            self.put(target, rows)
+            return
+        if not base.is_contiguous():
+            for key in known:
+                known[key] = lost(target, "a write to a part of a tensor", len(key[1]))
+            self.put(base, lost(base, "a write to a part of a tensor"))
+            return
+        ids = torch.full(base.shape, NOBODY, device=base.device)
+        if old is not None:
+            ids.copy_(old.ids.expand(base.shape))
+        start = base.storage_offset()
+        part = ids.as_strided(target.shape, target.stride(), target.storage_offset() - start)
+        part.copy_(rows.ids.expand(target.shape))
+        others = rows if old is None else old
+        written = RowSamples(
+            ids,
+            is_by_value=rows.is_by_value or others.is_by_value,
+            lost_by=rows.lost_by or others.lost_by,
+        )
+        for offset, shape, stride, dtype in list(known):
+            view = ids.as_strided(shape, stride, offset - start)
+            known[offset, shape, stride, dtype] = replace(written, ids=compressed(view))
+        self.put(base, replace(written, ids=compressed(ids)))
+        self.put(target, rows)
 
 
-def is_mixed(rows: Rows) -> bool:
-    """Whether samples are mixed in some element, or nobody can tell whose it is."""
-    with _disable_current_modes():
-        return bool((rows.ids == MIXED).any())
+def _seen_through(known: dict[tuple, RowSamples], tensor: Tensor) -> RowSamples:
+    """The samples of a view that was made before its memory was written to."""
+    first, last = tensor.storage_offset(), tensor.storage_offset()
+    last += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    for (offset, shape, stride, dtype), rows in known.items():
+        is_whole = stride == torch.empty(shape, device="meta").stride()
+        end = offset + math.prod(shape)
+        if is_whole and dtype == tensor.dtype and offset <= first and last < end:
+            ids = rows.ids.expand(shape).contiguous()
+            view = ids.as_strided(tensor.shape, tensor.stride(), first - offset)
+            return replace(rows, ids=compressed(view))
+    return lost(tensor, "a view made elsewhere")
+
+
+def _storage(tensor: Tensor) -> Any:
+    """The storage of a tensor; None if it has none of its own."""
+    try:
+        return None if tensor.is_nested else tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, nested, a wrapper of others
+        return None
+
+
+def _geometry(tensor: Tensor) -> tuple:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from unison import check
 from unison.clip.alternatives import (
@@ -262,9 +262,6 @@ def _alternative(fields: dict[str, Any]) -> Alternative:
     choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
     return Alternative(**{**fields, "choice": choice, "cost": cost})
 
-
-if TYPE_CHECKING:
-    from unison.clip.plan import LayerPlan, Plan
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a block, in the middle of a name
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unison.capture.users_compile import uncompile, unwrapped
+from unison.capture.torch_compile import uncompile, unwrapped
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput
 from unison.kfac.assignment import Assignment, assign

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture import RngAutocastState, batch_size_of
-from unison.capture.users_compile import backend_of_caller
+from unison.capture.torch_compile import backend_of_caller
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.kfac.owners.base import Owner

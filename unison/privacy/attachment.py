@@ -23,20 +23,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from unison.capture import Capture, RngAutocastState
+from unison.capture.torch_compile import backend_of_caller, is_compiled, uncompile
 from unison.capture.tracked import ParamRegistry
-from unison.capture.users_compile import backend_of_caller, is_compiled, uncompile
 from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.dealing import Dealing, packed, plain_leaf, unpacked
-from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
+from unison.privacy.inputs import (
+    Inputs,
+    ModuleHook,
+    holds_samples,
+    refuse_inputs_with_gradients,
+    refuse_scaled_loss,
+    scaled_losses_noticed,
+)
 from unison.privacy.learning import Learning
-from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
-from unison.privacy.own_loss import LabelCheck
+from unison.privacy.loss_check import LabelCheck
+from unison.privacy.loss_program import LossRecorder, refuse_unseen
 from unison.privacy.owners.base import Owner
 from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch

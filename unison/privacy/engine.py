@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unison import check
-from unison.capture.users_compile import uncompile, unwrapped
+from unison.capture.torch_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
 from unison.errors import BadInput
 from unison.privacy.accounting import check_accountant, check_delta

@@ -1,11 +1,21 @@
-"""What a module was called with: which tensors hold the samples, and the same call with others."""
+"""What crosses the border of a private module: arguments, outputs, copies, `GradScaler`, autograd.
 
-from collections.abc import Callable, Sequence
+[Note: copies are plain] EMA, `copy.deepcopy`, `torch.save(module)` and pickling take a module with
+its hooks. Ours lead to the engine, and so to keys and the ledger: a copy must not have them, or it
+would train into the original's gradients. Parameters and optimizers leave their hooks behind
+themselves; modules do not, so ours turn into a function that does nothing.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -13,9 +23,13 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from unison.capture.capture import ANCHOR
 from unison.capture.parts import is_in_parts
+from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.dealing import plain_leaf
+
+# --- arguments and outputs ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +61,12 @@ class Inputs:
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [plain_leaf(leaf) for leaf in leaves]
-        if not any(_holds(leaf, num_samples * rows, dim) for leaf in leaves):
+        if not any(holds_samples(leaf, num_samples * rows, dim) for leaf in leaves):
             rows = 1  # the module takes all rows of a record at once
         num_rows = num_samples * rows
-        places = tuple(place for place, leaf in enumerate(leaves) if _holds(leaf, num_rows, dim))
+        places = tuple(
+            place for place, leaf in enumerate(leaves) if holds_samples(leaf, num_rows, dim)
+        )
         if not places:
             shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
             raise BadInput(
@@ -63,7 +79,7 @@ class Inputs:
 
     @property
     def kind(self) -> tuple:
-        """All but the number of samples and their values."""
+        """The structure, shapes and dtypes, without the number of samples."""
         kinds = []
         for place in self.places:
             leaf = self.leaves[place]
@@ -90,7 +106,7 @@ class Inputs:
         return tuple(_each_once(first, [self.leaves[place] for place in self.places]))
 
     def run(self, module: Callable[..., Any], samples: Sequence[Tensor]) -> Any:
-        """Call a module as before, with other samples."""
+        """Call a module with the same arguments but other samples."""
 
         def back(tensor: Tensor) -> Tensor:
             rows = tensor if self.rows == 1 else tensor.flatten(0, 1)
@@ -104,7 +120,7 @@ class Inputs:
 
 
 def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What is made of every tensor; of one that is there twice, the same."""
+    """Map tensors; one that is there twice is mapped once."""
     made: dict[int, Tensor] = {}
     for each in tensors:
         if id(each) not in made:
@@ -113,7 +129,7 @@ def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> l
 
 
 def refuse_inputs_with_gradients(inputs: Inputs) -> None:
-    """Make sure that no gradient goes past the module, to where it came from.
+    """Refuse arguments that take gradients.
 
     What the batch's gradient reaches before the module is neither clipped nor noised: the `.grad`
     of a leaf would be that of single records, and a layer before the module would train on it.
@@ -137,7 +153,8 @@ def refuse_inputs_with_gradients(inputs: Inputs) -> None:
             )
 
 
-def _holds(leaf: Any, num_samples: int, dim: int) -> bool:
+def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
+    """Whether an argument, or a part of an output, has an entry per sample."""
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
@@ -185,11 +202,6 @@ def _changed(
     return dims[0] if is_one else None
 
 
-def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
-    """Whether a part of an output has an entry per sample."""
-    return _holds(leaf, num_samples, dim)
-
-
 def probe_losses(
     output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
 ) -> Tensor | None:
@@ -212,7 +224,7 @@ def probe_losses(
     for leaf, dim in zip(tree_leaves(output), dims, strict=True):
         if dim is None:
             continue
-        if _holds(leaf, num_samples * rows, dim) and leaf.is_floating_point():
+        if holds_samples(leaf, num_samples * rows, dim) and leaf.is_floating_point():
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
             part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
             total = part if total is None else total + part  # type: ignore[operator]
@@ -239,7 +251,7 @@ def batch_loss(
         if isinstance(leaf, Tensor)
         and leaf.is_floating_point()
         and leaf.requires_grad
-        and (dim is None or not _holds(leaf, num_samples * rows, dim))
+        and (dim is None or not holds_samples(leaf, num_samples * rows, dim))
     ]
     return torch.stack([each.double() for each in found]).sum() if found else None
 
@@ -269,3 +281,160 @@ class _ProbeLoss(torch.autograd.Function):
 
 def _weights(rows: Tensor) -> Tensor:
     return 1.5 + torch.arange(rows.shape[1], device=rows.device, dtype=torch.float64).cos()
+
+
+# --- copies of the module -------------------------------------------------------------------------
+
+
+class ModuleHook:
+    """A hook on a module that stays behind when the module is copied or pickled.
+
+    Args:
+        call: What the hook does.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nullcontext().__exit__  # takes anything and returns None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the standard library: a saved module can be loaded where there is no unison.
+        return getattr, (nullcontext(), "__exit__")
+
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+_scaled_task = -1  # number of the last backward pass that began at a scaled loss
+_num_watching = 0
+_original: dict[type, Callable[..., Any]] = {}  # `scale` of each class while somebody watches
+
+
+@contextmanager
+def scaled_losses_noticed() -> Iterator[None]:
+    """Let `refuse_scaled_loss` know of losses that a `GradScaler` makes in this block.
+
+    A scaled gradient looks like any other, and the scaler shows itself to nobody but the loss: so
+    its `scale` is wrapped while an engine is attached.
+    """
+    global _num_watching
+    if _num_watching == 0:
+        for kind in _with_subclasses(torch.amp.GradScaler):
+            if "scale" in vars(kind):
+                _original[kind] = kind.scale
+                kind.scale = _noticed(kind.scale)
+    _num_watching += 1
+    try:
+        yield
+    finally:
+        _num_watching -= 1
+        if _num_watching == 0:
+            for kind, scale in _original.items():
+                kind.scale = scale  # type: ignore[attr-defined]
+            _original.clear()
+
+
+def _with_subclasses(kind: type) -> list[Any]:
+    return [kind, *(each for sub in kind.__subclasses__() for each in _with_subclasses(sub))]
+
+
+def _noticed(scale: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if self.is_enabled():
+            for leaf in tree_leaves(scaled):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_note_task)
+        return scaled
+
+    return noticed
+
+
+def _note_task(_: Tensor) -> None:
+    """A hook of a scaled loss: all of this backward pass is scaled."""
+    global _scaled_task
+    _scaled_task = torch._C._current_graph_task_id()
+
+
+def refuse_scaled_loss() -> None:
+    """Make sure that the backward pass under way did not begin at a `GradScaler`'s loss.
+
+    Raises:
+        UnsupportedOperation: It did. Its norms are those of the scaled gradients, so that all of
+            them would be clipped; and whether a scale overflows tells of records.
+    """
+    if torch._C._current_graph_task_id() == _scaled_task:
+        raise UnsupportedOperation(
+            "a GradScaler scaled the loss: every norm would be too large by its scale and be "
+            "clipped, and the steps that it skips would tell of single records. Train with "
+            "torch.autocast(dtype=torch.bfloat16), which needs no scaler, or with "
+            "GradScaler(enabled=False)"
+        )
+
+
+# --- autograd in forward --------------------------------------------------------------------------
+
+
+class DerivativesRefused(TorchFunctionMode):
+    """Refuses what differentiates inside of a module's forward, while it is learned of.
+
+    A derivative of the module's own layers runs backward through the capture, which would take it
+    for the loss's; and a second derivative leaves no records at all.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run anything but a backward pass."""
+        if func is torch.autograd.grad or func is Tensor.backward:
+            name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
+            raise UnsupportedOperation(
+                f"the module calls {name} in its forward pass (as physics-informed losses do): the "
+                "derivative depends on parameters in a way that leaves no per-sample gradient. "
+                "Write the derivative out as operations of the forward pass"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def leaves_of(losses: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward pass of losses would leave gradients at."""
+    found: list[Tensor] = []
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of an accumulator
+        is_own = type(variable) is Tracked or hasattr(variable, ANCHOR)
+        if variable is not None and not is_own:
+            found.append(variable)
+        waiting += [each for each, _ in node.next_functions]
+    return found
+
+
+def refuse_leaves(leaves: "Sequence[ref[Tensor]]") -> None:
+    """Make sure that nobody holds a tensor at which a backward pass leaves a raw gradient.
+
+    Args:
+        leaves: What was reached in passes whose graphs are gone. What forward makes for itself is
+            gone by now, too: nobody can look at its gradient, nor train it.
+
+    Raises:
+        UnsupportedOperation: Naming the shape.
+    """
+    if any(each() is not None for each in leaves):
+        gc.collect()  # of what hangs together in a circle nobody holds anything
+    for each in leaves:
+        leaf = each()
+        if leaf is not None:
+            raise UnsupportedOperation(
+                f"the module uses a tensor of shape {list(leaf.shape)} that takes gradients and is "
+                "none of its parameters, where they would be neither clipped nor noised: make it "
+                "an nn.Parameter of the module before make_private, or detach() it"
+            )

@@ -22,8 +22,15 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
-from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
-from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
+from unison.privacy.inputs import (
+    DerivativesRefused,
+    Inputs,
+    OutputDims,
+    batch_loss,
+    leaves_of,
+    probe_losses,
+    refuse_leaves,
+)
 from unison.privacy.owners.base import Owner
 from unison.privacy.param_check import Trained
 from unison.privacy.step_state import ClippingSettings
@@ -31,7 +38,7 @@ from unison.rng.draw_mode import outside_draws
 
 
 class Learning:
-    """Learns of a module, by running it on a few samples, and plans.
+    """Checks a module by running it on a few samples, once per kind of batch, and plans.
 
     Args:
         module: The user's module.
@@ -76,7 +83,9 @@ class Learning:
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
         is_due = is_due or key in self._inconclusive
-        if key not in self._learned or (is_due and not _is_recording()):
+        # Nothing of a check may become a part of a CUDA graph that is being recorded.
+        is_recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if key not in self._learned or (is_due and not is_recording):
             try:
                 self._check(inputs, key, number.bit_length() - 1)
             except UnsupportedOperation:
@@ -223,18 +232,13 @@ class Learning:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether a plan is nobody else's, and may depend on more than shapes."""
+        """True if this rank plans alone, so that plans may depend on more than shapes."""
         return not self._owner.is_ordered and self._owner.everyone.size == 1
 
     def _timed(self, device: torch.device) -> Calibration | None:
-        """What methods take on the device, if plans may depend on it: [Note: calibration]."""
+        """Timings of methods on the device, if plans may use them: [Note: calibration]."""
         is_wanted = self._settings.calibrate and self._settings.mode == AUTO
         return calibration_of(device) if is_wanted and self._is_alone else None
 
 
 _is_training = attrgetter("training")
-
-
-def _is_recording() -> bool:
-    """Whether a CUDA graph is being recorded, of which nothing here may become a part."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -4,19 +4,29 @@
 row's gradient depends on that row alone. The module is checked by running it; the loss is the
 user's own code, which nobody can call again. So a torch function mode writes down each operation
 that touches the batch or the module's outputs, from the moment the loader hands the batch out until
-`loss.backward()`. What is written down can be run again on other values: see separation.py.
+`loss.backward()`. What is written down can be run again on other values: see loss_check.py.
 
 The tape holds the batch and the outputs, which are alive anyway, and *names* for everything made of
 them: a slot per result, known by the identity of the tensor while it lives. It keeps no result
 alive, so that recording costs microseconds per operation and no memory.
+
+`float(loss)` returns a plain number that nobody can follow. Printing it is harmless; `if` it is
+compared, other rows decide which loss is sent back, and the program that was written down looks as
+if nothing had happened. So the bytecode that runs between the read and `backward` is looked at: if
+it has no conditional jump, no truth of the value can matter.
 """
 
+import dis
+import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache, lru_cache
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +36,129 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from unison.privacy.dealing import packed, unpacked
-from unison.privacy.reads import Position, positions
+
+# --- values that leave torch for Python -----------------------------------------------------------
+
+
+OURS = __file__.rsplit("privacy", 1)[0]
+NOT_THE_USERS = (torch.__path__[0], OURS)
+
+
+class Position(NamedTuple):
+    """The position of a Python frame.
+
+    Attributes:
+        frame: The identity of the frame, which is not kept.
+        code: Its code.
+        offset: Of the instruction that runs.
+        line: Its line, for messages.
+        is_users: Whether the code is the user's, and neither torch's nor ours.
+    """
+
+    frame: int
+    code: CodeType
+    offset: int
+    line: str
+    is_users: bool
+
+
+def positions(frame: FrameType | None) -> tuple[Position, ...]:
+    """Return the positions of all frames, outermost first.
+
+    Args:
+        frame: The innermost frame.
+    """
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        line = f"{code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        is_users = not code.co_filename.startswith(NOT_THE_USERS)
+        found.append(Position(id(frame), code, frame.f_lasti, line, is_users))
+        frame = frame.f_back
+    return tuple(found[::-1])
+
+
+def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
+    """Whether user code between a read and `backward` may depend on the truth of what was read.
+
+    Args:
+        read: Where all frames were when a value left torch.
+        backward: Where they are when gradients are to flow.
+    """
+    common = 0
+    for a, b in zip(read, backward, strict=False):
+        if a.frame != b.frame or a.code is not b.code:
+            break
+        common += 1
+        if a.offset != b.offset:  # it has run on: what it called then has returned since
+            break
+    # Functions that have returned since: to their ends.
+    returned = (each for each in read[common:] if each.is_users)
+    if any(_has_jump(each.code, each.offset, None) for each in returned):
+        return True
+    if not common:
+        return True
+    # Of all frames that both share, the innermost one alone has run on between them. Where that is
+    # a loop of ours, as in unison.train, no code of the user's has.
+    here, there = read[common - 1], backward[common - 1]
+    if here.code.co_filename.startswith(OURS):
+        return False
+    return _has_jump(here.code, here.offset, there.offset)
+
+
+@lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> dict[int, dis.Instruction]:
+    return {each.offset: each for each in dis.get_instructions(code)}
+
+
+@lru_cache(maxsize=256)
+def _has_jump(code: CodeType, start: int, stop: int | None) -> bool:
+    """Whether a conditional jump can be reached from an offset without passing another."""
+    instructions = _instructions(code)
+    order = sorted(instructions)
+    # A frame that calls Python code stands in the inline cache behind the call, or at the call
+    # itself where a debugger or Dynamo evaluates frames: it is the same instruction.
+    start = order[bisect_right(order, start) - 1]
+    stop = None if stop is None else order[bisect_right(order, stop) - 1]
+    following = dict(itertools.pairwise(order))
+    waiting, seen = [following.get(start)], set()
+    while waiting:
+        offset = waiting.pop()
+        if offset is None or offset == stop or offset in seen:
+            continue
+        seen.add(offset)
+        name, target = instructions[offset].opname, instructions[offset].argval
+        if "JUMP" in name and "IF" in name:
+            ways = [way for way in (target, following.get(offset)) if not _raises(code, way)]
+            if len(ways) > 1:
+                return True
+            waiting.extend(ways)  # an assertion: whoever does not go on sends nothing back
+            continue
+        if name.startswith(("RETURN", "RERAISE", "RAISE")):
+            continue
+        if "JUMP" in name or name in ("FOR_ITER", "SEND"):
+            waiting.append(target)
+        if "JUMP" not in name:
+            waiting.append(following.get(offset))
+    return False
+
+
+@lru_cache(maxsize=256)
+def _raises(code: CodeType, start: int | None) -> bool:
+    """Whether code ends in an exception from here on, whatever happens."""
+    instructions = _instructions(code)
+    for offset in sorted(instructions):
+        if start is None or offset < start:
+            continue
+        name = instructions[offset].opname
+        if name.startswith(("RAISE", "RERAISE")):
+            return True
+        if "JUMP" in name or name.startswith("RETURN") or name in ("FOR_ITER", "SEND"):
+            return False
+    return False
+
+
+# --- the tape -------------------------------------------------------------------------------------
 
 
 class Handling(Enum):
@@ -58,18 +190,10 @@ _READS |= {"__dlpack__", "storage", "save"}
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _WRITES |= {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 
-_handling: dict[Any, tuple[Handling, str]] = {}
 
-
+@cache
 def handling_of(func: Any) -> tuple[Handling, str]:
     """Return what is done with a torch function, and its name."""
-    found = _handling.get(func)
-    if found is None:
-        found = _handling[func] = _classify(func)
-    return found
-
-
-def _classify(func: Any) -> tuple[Handling, str]:
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__", "__delete__"):  # a property: `x.shape`, `x.data = y`
         of, name = name, func.__self__.__name__
@@ -92,7 +216,7 @@ def _classify(func: Any) -> tuple[Handling, str]:
     return Handling.OPERATION, name
 
 
-class Ref(NamedTuple):
+class SlotRef(NamedTuple):
     """Stands for a result of the tape in the arguments of an operation."""
 
     slot: int
@@ -106,7 +230,7 @@ class Operation:
         func: A torch function, or an operator on numbers.
         handling: What kind it is.
         name: Its name, for messages.
-        args: Its arguments, with a `Ref` for what the tape made.
+        args: Its arguments, with a `SlotRef` for what the tape made.
         kwargs: Likewise.
         outs: The slot of each result.
         is_grad_enabled: Whether autograd was on.
@@ -131,7 +255,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Root:
+class TapeInput:
     """Where data enters the program: a tensor of the batch, or an output of the module.
 
     Attributes:
@@ -146,7 +270,7 @@ class Root:
 
 
 @dataclass(eq=False)
-class Target:
+class MeanLabels:
     """Labels of a cross-entropy whose mean divides by how many of them count.
 
     Attributes:
@@ -197,10 +321,10 @@ class LossTape:
     def __init__(self, number: int, earlier: dict[int, "weakref.ref[Tensor]"]) -> None:
         self.number, self.earlier = number, earlier
         self.operations: list[Operation] = []
-        self.roots: dict[int, Root] = {}
+        self.roots: dict[int, TapeInput] = {}
         self.events: list[TapeEvent] = []
         self.sized: set[int] = set()  # slots whose size was asked for
-        self.targets: list[Target] = []
+        self.targets: list[MeanLabels] = []
         self.inputs: set[int] = set()  # slots that the module was given
         self.unknown_inputs: list[Tensor] = []  # tensors that it was given and nobody followed
         self.is_open = True
@@ -217,7 +341,7 @@ class LossTape:
         if isinstance(value, Tensor):
             found = self._slots.get(id(value))
             return found[1] if found is not None and found[0]() is value else None
-        if isinstance(value, Followed):
+        if isinstance(value, FollowedNumber):
             return value.slot if value.pass_number == self.number else None
         return None
 
@@ -226,32 +350,32 @@ class LossTape:
         if isinstance(value, Tensor):
             found = self.earlier.get(id(value))
             return found is not None and found() is value and self.slot_of(value) is None
-        return isinstance(value, Followed) and value.pass_number != self.number
+        return isinstance(value, FollowedNumber) and value.pass_number != self.number
 
     def name(self, value: Tensor) -> int:
-        """Give a tensor a slot of its own."""
-        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        """Return a new slot for a tensor."""
+        slot = self._new_slot()
         self._slots[id(value)] = weakref.ref(value), slot
         self.memory[slot] = _memory_of(value)
         return slot
 
     def survivors(self) -> dict[int, "weakref.ref[Tensor]"]:
-        """What this pass and earlier ones made and someone still holds."""
+        """Tensors of this pass and earlier ones that are still alive, by identity."""
         alive = {key: ref for key, ref in self.earlier.items() if ref() is not None}
         alive.update((key, ref) for key, (ref, _) in self._slots.items() if ref() is not None)
         return alive
 
     def add_root(self, value: Tensor, *, is_output: bool = False) -> None:
-        """Let data enter."""
+        """Register a tensor of the batch, or an output of the module."""
         if self.slot_of(value) is not None:
             return
         edges = []
         if is_output and value.requires_grad:
             edges = [get_gradient_edge(each) for each in unpacked(value)]
-        self.roots[self.name(value)] = Root(value, is_output, edges)
+        self.roots[self.name(value)] = TapeInput(value, is_output, edges)
 
     def close(self) -> None:
-        """Let go of the batch; what is still made of it stays known as such."""
+        """Stop recording and release the batch; slots stay known."""
         self.is_open = False
         self.operations, self.targets, self.unknown_inputs = [], [], []
         self.roots = {}
@@ -260,35 +384,22 @@ class LossTape:
 
     def touches(self, *values: Any) -> bool:
         """Whether any of these is made of data."""
-        for value in values:
-            kind = type(value)
-            if kind is tuple or kind is list:
-                if self.touches(*value):
-                    return True
-            elif kind is dict:
-                if self.touches(*value.values()):
-                    return True
-            elif self.slot_of(value) is not None or self.is_earlier(value):
-                return True
-        return False
+        return any(
+            self.slot_of(leaf) is not None or self.is_earlier(leaf) for leaf in leaves_in(values)
+        )
 
     def stored(self, value: Any) -> Any:
         """An argument as the tape keeps it."""
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind(self.stored(each) for each in value)
-        if kind is dict:
-            return {key: self.stored(each) for key, each in value.items()}
-        if kind is slice:
-            return slice(*(self.stored(each) for each in (value.start, value.stop, value.step)))
-        slot = self.slot_of(value)
-        if slot is not None:
-            return Ref(slot)
-        if self.is_earlier(value):
-            self.events.append(
-                TapeEvent("state", "what an earlier step made of its data", len(self.operations))
-            )
-        return value
+
+        def stored_leaf(leaf: Any) -> Any:
+            slot = self.slot_of(leaf)
+            if slot is not None:
+                return SlotRef(slot)
+            if self.is_earlier(leaf):
+                self._note("state", "what an earlier step made of its data")
+            return leaf
+
+        return mapped(stored_leaf, value)
 
     def call(
         self, func: Callable[..., Any], handling: Handling, name: str, args: tuple, kwargs: dict
@@ -304,8 +415,7 @@ class LossTape:
         stored = self.stored(args), self.stored(kwargs)
         result = func(*_plain(args), **_plain(kwargs))
         if handling is Handling.READ:
-            where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
-            self.events.append(TapeEvent("read", name, len(self.operations), where=where))
+            self._note("read", name, where=positions(sys._getframe(1)))
             return result
         if func in _MEANS:
             self._note_target(*args, **kwargs)
@@ -331,27 +441,27 @@ class LossTape:
         if isinstance(result, bool):
             slot = self._new_slot()
             operation.outs.append(slot)
-            where = tuple(positions(sys._getframe(1), NOT_THE_USERS))
-            place = len(self.operations)
-            self.events.append(TapeEvent("branch", name, place, slot, result, where))
+            where = positions(sys._getframe(1))
+            self._note("branch", name, slot=slot, value=result, where=where)
             return result
         if isinstance(result, int | float):
             slot = self._new_slot()
             operation.outs.append(slot)
             if handling is Handling.ITEM:
-                self.events.append(
-                    TapeEvent("item", name, len(self.operations), value=float(result))
-                )
-            return _followed(result, self, slot)
+                self._note("item", name, value=float(result))
+            return _followed(result, self.number, slot, weakref.ref(self))
         for leaf in tree_leaves(result):
             is_tensor = isinstance(leaf, Tensor)
             operation.outs.append(self._slot_for(leaf) if is_tensor else self._new_slot())
         return result
 
+    def _note(self, kind: str, text: str, **details: Any) -> None:
+        self.events.append(TapeEvent(kind, text, len(self.operations), **details))
+
     def _marked(self, result: Any) -> Any:
-        """Know results again that were made of data after the program was over."""
+        """Register results that were made of data after the program was over."""
         if isinstance(result, int | float) and not isinstance(result, bool):
-            return _followed(result, self, -1)
+            return _followed(result, self.number, -1, weakref.ref(self))
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._slot_for(leaf)
@@ -367,7 +477,7 @@ class LossTape:
         return slot
 
     def _before_write(self, target: Any) -> None:
-        """Keep what roots were; a constant that data is written into is data from now on."""
+        """Copy roots before they are overwritten; register a constant that data is written into."""
         if not isinstance(target, Tensor):
             return
         memory = _memory_of(target)
@@ -397,13 +507,12 @@ class LossTape:
         if reduction == "mean" and not target.is_floating_point():
             num_classes = input.shape[min(1, input.ndim - 1)]
             place = len(self.operations)
-            self.targets.append(Target(target, ignore_index, num_classes, weight, place))
+            self.targets.append(MeanLabels(target, ignore_index, num_classes, weight, place))
 
     def note_printed(self, value: Tensor) -> None:
         """Remember one value that becomes text, which may be read again."""
         if self.is_open and value.numel() == 1 and len(unpacked(value)) == 1:
-            number = float(value.detach())
-            self.events.append(TapeEvent("item", "format", len(self.operations), value=number))
+            self._note("item", "format", value=float(value.detach()))
 
     def reaches_output(self, slot: int) -> bool:
         """Whether a result was made of an output that is trained on."""
@@ -426,7 +535,7 @@ class LossTape:
                     self.unknown_inputs.append(leaf)
 
     def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """Let what the module made enter the program."""
+        """Register the module's outputs."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.add_root(leaf, is_output=is_trained)
@@ -451,9 +560,6 @@ def _autocast(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-NOT_THE_USERS = (torch.__path__[0], __file__.rsplit("privacy", 1)[0])
-
-
 def _line() -> tuple[str, tuple]:
     """The line of the user's code that runs now, for messages, and the code's constants."""
     frame = sys._getframe(2)
@@ -468,7 +574,7 @@ def _line() -> tuple[str, tuple]:
 # --- numbers -----------------------------------------------------------------------------------
 
 
-class Followed:
+class FollowedNumber:
     """A Python number read from data; arithmetic with it is still on the tape."""
 
     pass_number: int
@@ -484,7 +590,8 @@ def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, An
         tape = self.recorder()
         if tape is None:
             made = func(*_plain(args))
-            return _of_pass(made, self.pass_number) if isinstance(made, float) else made
+            is_float = isinstance(made, float)
+            return _followed(made, self.pass_number, -1, self.recorder) if is_float else made
         return tape.call(func, Handling.OPERATION, func.__name__, args, {})
 
     return run
@@ -498,29 +605,19 @@ def _number_type(base: type) -> type:
     for name in names:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
     methods["__hash__"] = base.__hash__
-    return type(base.__name__, (base, Followed), methods)
+    return type(base.__name__, (base, FollowedNumber), methods)
 
 
 _Float, _Int = _number_type(float), _number_type(int)
 
 
-def _followed(value: float, tape: LossTape, slot: int) -> Any:
+def _followed(value: float, number: int, slot: int, tape: "Callable[[], LossTape | None]") -> Any:
     made: Any = (_Float if isinstance(value, float) else _Int)(value)
-    made.pass_number, made.slot, made.recorder = tape.number, slot, weakref.ref(tape)
+    made.pass_number, made.slot, made.recorder = number, slot, tape
     return made
 
 
-def _of_pass(value: float, number: int) -> Any:
-    made: Any = _Float(value)
-    made.pass_number, made.slot, made.recorder = number, -1, _gone
-    return made
-
-
-def _gone() -> None:
-    """In the place of a reference to a tape that is no more."""
-
-
-class Public(float):
+class PublicNumber(float):
     """A number that the user declares not to depend on single records."""
 
 
@@ -535,21 +632,19 @@ def public(value: float) -> float:
     Args:
         value: The number.
     """
-    return Public(float(value))
+    return PublicNumber(float(value))
 
 
 def _plain(value: Any) -> Any:
     """Arguments as torch gets them: numbers without our mark."""
-    kind = type(value)
-    if kind is _Float or kind is Public:
-        return float(value)
-    if kind is _Int:
-        return int(value)
-    if kind is tuple or kind is list:
-        return kind(map(_plain, value))
-    if kind is dict:
-        return {key: _plain(each) for key, each in value.items()}
-    return value
+
+    def plain_leaf(leaf: Any) -> Any:
+        kind = type(leaf)
+        if kind is _Float or kind is PublicNumber:
+            return float(leaf)
+        return int(leaf) if kind is _Int else leaf
+
+    return mapped(plain_leaf, value)
 
 
 # --- paths --------------------------------------------------------------------------------------
@@ -573,26 +668,31 @@ def path_to(tape: LossTape, slot: int) -> Iterator[tuple[int, Operation]]:
 
 def refs_of(operation: Operation) -> list[int]:
     """The slots that an operation was given."""
-    return [leaf.slot for leaf in leaves_of(operation) if isinstance(leaf, Ref)]
+    return [leaf.slot for leaf in leaves_of(operation) if isinstance(leaf, SlotRef)]
 
 
 def leaves_of(operation: Operation) -> list[Any]:
-    """All that an operation was given."""
+    """All leaves of an operation's arguments."""
+    return leaves_in((operation.args, operation.kwargs))
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """All leaves of an argument."""
     found: list[Any] = []
-
-    def visit(value: Any) -> None:
-        kind = type(value)
-        if kind is tuple or kind is list:
-            for each in value:
-                visit(each)
-        elif kind is dict:
-            for each in value.values():
-                visit(each)
-        elif kind is slice:
-            visit((value.start, value.stop, value.step))
-        else:
-            found.append(value)
-
-    visit(operation.args)
-    visit(operation.kwargs)
+    mapped(found.append, value)
     return found
+
+
+def mapped(make: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to each leaf of an argument, in tuples, lists, dicts and slices.
+
+    Not `tree_map`: it takes named tuples and shapes apart, and no slice.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(make, each) for each in value])
+    if kind is dict:
+        return {key: mapped(make, each) for key, each in value.items()}
+    if kind is slice:
+        return slice(*(mapped(make, each) for each in (value.start, value.stop, value.step)))
+    return make(value)

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unison.errors import UnsupportedOperation
 from unison.privacy.arguments import refuse_gradient
+from unison.privacy.loss_check import LossCheck
 from unison.privacy.owners.base import Owned, Owner
-from unison.privacy.separation import LossCheck
 
 
 class PublicTerms:

@@ -28,8 +28,9 @@ from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.grid import Grid
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
-from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
-from unison.privacy.loss_tape import Followed
+from unison.privacy.loss_check import LossCheck
+from unison.privacy.loss_program import LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import FollowedNumber
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
 from unison.privacy.owners import Owned, Owner
@@ -37,7 +38,6 @@ from unison.privacy.param_check import GivenGradients, OptimizerParams
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
 from unison.privacy.releasing import Releasing, Terms
-from unison.privacy.separation import LossCheck
 from unison.privacy.step_graph import is_recording
 from unison.privacy.step_state import ClippingSettings, LogicalBatch, PassSums
 from unison.rng import Key, NoiseClock
@@ -359,7 +359,7 @@ class PrivateTraining:
         self._given.check(self._parameters)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                if isinstance(value, Followed):
+                if isinstance(value, FollowedNumber):
                     raise BadInput(
                         f"the optimizer's {name} was made of numbers read from private batches, "
                         "which no noise covers; use a schedule, or unison.public(value) if it is "

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
 from unison.capture.parts import is_in_parts, local, span_of
-from unison.capture.refuse import refuse_compiled
+from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import places
 from unison.clip import SampleNorms
 from unison.clip.layers import Layer

@@ -1,4 +1,4 @@
-"""Making sure that samples do not mix: what a sample leaves behind depends on the sample alone.
+"""Checks that samples do not mix: what a sample leaves behind depends on the sample alone.
 
 [Note: replaced at one shape] Clipping bounds what a sample does to the sum only if nothing of the
 *other* samples' gradients depends on it. So a few rows go through the model, and again with some of
@@ -14,11 +14,15 @@ and 1e-9 of the row's scale is all that may change. That excuses rounding and no
 ask for its dtype, and mix samples in that one alone, so in the model's own dtype nothing may move
 by more than √ε. What cannot run in float64 (sharded modules, kernels for one dtype) may change by a
 few units in the last place of its own dtype.
+
+Per-sample gradients are too large to keep for comparison. A *sketch* of each is kept: its inner
+products with a few random matrices u vᵀ, which differ, with probability 1, where gradients do.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,19 +31,165 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
-from unison.capture.other_modes import NoDropout, additions_in_order, as_double, in_float64
-from unison.capture.other_rows import (
+from unison.capture.parts import is_in_parts, local
+from unison.capture.probes import (
     NUM_PROBED,
+    NoDropout,
+    ProbeState,
     Replacement,
+    additions_in_order,
     are_distinct,
+    as_double,
+    in_float64,
     probe_rows,
     with_others,
 )
-from unison.capture.parts import is_in_parts
-from unison.capture.probe_state import ProbeState
 from unison.capture.recompute import checkpointing_quiet
-from unison.capture.sketches import RowResults, Sketches
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.ops import Dense, Lookup, Product, Record, Streamed
+
+# --- what a pass leaves of each row ---------------------------------------------------------------
+
+_NUM_SKETCHES = 2
+_WIDE = 1 << 22  # elements that are made float64 at once
+
+
+@dataclass
+class RowResults:
+    """Losses and gradient sketches of each row, and buffers, after one pass.
+
+    Attributes:
+        losses: [batch], or None where there is one of the whole batch.
+        sketches: Of each parameter's per-sample gradients [batch, sketches], in the order in which
+            they came: last layers first.
+        buffers: Fingerprints of all buffers after the pass.
+        written: Names of those that it wrote to.
+    """
+
+    losses: Tensor | None
+    sketches: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+
+    def differs(self, other: "RowResults", kept: Tensor, tolerance: float) -> list[str] | None:
+        """Names of the parameters whose gradients of kept rows differ.
+
+        It is empty where outputs alone do, and None where nothing does.
+
+        Args:
+            other: Of another pass.
+            kept: The rows to compare [batch].
+            tolerance: Of the row's scale; 0 compares bits.
+        """
+        names = sorted({*self.sketches, *other.sketches})
+        found = []
+        if names:
+            mine, others = self._stacked(names, len(kept)), other._stacked(names, len(kept))
+            scale = mine.abs().nan_to_num(0, 0, 0).amax((0, 2))  # [batch]
+            differ = _differ(mine, others, tolerance * scale[None, :, None])
+            differ = differ[:, kept].flatten(1).any(1)
+            order = list(self.sketches)
+            found = [name for name, each in zip(names, differ.tolist(), strict=True) if each]
+            found.sort(key=lambda name: -order.index(name) if name in order else 0)
+        if found:
+            return found
+        if self.losses is None or other.losses is None:
+            return None
+        differ = _differ(self.losses, other.losses, tolerance * self.losses.abs())
+        return [] if bool(differ[kept].any()) else None
+
+    def reached(self, kept: Tensor) -> list[str]:
+        """Names of the parameters of which rows that are not kept have a gradient.
+
+        Where their losses have the weight 0, that is exactly 0, or 0 · inf.
+        """
+        found = {name: each[~kept].nan_to_num(0, 0, 0) for name, each in self.sketches.items()}
+        return [name for name, each in found.items() if bool(each.any())]
+
+    def of_first(self, num_rows: int) -> "RowResults":
+        """Return the results of the first rows."""
+        losses = None if self.losses is None else self.losses[:num_rows]
+        return RowResults(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
+
+    def is_finite_beside(self, base: "RowResults", kept: Tensor) -> bool:
+        """Whether kept rows are finite wherever those of another pass are."""
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
+        pairs += [(each, base.sketches.get(name)) for name, each in self.sketches.items()]
+        return all(
+            bool((mine.isfinite() | ~theirs.isfinite())[kept].all())
+            for mine, theirs in pairs
+            if mine is not None and theirs is not None
+        )
+
+    def _stacked(self, names: Sequence[str], size: int) -> Tensor:
+        nothing = torch.zeros(size, _NUM_SKETCHES, dtype=torch.float64)
+        return torch.stack([self.sketches.get(name, nothing) for name in names])
+
+
+def _differ(first: Tensor, second: Tensor, tolerance: Tensor) -> Tensor:
+    is_same = (first == second) | (first.isnan() & second.isnan())
+    return ~(is_same | ((first - second).abs() <= tolerance))
+
+
+class Sketches:
+    """Adds up sketches of per-sample gradients as records come."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.found: dict[str, Tensor] = {}  # [batch, sketches], by parameter
+
+    def take(self, name: str, record: Record | Streamed) -> None:
+        """Add the sketch of a record."""
+        is_streamed = isinstance(record, Streamed)
+        for samples, piece in record.first_chunks() if is_streamed else [(slice(None), record)]:
+            values, start = _sketch(piece), samples.start or 0
+            if name not in self.found:
+                self.found[name] = values.new_zeros(self._batch, _NUM_SKETCHES)
+            total = self.found[name]
+            total[start : start + len(values)] += values.to(total.device)
+
+
+@torch.no_grad()
+def _sketch(record: Record) -> Tensor:
+    """Inner products of each sample's gradient with random matrices [batch, sketches], float64."""
+    match record:
+        case Product():
+            left = _projected(record.g, "g")  # [batch, tokens, sketches]
+            return (left * _projected(record.a, "a")).sum(1)
+        case Lookup():
+            rows = _directions(record.shape[0], "a", record.g.device)
+            found = rows[record.ids.clamp(min=0)]  # [batch, tokens, sketches]
+            found = torch.where((record.ids >= 0).unsqueeze(-1), found, 0.0)
+            projected = _projected(record.g, "g")
+            # 0 · NaN is NaN, and padding counts for nothing.
+            return torch.where(found == 0, 0.0, projected * found).sum(1)
+        case Dense():
+            value = record.value.flatten(2) if record.value.ndim > 2 else record.value
+            value = value.unsqueeze(1) if value.ndim == 2 else value  # [batch, rows, columns]
+            value = value.view(len(value), 1, 1) if value.ndim == 1 else value
+            rows = _directions(value.shape[1], "a", value.device)
+            return (_projected(value, "g") * rows).sum(1)
+    raise AssertionError(f"no rule for {record!r}")
+
+
+def _projected(x: Tensor, name: str) -> Tensor:
+    """[batch, tokens, features] times random directions: [batch, tokens, sketches], float64."""
+    x = local(x.detach())
+    keys = _directions(x.shape[-1], name, x.device)
+    if x.numel() <= _WIDE:
+        return x.double() @ keys
+    return torch.stack([row.double() @ keys for row in x])
+
+
+@lru_cache(maxsize=256)
+def _directions(size: int, name: str, device: torch.device) -> Tensor:
+    """Random directions [size, sketches], the same ones every time."""
+    generator = torch.Generator().manual_seed(size * 2 + (name == "a"))
+    values = torch.randn(size, _NUM_SKETCHES, generator=generator, dtype=torch.float64)
+    return values.to(device)
+
+
+# --- the check ------------------------------------------------------------------------------------
 
 Run = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | None]]
 """(module, batch) -> losses [batch], or one of the whole batch [], or both."""
@@ -57,7 +207,7 @@ _BESIDE_MANY = (Replacement.OPPOSITE, Replacement.ALIKE, Replacement.VALUES, Rep
 
 @dataclass(frozen=True)
 class MixingReport:
-    """What a check found.
+    """The outcome of a check.
 
     Attributes:
         mixing: Why samples are not apart, or None.
@@ -94,16 +244,16 @@ def check_samples_apart(
         run: One loss per sample.
         batch: Some samples.
         axes: Where samples lie.
-        settings: Of `examine`.
+        settings: Of `MixingCheck`, and the `state` of `examine`.
 
     Raises:
         BadInput: There is not one loss per sample.
         UnsupportedOperation: Naming the parameter or the buffer, and the remedy.
     """
-    verdict = examine(module, run, batch, axes, **settings)
-    if verdict.mixing is not None:
-        raise UnsupportedOperation(verdict.mixing)
-    return verdict
+    report = examine(module, run, batch, axes, **settings)
+    if report.mixing is not None:
+        raise UnsupportedOperation(report.mixing)
+    return report
 
 
 def examine(
@@ -112,15 +262,8 @@ def examine(
     batch: Any,
     axes: AxisTable,
     *,
-    is_scalar: bool = False,
-    is_pinned: bool = False,
-    whole: bool = False,
     state: ProbeState | None = None,
-    is_public: Callable[[str], bool] = lambda name: False,
-    agree: Agree = bool,
-    seed: int = 0,
-    is_light: bool = False,
-    is_rounded: bool = False,
+    **settings: Any,
 ) -> MixingReport:
     """Find out whether samples mix; see `check_samples_apart`.
 
@@ -129,12 +272,36 @@ def examine(
         run: One loss per sample.
         batch: Some samples.
         axes: Where samples lie.
+        state: What the module was like before it was probed; of now, unless given.
+        settings: Of `MixingCheck`.
+
+    Raises:
+        BadInput: The losses have another shape.
+        UnsupportedOperation: The module does not run with other values.
+    """
+    state = state or ProbeState(module, batch)
+    try:
+        with additions_in_order():
+            return MixingCheck(module, run, batch, axes, state, **settings).report()
+    finally:
+        state.restore()
+
+
+@dataclass
+class MixingCheck:
+    """Runs a module with rows replaced, and compares.
+
+    Attributes:
+        module: The model.
+        run: One loss per sample.
+        batch: Some samples.
+        axes: Where samples lie.
+        state: What the module was like before it was probed.
         is_scalar: Whether `run` returns one loss of the whole batch instead, of which each sample's
             share is looked at.
         is_pinned: Whether negative integers (labels that are left out) stay where they are, as a
             loss of the whole batch needs: how many there are in each row is for others to compare.
         whole: Whether outputs are compared for all rows of the batch, too, at its own size.
-        state: What the module was like before it was probed; of now, unless given.
         is_public: Whether a buffer or parameter of this name may hold what passes write there.
         agree: Lets ranks that run the module together decide together.
         seed: Of what stands in the place of rows.
@@ -142,64 +309,34 @@ def examine(
             replacing rows, which changes with the seed, and no other numbers of rows. Where bits
             are known to differ, turns are taken at comparing in the model's dtype and in float64.
         is_rounded: Whether bits are known to differ, and need not be compared.
-
-    Raises:
-        BadInput: The losses have another shape.
-        UnsupportedOperation: The module does not run with other values.
     """
-    state = state or ProbeState(module, batch)
-    examination = _Examination(
-        module,
-        run,
-        batch,
-        axes,
-        is_scalar,
-        is_pinned,
-        whole,
-        state,
-        is_public,
-        agree,
-        seed,
-        is_light,
-        is_rounded,
-    )
-    try:
-        with additions_in_order():
-            return examination.verdict()
-    finally:
-        state.restore()
-
-
-@dataclass
-class _Examination:
-    """The passes of one check, and what they show."""
 
     module: nn.Module
     run: Run
     batch: Any
     axes: AxisTable
-    is_scalar: bool
-    is_pinned: bool
-    whole: bool
     state: ProbeState
-    is_public: Callable[[str], bool]
-    agree: Agree
-    seed: int
+    is_scalar: bool = False
+    is_pinned: bool = False
+    whole: bool = False
+    is_public: Callable[[str], bool] = lambda name: False
+    agree: Agree = bool
+    seed: int = 0
     is_light: bool = False
     is_rounded: bool = False
 
-    def verdict(self) -> MixingReport:
+    def report(self) -> MixingReport:
         """Run the passes, in float64 too where that is needed."""
         rows = probe_rows(self.batch, seed=self.seed)
-        found = self._compare_twice(rows, _Examination._compare, is_rounded=self.is_rounded)
+        found = self._compare_twice(rows, MixingCheck._compare, is_rounded=self.is_rounded)
         if found.mixing is None and not self.is_scalar and not self.is_light:
             found = replace(found, mixing=self._mixing_by_number(rows))
         if found.mixing is None and self.whole and not self.is_scalar:
             # The same number of passes on every rank, however many rows each has.
             many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
-            at_size = self._compare_twice(many, _Examination._compare_whole)
-            self.state.restore()
+            at_size = self._compare_twice(many, MixingCheck._compare_whole)
             found = replace(found, mixing=at_size.mixing)
+            self.state.restore()
         if found.mixing is None and not self._is_sharded:
             found = replace(found, mixing=self._parameters_written(rows))
         # Ranks go on together: one that has samples speaks for one that has padding alone.
@@ -243,12 +380,12 @@ class _Examination:
         return MixingReport(None, frozenset(written - of_data))
 
     def _turn(self, ways: Sequence[Replacement]) -> Sequence[Replacement]:
-        """All of them, or those whose turn it is."""
+        """Return all ways of replacing rows, or in a light check the one whose turn it is."""
         start = self.seed % len(ways)
         return [*ways[start:], *ways[:start]][: 1 if self.is_light else None]
 
     def _kept(self, size: int, number: int, how: Replacement, generator: torch.Generator) -> Tensor:
-        """Which rows stay: the first one or the last, and some of the others."""
+        """Choose which rows are kept: the first one or the last, and some of the others."""
         if how is Replacement.OUTLIER:
             return torch.arange(size) != int(torch.randint(1, size - 1, (), generator=generator))
         kept = torch.rand(size, generator=generator) < 0.34
@@ -354,7 +491,7 @@ class _Examination:
         tolerance = NUM_LAST_PLACES * 8 * self._epsilon(rows)
         is_narrow = tolerance > 1e-4 and not self._is_sharded
         return self._compare_twice(
-            rows, _Examination._compare_sizes, tolerance, is_rounded=is_narrow
+            rows, MixingCheck._compare_sizes, tolerance, is_rounded=is_narrow
         ).mixing
 
     def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
@@ -432,7 +569,8 @@ class _Examination:
             weights = torch.ones(size)  # what is gathered is freed by the backward pass
         if weights is None:
             with torch.no_grad(), checkpointing_quiet():
-                return RowResults(self._losses(rows, size))
+                losses = self._run(rows, size)[0].detach().cpu().double()
+                return RowResults(losses.expand(size) if self.is_scalar else losses)
         sketches, versions = Sketches(size), self.state.versions()
         capture = Capture(self.module, size, axes=self.axes, on_record=sketches.take, streams=True)
         with capture.installed(is_guarded=True), torch.enable_grad():
@@ -440,9 +578,14 @@ class _Examination:
                 result, shared = self._run(rows, size)
             if result.requires_grad:
                 weighed = result if self.is_scalar else result * weights.to(result)
-                _run_backward(
-                    weighed.sum() if shared is None else weighed.sum() + shared.to(weighed)
-                )
+                total = weighed.sum() if shared is None else weighed.sum() + shared.to(weighed)
+                # Not `Tensor.backward`, a torch function itself, inside of which modes are off:
+                # activation checkpointing would run something else than in the forward pass.
+                engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                flags = {"allow_unreachable": True, "accumulate_grad": True}
+                keep_graph, create_graph, inputs = False, False, ()
+                ones = torch.ones_like(total)
+                engine.run_backward((total,), (ones,), keep_graph, create_graph, inputs, **flags)
         losses = None if self.is_scalar else result.detach().cpu().double()
         found = {name: each.cpu() for name, each in sketches.found.items()}
         buffers = self.state.values()
@@ -462,12 +605,8 @@ class _Examination:
                 "remembers something of the rows that it was called with before. Remove such state"
             ) from error
 
-    def _losses(self, rows: Any, size: int) -> Tensor | None:
-        found = self._run(rows, size)[0].detach().cpu().double()
-        return found.expand(size) if self.is_scalar else found
-
     def _run(self, rows: Any, size: int) -> tuple[Tensor, Tensor | None]:
-        """Losses to be compared, and one of the whole batch, of which each sample has a share."""
+        """Return losses to be compared, and one of the whole batch, shared by all samples."""
         found = self.run(self.module, rows)
         losses, shared = found if isinstance(found, tuple) else (found, None)
         if not self.is_scalar and losses.shape != (size,):
@@ -503,13 +642,24 @@ class _Examination:
     def _buffers_written(self, names: Sequence[str]) -> str:
         if not names:
             return "on another rank the forward pass writes values of the batch to a buffer"
+        owner = self.module.get_submodule(names[0].rpartition(".")[0])
+        remedy = (
+            "Keep statistics of the data out of buffers, or say that it may be published: "
+            f"make_private(public_buffers=[{names[0]!r}])"
+        )
+        if isinstance(owner, nn.modules.batchnorm._NormBase):
+            remedy = (
+                "Use GroupNorm, or call .eval() on the layer so that it uses its running "
+                f"statistics; make_private(public_buffers=[{names[0]!r}]) says that they may be "
+                "published"
+            )
         return (
             f"the forward pass writes values of the batch to the buffer {names[0]!r}, which is "
-            f"saved with the model and gets no noise. {_buffer_remedy(self.module, names[0])}"
+            f"saved with the model and gets no noise. {remedy}"
         )
 
     def _parameters_written(self, rows: Any) -> str | None:
-        """What is wrong with parameters that were written: that their values are of the batch."""
+        """Return why parameters that a pass has written hold values of the batch, or None."""
         names = sorted(self.state.written_parameters())
         names = [name for name in names if not self.is_public(name)]
         if not self.agree(bool(names)):
@@ -550,7 +700,7 @@ class _Examination:
         return max(torch.finfo(each).eps for each in found if each.itemsize > 1)
 
 
-Compare = Callable[[_Examination, Any, float], MixingReport]
+Compare = Callable[[MixingCheck, Any, float], MixingReport]
 
 _REMEMBERS = (
     "the module remembers the batch: its outputs for the same rows and the same random numbers "
@@ -570,19 +720,6 @@ def _remedy(module: nn.Module) -> str:
     return (
         "Statistics over the batch, routing of tokens to experts, a loss over the whole batch and "
         "flattening token by token do that; a sample must depend on its own rows only"
-    )
-
-
-def _buffer_remedy(module: nn.Module, name: str) -> str:
-    owner = module.get_submodule(name.rpartition(".")[0])
-    if isinstance(owner, nn.modules.batchnorm._NormBase):
-        return (
-            "Use GroupNorm, or call .eval() on the layer so that it uses its running statistics; "
-            f"make_private(public_buffers=[{name!r}]) says that they may be published"
-        )
-    return (
-        "Keep statistics of the data out of buffers, or say that it may be published: "
-        f"make_private(public_buffers=[{name!r}])"
     )
 
 
@@ -607,21 +744,3 @@ def _float_dtypes(tensors: Sequence[Any]) -> Iterator[torch.dtype]:
 def _autocast_dtypes() -> list[torch.dtype]:
     kinds = ("cpu", "cuda")
     return [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
-
-
-def _run_backward(loss: Tensor) -> None:
-    """Run a backward pass in which function modes are on, as they are in the forward pass.
-
-    `Tensor.backward` is a torch function itself: inside of it a mode is off, and activation
-    checkpointing would run something else than in the forward pass.
-    """
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss),),
-        False,  # keep_graph
-        False,  # create_graph
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )

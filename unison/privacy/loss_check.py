@@ -1,4 +1,4 @@
-"""Is the user's loss a sum of per-row terms? Asked of the program that the tape holds.
+"""Checks that a loss is a sum of per-row terms: of the program that the tape holds.
 
 [Note: separation] Row b's gradient, at the module's outputs, may depend on row b of the outputs and
 of the batch, and on public constants. The program is run again
@@ -14,11 +14,17 @@ of the batch, and on public constants. The program is run again
 This is a randomised test: it proves coupling, never its absence. It is repeated for each new path
 through the user's code and at passes 1, 2, 4, 8, …; what a single batch can show to be wrong
 (labels that count unevenly, numbers read from data) is looked at in every pass.
+
+Models of transformers return a loss of their own when they are given labels: a mean over all
+labelled tokens of the batch. Where samples have different numbers of them, each sample's share
+depends on the other samples through the denominator: no clipping of gradients bounds what one
+sample does to the sum. Whether the loss couples samples in another way is found out by running the
+module (`unison.capture.separation`); how many labels count is a matter of every single batch.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -38,14 +44,75 @@ from unison.privacy.loss_program import (
     whole,
 )
 from unison.privacy.loss_tape import (
-    NOT_THE_USERS,
     LossTape,
     Operation,
-    Public,
-    Root,
+    PublicNumber,
+    TapeInput,
     leaves_of,
+    may_branch,
+    positions,
 )
-from unison.privacy.reads import may_branch, positions
+
+# --- losses that a model makes itself -------------------------------------------------------------
+
+IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
+
+
+class LabelCheck:
+    """Requires all samples to have the same number of labels, in whatever holds some.
+
+    The answer is asked for when the backward pass has ended: until then a GPU goes on with it.
+
+    Args:
+        inputs: What the module was given, samples first [batch, ...].
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        counts = [each for labels in inputs for each in _counts(labels)]
+        self._is_uneven = [_on_host((each != each[:1]).any()) for each in counts]
+
+    def finish(self) -> None:
+        """Wait for the answer.
+
+        Raises:
+            UnsupportedOperation: Samples have different numbers of labels that count.
+        """
+        for _, event in self._is_uneven:
+            if event is not None:
+                event.synchronize()
+        if any(found for found, _ in self._is_uneven):
+            raise UnsupportedOperation(
+                "the model's own loss is a mean over all labelled tokens of the batch, and "
+                "samples have different numbers of them: each sample's gradient then depends "
+                "on the others. Compute unison.per_sample_loss(logits, labels).mean() from "
+                "the model's logits instead"
+            )
+
+
+def _on_host(answer: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of a truth on the host, and what to wait for before it is read."""
+    if not answer.is_cuda:
+        return answer, None
+    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+    with torch.cuda.device(answer.device):
+        copy.copy_(answer, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copy, event
+
+
+def _counts(labels: Tensor) -> list[Tensor]:
+    """Labels that count, of each sample [batch]; without the first token, too.
+
+    A causal model leaves it out, another one does not: both must be even.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return []
+    is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
+    return [is_counted.sum(1), is_counted[:, 1:].sum(1)]
+
+
+# --- losses that the user makes -------------------------------------------------------------------
 
 REMEDY = (
     "Make one loss per row (reduction='none', then a mean over each row's own elements; "
@@ -54,12 +121,11 @@ REMEDY = (
 )
 FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
-IGNORED = -100  # the label that does not count, unless told otherwise
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
 @dataclass(eq=False)
-class Known:
+class CheckedPath:
     """What is known of one path through the user's code.
 
     Attributes:
@@ -101,7 +167,7 @@ class LossCheck:
     ) -> None:
         self._dim, self._per_unit, self._rechecks = batch_dim, rows_per_sample, rechecks
         self._substitutes = substitutes or {}
-        self._known: dict[tuple, Known] = {}
+        self._known: dict[tuple, CheckedPath] = {}
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Tensor, str]] = []
@@ -109,7 +175,7 @@ class LossCheck:
         self.has_terms = False  # the loss of this pass has terms that do not depend on data
 
     def begin(self, num_rows: int) -> None:
-        """A pass of so many rows begins."""
+        """Begin a pass of so many rows."""
         self._rows = RecordLayout(num_rows // self._per_unit, self._per_unit, self._dim)
         self._pending.clear()
         self.has_terms = False
@@ -122,7 +188,7 @@ class LossCheck:
         """
         slot = tape.slot_of(loss)
         assert slot is not None
-        program = Program(tape, slot, tape.stored(gradient), self._rows, self._substitutes)
+        program = Program(tape, slot, tape.stored(gradient), self._substitutes)
         self._refuse_state(program)
         self._refuse_uneven(program)
         self._refuse_reads(program)
@@ -143,7 +209,7 @@ class LossCheck:
         self.has_terms = known.has_terms
 
     def finish(self) -> None:
-        """Look at what could not be looked at without waiting for the device.
+        """Read the answers that had to wait for the device.
 
         Raises:
             UnsupportedOperation: Labels count unevenly.
@@ -204,11 +270,12 @@ class LossCheck:
         if not reads:
             return
         first = reads[0]
-        here = positions(sys._getframe(1), NOT_THE_USERS)
+        here = positions(sys._getframe(1))
         for event in reads:
-            if may_branch(list(event.where), here):
+            if may_branch(event.where, here):
+                line = [each.line for each in event.where if each.is_users][-1]
                 _refuse(
-                    f"values left torch by {event.text}() ({event.where[-1].line}), and code "
+                    f"values left torch by {event.text}() ({line}), and code "
                     "between there and loss.backward() has conditions, which may choose another "
                     "loss because of other rows",
                     "Move what reads values behind loss.backward(), or use .item(), which is "
@@ -268,14 +335,14 @@ class LossCheck:
 
     def _is_constant(self, program: Program, operation: Operation, number: float) -> bool:
         """Whether a number cannot come from data: it is in the code, or a dimension, or a size."""
-        if isinstance(number, Public) or number in (0, 1) or number in operation.constants:
+        if isinstance(number, PublicNumber) or number in (0, 1) or number in operation.constants:
             return True
         if not isinstance(number, int) or operation.name in ARITHMETIC:
             return False
         sizes = {size for root in program.tape.roots.values() for size in root.value.shape}
         return -8 <= number <= 8 or number == IGNORED or number in sizes
 
-    def _refuse_changed(self, program: Program, known: Known | None) -> None:
+    def _refuse_changed(self, program: Program, known: CheckedPath | None) -> None:
         """Refuse numbers that change from step to step, where they may come from data."""
         if known is None or not program.tape.has_read:
             return
@@ -292,7 +359,7 @@ class LossCheck:
 
     # --- the check -------------------------------------------------------------------------------
 
-    def _check(self, program: Program, loss: Tensor, known: Known | None) -> Known:
+    def _check(self, program: Program, loss: Tensor, known: CheckedPath | None) -> CheckedPath:
         some = self._some_rows(program)
         try:
             base, some = self._self_check(program, loss, some)
@@ -305,29 +372,23 @@ class LossCheck:
                 REMEDY,
             )
         self._replacements(program, base, some, is_first=known is None)
-        self._size_check(program, base, some)
         size, numbers = self._rows.num_rows, program.numbers
-        now = Known(size, numbers, size, program.all_numbers, has_terms=bool(program.terms))
-        if some is None:
+        now = CheckedPath(size, numbers, size, program.all_numbers, has_terms=bool(program.terms))
+        if some.is_all:
+            self._size_check(program, base)
             self._compare_with_before(program, known)
-            unit = slice(0, 1)
-            for slot, root in program.tape.roots.items():
-                if self._rows.dim_of(root.value) is not None:
-                    now.unit[slot] = self._rows.matrix(root.value)[unit].clone()
-            for slot, grad in base.grads.items():
-                if self._rows.dim_of(grad) is not None:
-                    now.grads[slot] = self._rows.matrix(grad)[unit].clone()
+            values = {slot: root.value for slot, root in program.tape.roots.items()}
+            for each, into in ((values, now.unit), (base.grads, now.grads)):
+                into |= {s: m[:1].clone() for s, m in self._rows.matrices(each)}
         return now
 
-    def _some_rows(self, program: Program) -> Selection | None:
-        """Fewer rows, where outputs are large: what is replayed must fit beside the step."""
+    def _some_rows(self, program: Program) -> Selection:
+        """Select fewer rows where outputs are large: a replay must fit beside the step."""
         values = [each for root in program.tape.roots.values() for each in unpacked(root.value)]
-        num_elements = sum(each.numel() for each in values)
-        is_granular = any(len(unpacked(root.value)) > 1 for root in program.tape.roots.values())
-        if num_elements <= FEW_ELEMENTS or is_granular:
-            return None
-        num_units = max(3, FEW_ELEMENTS * self._rows.num_units // num_elements)
-        return self._selection(program, num_units) if num_units < self._rows.num_units else None
+        num_elements, num_units = sum(each.numel() for each in values), self._rows.num_units
+        if num_elements > FEW_ELEMENTS and not program.is_granular:
+            num_units = min(num_units, max(3, FEW_ELEMENTS * num_units // num_elements))
+        return self._selection(program, num_units)
 
     def _selection(self, program: Program, num_units: int) -> Selection:
         sizes = (self._rows.num_rows, self._rows.num_units)
@@ -339,26 +400,22 @@ class LossCheck:
         return Selection(self._rows, num_units, is_size_read=is_size_read)
 
     def _self_check(
-        self, program: Program, loss: Tensor, some: Selection | None
-    ) -> tuple[Replay, Selection | None]:
-        """Run the program unchanged: is the tape what really ran?
+        self, program: Program, loss: Tensor, some: Selection
+    ) -> tuple[Replay, Selection]:
+        """Replay the program unchanged, and compare with the real graph's gradients.
 
         Returns:
             What it gave, and which records it was run with: all, if its sizes are fixed.
         """
         real = program.real(loss)
-        if some is not None:
+        if not some.is_all:
             try:
-                base = self._selected(program, {}, some)
-                rows = some.left
-                for factor in (1.0, rows.num_units / self._rows.num_units):
+                base = program.replay(some.values(program.tape), some=some)
+                rows, num_left = some.left, some.left.num_units
+                for factor in (1.0, num_left / self._rows.num_units):
                     if all(
-                        self._is_close(
-                            rows.matrix(base.grads[slot]) * factor,
-                            self._rows.matrix(grad)[: rows.num_units],
-                        )
-                        for slot, grad in real.items()
-                        if self._rows.dim_of(grad) is not None
+                        self._is_close(rows.matrix(base.grads[slot]) * factor, grad[:num_left])
+                        for slot, grad in self._rows.matrices(real)
                     ):
                         return base, some
             except Exception:  # whatever the user's operations raise at another size
@@ -370,17 +427,15 @@ class LossCheck:
                 if self._is_close(a, b):
                     continue
                 other = other or program.replay({}, seed=1)
-                if self._same(base, other):  # it draws no random numbers: something is missing
+                pairs = ((base.grads[slot], other.grads[slot]) for slot in base.grads)
+                if all(_is_equal(x, y, 0.0) for x, y in pairs):  # it draws no random numbers
                     names = ", ".join(dict.fromkeys(map(str, program.path.values())))
                     _refuse(
                         f"part of the loss could not be followed (what could: {names[:200]}); "
                         "torch.jit, vmap and functions outside of torch cannot",
                         "Write the loss with torch functions. " + REMEDY,
                     )
-        return base, None
-
-    def _selected(self, program: Program, values: Mapping[int, Tensor], some: Selection) -> Replay:
-        return program.replay(some.values(program.tape, values), some=some)
+        return base, self._selection(program, self._rows.num_units)
 
     def _is_close(self, a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
         tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
@@ -388,27 +443,19 @@ class LossCheck:
         scale = float(torch.nan_to_num(b.abs(), posinf=0.0).max()) if b.numel() else 0.0
         return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
 
-    def _same(self, a: Replay, b: Replay) -> bool:
-        pairs = [
-            pair
-            for slot in a.grads
-            for pair in zip(unpacked(a.grads[slot]), unpacked(b.grads[slot]), strict=True)
-        ]
-        return all(_is_equal(x, y, 0.0) for x, y in pairs)
-
     def _replacements(
-        self, program: Program, base: Replay, some: Selection | None, *, is_first: bool
+        self, program: Program, base: Replay, some: Selection, *, is_first: bool
     ) -> None:
-        rows = self._rows if some is None else some.left
+        rows = some.left
         failed: dict[tuple[bool, ...], Exception] = {}  # by the rows that were kept
         tried: set[tuple[bool, ...]] = set()
         double: Replay | None = None
         for kept, way in self._trials(rows, is_first=is_first):
             values = {
-                slot: self._replaced(program, slot, root, kept, way, rows, some)
+                slot: value
                 for slot, root in program.tape.roots.items()
+                if (value := self._replaced(program, root, kept, way, rows)) is not None
             }
-            values = {slot: value for slot, value in values.items() if value is not None}
             try:
                 other = program.replay(values, some=some)
             except Exception as found:  # values that an operation of the user's does not take
@@ -421,9 +468,7 @@ class LossCheck:
                 continue
             try:
                 double = double or program.replay(
-                    {} if some is None else some.values(program.tape, {}),
-                    is_double=True,
-                    some=some,
+                    some.values(program.tape), is_double=True, some=some
                 )
                 again = program.replay(values, is_double=True, some=some)
                 moved = self._moved(program, double, again, kept, rows, tolerance=FLOAT64_TOLERANCE)
@@ -442,7 +487,7 @@ class LossCheck:
                 )
 
     def _trials(self, rows: RecordLayout, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
-        """Which rows stay [rows], and what comes in the place of the others."""
+        """Yield which rows are kept [rows], and how the others are replaced."""
         units = torch.arange(rows.num_units)
         order = torch.randperm(rows.num_units, generator=self._generator)
         half = max(1, rows.num_units // 2)
@@ -458,23 +503,19 @@ class LossCheck:
     def _replaced(
         self,
         program: Program,
-        slot: int,
-        root: Root,
+        root: TapeInput,
         kept: Tensor,
         way: int,
         rows: RecordLayout,
-        some: Selection | None,
     ) -> Tensor | None:
-        """A root with other values in the rows that are not kept; None if it stays.
+        """Replace rows of a root that are not kept; None if it stays as it is.
 
         Args:
             program: The program.
-            slot: Of the root.
             root: The root.
             kept: Which rows stay [rows].
             way: 0: rows of the batch. 1: values far away, of a like kind. 2: copies of one row.
-            rows: Where rows lie.
-            some: Which rows are left.
+            rows: Where those rows lie that are left.
         """
         value = root.value
         if self._rows.dim_of(value) is None:
@@ -484,7 +525,7 @@ class LossCheck:
                 return None
             factor = 1 + float(torch.rand((), generator=self._generator)) * 10**way
             return packed(value, [each.detach() * factor for each in unpacked(value)])
-        if some is not None:
+        if rows != self._rows:
             value = self._rows.like(value, self._rows.matrix(value)[: rows.num_units])
         matrix = rows.matrix(value)
         device, generator = matrix.device, self._generator
@@ -492,7 +533,12 @@ class LossCheck:
         if way == 2:
             order = order[:1].expand(rows.num_units)
         new = matrix[order.to(device)]
-        labels = self._num_classes(program, root)
+        size = sum(each.numel() for each in unpacked(root.value))
+        labels = None  # how many there are, if the root holds some
+        for target in program.tape.targets:
+            if sum(each.numel() for each in unpacked(target.labels)) == size:
+                labels = target.num_classes
+                break
         if way == 2 and labels is not None and not matrix.is_floating_point():
             label = int(torch.randint(0, labels, (), generator=generator))
             new = torch.full_like(matrix, label)
@@ -500,22 +546,15 @@ class LossCheck:
             new = _far(matrix, generator)
         return rows.like(value, torch.where(kept.to(device)[:, None], matrix, new))
 
-    def _num_classes(self, program: Program, root: Root) -> int | None:
-        size = sum(each.numel() for each in unpacked(root.value))
-        for target in program.tape.targets:
-            if sum(each.numel() for each in unpacked(target.labels)) == size:
-                return target.num_classes
-        return None
-
     def _refuse_other_path(self, program: Program, base: Replay, other: Replay) -> None:
-        here = positions(sys._getframe(1), NOT_THE_USERS)
+        here = positions(sys._getframe(1))
         for event in program.tape.events:
             if event.kind != "branch":
                 continue
             truths = {bool(each.env.get(event.slot, event.value)) for each in (base, other)}
             # The same truth here and now says little, if what it was found from has changed.
             is_other = len(truths) > 1 or (
-                may_branch(list(event.where), here)
+                may_branch(event.where, here)
                 and any(
                     not _is_same(base.env.get(slot), other.env.get(slot))
                     for slot in program.compared(event.slot)
@@ -547,7 +586,7 @@ class LossCheck:
         rows: RecordLayout,
         tolerance: float = 0.0,
     ) -> tuple[str, str] | None:
-        """What changed in the rows that were kept, with a remedy; None if nothing did."""
+        """Return what changed in the kept rows, with a remedy; None if nothing did."""
         for slot in program.tape.inputs - set(program.tape.roots):
             a, b = base.env.get(slot), other.env.get(slot)
             if not isinstance(a, Tensor):
@@ -584,7 +623,7 @@ class LossCheck:
     def _blame(
         self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: RecordLayout
     ) -> str:
-        """The operation where rows meet, for the message."""
+        """Name the operation where rows meet."""
         path = [program.path[place] for place in sorted(program.path)]
         for operation in program.tape.operations:
             for slot in operation.outs:
@@ -603,31 +642,23 @@ class LossCheck:
         ]
         return f"rows meet in or after {reducing[0]}" if reducing else "see the loss"
 
-    def _size_check(self, program: Program, base: Replay, some: Selection | None) -> None:
+    def _size_check(self, program: Program, base: Replay) -> None:
         """Leave one record out: gradients may change by the factor of a mean."""
-        rows = self._rows
-        if some is not None or rows.num_units < 2:
-            return
-        if any(len(unpacked(root.value)) > 1 for root in program.tape.roots.values()):
+        if program.is_granular:
             return  # granules have one shape
-        fewer = self._selection(program, rows.num_units - 1)
+        fewer = self._selection(program, self._rows.num_units - 1)
         try:
-            now = self._selected(program, {}, fewer)
+            now = program.replay(fewer.values(program.tape), some=fewer)
         except Exception:  # sizes are written into the program; steps of other sizes will tell
             return
-        left = fewer.left
-        factor = rows.num_units / left.num_units
+        before = self._rows.matrices(base.grads)
         self._require_factor(
-            {s: left.matrix(g) for s, g in now.grads.items() if left.dim_of(g) is not None},
-            {
-                s: rows.matrix(g)[: left.num_units]
-                for s, g in base.grads.items()
-                if rows.dim_of(g) is not None
-            },
-            factor,
+            dict(fewer.left.matrices(now.grads)),
+            {slot: grad[: fewer.left.num_units] for slot, grad in before},
+            self._rows.num_units / fewer.left.num_units,
         )
 
-    def _compare_with_before(self, program: Program, known: Known | None) -> None:
+    def _compare_with_before(self, program: Program, known: CheckedPath | None) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
         rows = self._rows
         if known is None or not known.unit or known.checked_rows == rows.num_rows:

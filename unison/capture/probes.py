@@ -1,0 +1,663 @@
+"""Probing runs of a module: the rows that go in, and the state that is put back around them.
+
+Every probing run must begin as the others did, or their results cannot be compared; and the module
+must be left as it was found: generators, buffers, attributes. Rows of a probe must be distinct, or
+nothing could be told from them; what replaces other rows is of the same kind (integers that were
+there, values that the place can have), so that any model that takes the batch takes it too.
+
+[Note: fingerprints] A tensor is a matrix x[r, f] of 32-bit integers (its bits; 16-bit ones are
+widened, 64-bit ones are two). With random 64-bit keys u, v, and all sums modulo 2⁶⁴,
+
+    h_r = (Σ_f v_f · x[r, f]) >> 32,        fingerprint = Σ_r u_r · h_r.
+
+*Two different tensors have the same one with a probability below 2⁻³⁰*, over the keys. Take a row
+in which they differ, in one place by d_f = odd · 2ᵏ with k ≤ 31. v_f d_f is uniform on the
+multiples of 2ᵏ, and h_r stays only if the difference of the sums is one of the less than 2³³⁻ᵏ in
+(−2³², 2³²): probability below 2⁻³¹. Otherwise h_r differs by odd · 2ᵏ with k ≤ 31 again, and
+Σ_r u_r h_r stays with probability 2ᵏ⁻⁶⁴ ≤ 2⁻³³. (Multilinear hashing: Carter and Wegman 1979.)
+
+Sums of integers do not depend on their order: a fingerprint is the same whatever the threads do.
+The keys are drawn once per process, from the operating system, so that no data can know them.
+"""
+
+import os
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from unison.capture.parts import is_in_parts, local
+
+# --- fingerprints of bits -------------------------------------------------------------------------
+
+_ELEMENTS_PER_TILE = {"cpu": 1 << 18}  # int64: it should stay in cache
+_ELEMENTS_PER_TILE_ELSEWHERE = 1 << 23
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+_keys: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one number per tensor [tensors], int64, on their device: equal for equal bits."""
+    return torch.stack([_of(tensor.detach()) for tensor in tensors])
+
+
+def _of(x: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    if x.numel() == 0:
+        return total
+    x = x.reshape(1, -1) if x.ndim < 2 else x
+    num_columns, row = x.shape[-1], 0
+    most = _ELEMENTS_PER_TILE.get(x.device.type, _ELEMENTS_PER_TILE_ELSEWHERE)
+    for some in x.split(max(1, most // x[0].numel())):
+        # Rows are what all dimensions but the last one count. Where that is no view, `some` is
+        # copied, and not all of x.
+        for part in some.reshape(-1, num_columns).split(max(1, most // num_columns)):
+            bits = part.contiguous().view(_INTEGERS[x.element_size()]).long()
+            sums = bits.mul_(_key("columns", bits.shape[1], x.device)).sum(1) >> 32
+            total += sums.mul_(_key("rows", row + len(part), x.device)[row:]).sum()
+            row += len(part)
+    return total
+
+
+def _key(name: str, length: int, device: torch.device) -> Tensor:
+    """Return the first numbers of a key, the same ones every time."""
+    key = _keys.get((name, device))
+    if key is None or len(key) < length:
+        known = torch.empty(0, dtype=torch.int64) if key is None else key.cpu()
+        num_new = max(1024, length, 2 * len(known)) - len(known)
+        more = torch.frombuffer(bytearray(os.urandom(8 * num_new)), dtype=torch.int64)
+        key = _keys[name, device] = torch.cat([known, more]).to(device)
+    return key[:length]
+
+
+# --- state of a module ----------------------------------------------------------------------------
+
+_INTERNAL = frozenset(vars(nn.Module()))  # hooks, children, tensors: not a model's own attributes
+_MUTABLE = (list, dict, set, deque)
+_Key = TypeVar("_Key", str, int)
+_LARGE = 1 << 24  # bytes of a buffer on a GPU whose copy waits in main memory
+
+
+class ProbeState:
+    """Puts generators, buffers and attributes of a module back to what they were.
+
+    Attributes are bindings: those of the modules themselves and of plain objects that they hold,
+    with the contents of lists, dictionaries and sets among them. What lies deeper is not put back;
+    the check for state between calls sees it where outputs depend on it.
+
+    Args:
+        module: The model.
+        batch: Its tensors' devices have generators, too.
+    """
+
+    def __init__(self, module: nn.Module, batch: Any = None) -> None:
+        self._module = module
+        self._generators = list(_generators(module, batch))
+        self._buffers = [
+            (child._buffers, key, buffer)
+            for child in module.modules()
+            for key, buffer in child._buffers.items()
+        ]
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        tensors: list[Tensor] = []
+        known: set[int] = set()
+        for child in module.modules():
+            if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+                tensors += self._keep_attributes(vars(child), known)
+        self._buffer_copies = _Copies([buffer for _, _, buffer in self._buffers])
+        self._tensor_copies = _Copies(tensors)
+        self._start = self.values()
+        self._parameters = _bits(dict(module.named_parameters()))
+
+    def _keep_attributes(self, attributes: dict[str, Any], known: set[int]) -> Iterator[Tensor]:
+        """Keep what attributes are bound to; yields tensors, which may be written in place."""
+        own = {key: value for key, value in attributes.items() if _is_own(key)}
+        self._attributes.append((attributes, own))
+        for value in own.values():
+            if id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield value
+            elif isinstance(value, _MUTABLE):
+                self._contents.append((value, _contents_of(value)))
+            elif _is_plain_object(value):
+                self._attributes.append((vars(value), dict(vars(value))))
+                for inner in vars(value).values():
+                    if isinstance(inner, _MUTABLE) and id(inner) not in known:
+                        known.add(id(inner))
+                        self._contents.append((inner, _contents_of(inner)))
+
+    def restore_generators(self, seed: int | None = None) -> None:
+        """Let the next pass draw the same random numbers.
+
+        Args:
+            seed: Draws others, the same ones for each seed.
+        """
+        for each in self._generators:
+            if seed is None:
+                each.set_state(each.start)
+            else:
+                each.seed(seed)
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since generators were restored."""
+        return any(not _is_equal(each.get_state(), each.start) for each in self._generators)
+
+    def restore(self) -> None:
+        """Restore generators, attributes and buffers."""
+        self.restore_generators()
+        for attributes, own in self._attributes:
+            for key in [key for key in attributes if _is_own(key) and key not in own]:
+                del attributes[key]
+            for key, value in own.items():
+                if attributes.get(key) is not value or key not in attributes:
+                    attributes[key] = value
+        for value, before in self._contents:
+            _refill(value, before)
+        self._tensor_copies.restore()
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Restore buffers."""
+        known = {(id(where), key) for where, key, _ in self._buffers}
+        for child in self._module.modules():
+            for key in [k for k in child._buffers if (id(child._buffers), k) not in known]:
+                del child._buffers[key]
+        for where, key, buffer in self._buffers:
+            where[key] = buffer
+        self._buffer_copies.restore()
+
+    def values(self) -> dict[str, int]:
+        """Fingerprints of all buffers as they are now, by name."""
+        return _bits(dict(self._module.named_buffers()))
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer is now, and how often it was written, by name."""
+        return {
+            name: (id(each), 0 if each.is_inference() else each._version)
+            for name, each in self._module.named_buffers()
+        }
+
+    def written(self, values: dict[str, int]) -> set[str]:
+        """Names of the buffers that had other values, or were not there, at the start."""
+        return {name for name, value in values.items() if self._start.get(name) != value}
+
+    def written_parameters(self) -> set[str]:
+        """Names of the parameters that have other values than at the start."""
+        now = _bits(dict(self._module.named_parameters()))
+        return {name for name, value in now.items() if self._parameters.get(name) != value}
+
+
+@contextmanager
+def state_kept(module: nn.Module, batch: Any = None) -> Iterator[ProbeState]:
+    """Leave a module's generators, buffers and attributes as they are found."""
+    state = ProbeState(module, batch)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+class _Generator(NamedTuple):
+    """A generator that a pass may draw from."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+    start: Any
+
+
+def _generators(module: nn.Module, batch: Any) -> Iterator[_Generator]:
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+    devices = {each.device for each in tensors if isinstance(each, Tensor) and each.is_cuda}
+    found = [torch.default_generator]
+    found += [torch.cuda.default_generators[device.index] for device in devices]
+    held = [value for child in module.modules() for value in vars(child).values()]
+    found += [value for value in held if isinstance(value, torch.Generator)]
+    for each in found:
+        # Cloned: a CUDA generator's state is what it goes on from, if graphs are recorded.
+        yield _Generator(each.get_state, each.set_state, each.manual_seed, each.get_state().clone())
+    yield _Generator(random.getstate, random.setstate, random.seed, random.getstate())
+    for each in held:
+        if isinstance(each, random.Random):
+            yield _Generator(each.getstate, each.setstate, each.seed, each.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return
+    legacy = numpy.random
+    yield _Generator(legacy.get_state, legacy.set_state, legacy.seed, legacy.get_state())
+    for each in held:
+        if isinstance(each, numpy.random.Generator):
+            yield _of_numpy(each.bit_generator)
+
+
+def _of_numpy(bits: Any) -> _Generator:
+    def set_state(state: Any) -> None:
+        bits.state = state
+
+    def seed(number: int) -> None:
+        bits.state = type(bits)(number).state
+
+    return _Generator(lambda: bits.state, set_state, seed, bits.state)
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two states of a generator, of whatever they are made, are the same."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return all(_is_equal(first[key], second[key]) for key in first)
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    return bool((first == second).all()) if hasattr(first, "all") else first == second
+
+
+def _is_own(name: str) -> bool:
+    return name not in _INTERNAL and not name.startswith("_unison")
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an attribute is an object of the model's author, whose attributes are state."""
+    if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return False
+    if callable(value) and hasattr(value, "__code__"):
+        return False
+    return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
+
+
+def _contents_of(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, before: Any) -> None:
+    """Put the contents of a list, dictionary or set back; the object stays."""
+    if isinstance(value, dict):
+        is_same = list(value) == list(before) and all(map(is_, value.values(), before.values()))
+    else:
+        is_same = len(value) == len(before) and all(map(is_, value, before))
+    if is_same:
+        return
+    value.clear()
+    value.update(before) if isinstance(value, dict | set) else value.extend(before)
+
+
+class _Copies:
+    """Copies of tensors that may be written, to put them back from."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        written = [each for each in tensors if _is_readable(each) and not each.is_inference()]
+        self._tensors = dict(enumerate(written))
+        self._copies = []
+        for value in (local(each.detach()) for each in written):
+            is_large = value.is_cuda and value.numel() * value.element_size() > _LARGE
+            self._copies.append(value.cpu() if is_large else value.clone())
+        self._start = _bits(self._tensors)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the tensors whose bits have changed."""
+        for key, bits in _bits(self._tensors).items():
+            if bits != self._start[key]:
+                local(self._tensors[key]).copy_(self._copies[key])
+
+
+def _is_readable(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
+        return False
+    is_lazy = isinstance(value, UninitializedTensorMixin)
+    return not is_lazy and (is_in_parts(value) or value.layout is torch.strided)
+
+
+def _bits(tensors: dict[_Key, Any]) -> dict[_Key, int]:
+    """A fingerprint of each tensor's bits, by key; read from each device at once."""
+    by_device: dict[torch.device, list[tuple[_Key, Tensor]]] = {}
+    for name, each in tensors.items():
+        if _is_readable(each):
+            value = local(each.detach())
+            value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            by_device.setdefault(value.device, []).append((name, value))
+    found: dict[_Key, int] = {}
+    for pairs in by_device.values():
+        numbers = fingerprint(value for _, value in pairs).tolist()
+        found.update(zip((name for name, _ in pairs), numbers, strict=True))
+    return found
+
+
+# --- the rows of a probe --------------------------------------------------------------------------
+
+NUM_PROBED = 4  # rows that go through the model: one kept, one replaced, and both again
+
+
+class Replacement(Enum):
+    """What replaces the rows that are not kept."""
+
+    VALUES = "values far from theirs"
+    ROWS = "other rows of the batch"
+    COPIES = "copies of one row"
+    OUTLIER = "one row of far values"
+    ALIKE = "copies of one row of far values"
+    OPPOSITE = "copies of one row of opposite values"
+
+
+def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
+    """Select rows of a batch, first and last among them; repeated ones are altered.
+
+    Floating-point values are shuffled within the row and scaled a little, integers shuffled within
+    the values that are there, so that they stay of their kind.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    size = len(tensors[0])
+    chosen = torch.linspace(0, size - 1, min(size, num_rows)).round().long()
+    if seed and size > num_rows:  # another time, others
+        inner = 1 + torch.randperm(size - 2, generator=generator)[: num_rows - 2]
+        chosen = torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([size - 1])])
+    chosen = chosen[torch.arange(num_rows) % len(chosen)]
+    keys = torch.cat([_as_key(leaf[chosen.to(leaf.device)]) for leaf in tensors], 1)
+    repeated = torch.tensor(
+        [any(torch.equal(key, before) for before in keys[:row]) for row, key in enumerate(keys)]
+    )
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = leaf[chosen.to(leaf.device)]
+        if not repeated.any():
+            return found
+        is_repeated = _rowwise(repeated, found)
+        return torch.where(is_repeated, _shuffled(found, generator), found)
+
+    return tree_map(rows, batch)
+
+
+def _as_key(rows: Tensor) -> Tensor:
+    """The values of rows, to be compared [rows, values]."""
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    return rows.detach().reshape(len(rows), -1).cpu().double().nan_to_num()
+
+
+def _shuffled(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Shuffle the values within each row, and scale floating-point ones a little."""
+    flat = x.reshape(len(x), -1)
+    order = torch.rand(flat.shape, generator=generator).argsort(1).to(x.device)
+    found = flat.gather(1, order) if flat.shape[1] else flat
+    if x.dtype == torch.bool:
+        return (torch.rand(x.shape, generator=generator) < 0.5).to(x.device)
+    is_constant = x.numel() == 0 or bool((x == x.flatten()[0]).all())
+    if x.is_floating_point():
+        if is_constant:
+            noise = torch.rand(x.shape, generator=generator).to(x.device, x.dtype)
+            return x + noise * (1 + x.abs())
+        factor = 0.5 + 0.5 * torch.rand(flat.shape, generator=generator)
+        return (found * factor.to(x.device, x.dtype)).view_as(x)
+    if is_constant and x.numel() and int(x.flatten()[0]) > 0:
+        most = int(x.flatten()[0])  # from 1 on: it may be a length
+        return torch.randint(1, most + 1, x.shape, generator=generator).to(x.device, x.dtype)
+    return found.view_as(x)
+
+
+def _rowwise(flags: Tensor, like: Tensor) -> Tensor:
+    return flags.view(-1, *[1] * (like.ndim - 1)).to(like.device)
+
+
+def are_distinct(batch: Any) -> bool:
+    """Whether no two rows of a batch are equal."""
+    rows = torch.cat([_as_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], 1)
+    return len(torch.unique(rows, dim=0)) == len(rows)
+
+
+def with_others(
+    batch: Any,
+    kept: Tensor,
+    how: Replacement,
+    largest_power: float,
+    generator: torch.Generator,
+    is_pinned: bool,
+) -> Any:
+    """Return the batch with the rows that are not kept replaced.
+
+    Args:
+        batch: The rows.
+        kept: Which stay as they are [batch].
+        how: What stands in the place of the others.
+        largest_power: Far values are up to as many powers of ten away; below 1, not at all.
+        generator: Draws.
+        is_pinned: Whether negative integers stay where they are.
+    """
+    size = len(kept)
+    # Random numbers that are the same for all tensors: rows stay together.
+    source = torch.randint(1, size, (size,), generator=generator).add_(torch.arange(size)) % size
+    first_kept = int(kept.nonzero()[0])
+    powers = torch.rand(size, generator=generator) * largest_power
+    powers = powers.round() if largest_power >= 1 else torch.zeros(size)
+    if how is Replacement.OUTLIER:
+        powers.fill_(largest_power if largest_power >= 1 else 0.0)
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if how is Replacement.COPIES:
+            other = leaf[first_kept].expand_as(leaf)
+        elif how in (Replacement.ALIKE, Replacement.OPPOSITE):
+            # Far enough for any threshold; of what has no sign, another row's.
+            sign = 1 if how is Replacement.ALIKE else -1
+            is_signed = leaf.is_floating_point() or leaf.is_complex()
+            row = leaf[first_kept - (not is_signed and sign < 0)]
+            other = (sign * 10 ** (largest_power / 2) * row if is_signed else row).expand_as(leaf)
+        elif how is Replacement.ROWS:
+            other = leaf[source.to(leaf.device)]
+        else:
+            other = _far(leaf, powers, how, generator)
+        if is_pinned and not leaf.is_floating_point() and leaf.dtype != torch.bool:
+            valid = leaf[leaf >= 0]
+            if valid.numel():
+                drawn = torch.randint(valid.numel(), leaf.shape, generator=generator)
+                other = torch.where(other < 0, valid[drawn.to(leaf.device)], other)
+            other = torch.where(leaf < 0, leaf, other)
+        return torch.where(_rowwise(kept, leaf), leaf, other)
+
+    return tree_map(rows, batch)
+
+
+def _far(leaf: Tensor, powers: Tensor, how: Replacement, generator: torch.Generator) -> Tensor:
+    """Draw each value from the same place of some row, and scale it."""
+    if leaf.dtype == torch.bool:
+        if powers.any():
+            return (torch.rand(leaf.shape, generator=generator) < 0.5).to(leaf.device)
+        return leaf.roll(1, 0)
+    if how is Replacement.OUTLIER and not leaf.is_floating_point() and powers.any():
+        return leaf.amax().expand_as(leaf) if leaf.numel() else leaf
+    drawn = torch.randint(len(leaf), leaf.shape, generator=generator).to(leaf.device)
+    other = leaf.gather(0, drawn) if leaf.numel() else leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        other = other * _rowwise(10.0**powers, leaf).to(leaf.dtype)
+    return other
+
+
+# --- another dtype, no dropout --------------------------------------------------------------------
+
+
+@contextmanager
+def in_float64(module: nn.Module) -> Iterator[None]:
+    """Let a module compute in float64 for this block, with parameters of its own.
+
+    Its parameters and buffers are exchanged for copies and put back; nobody who holds them sees
+    anything of it. Code that asks for a smaller dtype gets float64.
+    """
+    held: list[tuple[dict[str, Any], str, Any]] = [
+        (tensors, key, value)
+        for child in module.modules()
+        for tensors in (child._parameters, child._buffers)
+        for key, value in tensors.items()
+        if value is not None and value.is_floating_point()
+    ]
+    copies: dict[int, Tensor] = {}  # one of a tensor that is there twice
+    for _, _, value in held:
+        if id(value) not in copies:
+            copy = value.detach().double()
+            if isinstance(value, nn.Parameter):
+                copy = nn.Parameter(copy, requires_grad=value.requires_grad)
+            copies[id(value)] = copy
+    default = torch.get_default_dtype()
+    try:
+        for tensors, key, value in held:
+            tensors[key] = copies[id(value)]
+        _renew_flat_weights(module)
+        torch.set_default_dtype(torch.float64)
+        with _Widening():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for tensors, key, value in held:
+            tensors[key] = value
+        _renew_flat_weights(module)
+
+
+def _renew_flat_weights(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
+
+
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class _Widening(TorchFunctionMode):
+    """A function mode that replaces smaller dtypes by float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func in _NARROWING:
+            func, args, kwargs = Tensor.double, args[:1], {}
+        wide: list[Any] = [torch.float64 if _is_narrow(each) else each for each in args]
+        named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*wide, **named)
+        return func(*wide, **named)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Attention in float64 that does not store its weights, as torch's kernels would."""
+    named = {**dict(zip(_OPTIONS, rest, strict=False)), **named}
+    mask = named.pop("attn_mask", None)
+    is_plain = all(type(each) is Tensor and each.ndim == 4 for each in (q, k, v))
+    has_gradient = mask is not None and mask.requires_grad
+    if not is_plain or has_gradient or named.get("dropout_p", 0.0):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **named)
+
+    def of_sample(i: int, *parts: Tensor) -> Tensor:
+        own = mask
+        if mask is not None and mask.ndim == 4 and len(mask) == len(q):
+            own = mask[i : i + 1]
+        with torch._C.DisableTorchFunction():
+            return F.scaled_dot_product_attention(*parts, attn_mask=own, **named)
+
+    return _AttentionBySample.apply(of_sample, q, k, v)  # type: ignore[return-value]
+
+
+class _AttentionBySample(torch.autograd.Function):
+    """Attention of one sample after the other, which is run again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, of_sample: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.of_sample = of_sample
+        found = [of_sample(i, *(x[i : i + 1] for x in parts)) for i in range(len(parts[0]))]
+        return torch.cat(found) if found else of_sample(0, *parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
+        parts = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in parts]
+        for i in range(len(g)):
+            own = [x[i : i + 1].detach().requires_grad_() for x in parts]
+            with torch.enable_grad():
+                output = ctx.of_sample(i, *own)
+            for into, grad in zip(
+                grads, torch.autograd.grad(output, own, g[i : i + 1]), strict=True
+            ):
+                into[i : i + 1] = grad
+        return None, *grads
+
+
+_DROPOUTS = {
+    getattr(F, name)
+    for name in (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+        "feature_alpha_dropout",
+    )
+} | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+
+
+@contextmanager
+def additions_in_order() -> Iterator[None]:
+    """Use deterministic GPU kernels where torch has them: bits can be compared.
+
+    Without atomic additions a module rarely has to be run in float64, which takes many times longer
+    than in bfloat16. What has no such kernel runs as it is.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    mode, settings = torch.get_deterministic_debug_mode(), torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+class NoDropout(TorchFunctionMode):
+    """A function mode that turns dropout off."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            value = args[0] if args else kwargs["input"]
+            return value.clone()
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _NARROW
+
+
+def as_double(batch: Any) -> Any:
+    """The batch with its floating-point tensors in float64."""
+    return tree_map(
+        lambda leaf: (
+            leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        ),
+        batch,
+    )

@@ -1,0 +1,263 @@
+"""torch.compile around a capture: modules that the user has compiled, and graphs of private passes.
+
+What the user has compiled runs as it was written where a capture looks on, and is given back.
+
+[Note: masks that are constants] When transformers is traced, it builds a mask of all pairs of
+tokens, and none when it is not: then it says `is_causal`, for which kernels skip half of the pairs
+and read no mask. Tracing cannot know that shapes stay as they are. A private graph does: it is made
+for one shape. So masks that no input reaches are computed once, when a graph is compiled, and
+attention whose mask comes out as the causal one is given `is_causal` in its place.
+
+Many models of transformers may drop a layer: `if torch.rand([]) < self.layerdrop`. A compiler stops
+there, since a value decides what comes next. Where `layerdrop` is 0, as it mostly is, it does not:
+no number in [0, 1) is smaller. So a model that cannot be traced is traced once more, while
+`torch.rand([])` is a number of which no more is known than that it lies in [0, 1); and it is that
+while the graph runs, whose guards ask for what was there when it was traced. Where the number
+decides something it is drawn, and the model is compiled in parts.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from unison.dynamo import ORIGINAL, DynamoBackend, backend_in
+from unison.errors import UnsupportedOperation
+from unison.shard.unit import unit_of
+
+# --- modules that the user has compiled -----------------------------------------------------------
+
+COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place
+
+
+def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Make sure that no part of a module is compiled.
+
+    A compiled graph does not ask tracked tensors.
+
+    Args:
+        modules: All parts, by name.
+
+    Raises:
+        UnsupportedOperation: Naming the part.
+    """
+    for name, child in modules:
+        is_compiled = getattr(child, COMPILED_CALL) is not None
+        if is_compiled or hasattr(child.forward, ORIGINAL):
+            raise UnsupportedOperation(
+                f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
+                "does to parameters is not seen; use the model as it was before torch.compile: "
+                "make_private(compile=True) compiles private passes"
+            )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile(module)` returned; other modules are themselves.
+
+    So is what was sharded after it was compiled: it holds the unit.
+    """
+    if type(module).__name__ != "OptimizedModule":  # importing it takes a second
+        return module
+    if unit_of(module) is not None:
+        return module
+    return module._modules["_orig_mod"]  # type: ignore[return-value]
+
+
+def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
+    """Let a module and its parts run as they were written, whatever has been compiled of them.
+
+    Args:
+        module: The user's module.
+        undo: Gives it back as it was, when it is closed.
+
+    Returns:
+        The user's backend; None if nothing was compiled.
+    """
+    found: list[DynamoBackend] = []
+    for child in module.modules():
+        unit, called = unit_of(child), vars(child).pop(COMPILED_CALL, None)
+        if called is not None:
+            undo.callback(setattr, child, COMPILED_CALL, called)
+            found.append(backend_in(called if unit is None else unit.compiled or called))
+        forward: Any = vars(child).get("forward") if unit is None else unit.forward
+        own = getattr(forward, ORIGINAL, forward)
+        if own is not forward:
+            found.append(backend_in(forward))
+        where, name = (child, "forward") if unit is None else (unit, "inner")
+        if unit is not None or own is not forward:
+            undo.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, own)
+    return found[0] if found else None
+
+
+def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
+    """Whether any of some modules is compiled.
+
+    Args:
+        attributes: Each module's own.
+    """
+    return any(
+        COMPILED_CALL in own
+        or hasattr(own.get("forward"), ORIGINAL)
+        or any(  # one may have come since
+            type(each).__name__ == "OptimizedModule"
+            and hasattr(vars(each).get("forward"), ORIGINAL)
+            for each in own["_modules"].values()
+        )
+        for own in attributes
+    )
+
+
+def backend_of_caller() -> DynamoBackend | None:
+    """The backend of compiled code that the running call comes from, where it runs as Python.
+
+    So it does in a private pass: Dynamo leaves code alone while a function mode looks on.
+    """
+    frame: Any = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            callback = frame.f_locals.get("callback")
+            if callback is not None:
+                return torch._dynamo.eval_frame.innermost_backend(callback)
+        frame = frame.f_back
+    return None
+
+
+# --- causal masks of a traced graph ---------------------------------------------------------------
+
+_FIRST_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_RUN = ("call_function", "call_method", "get_attr")
+_MOST_ELEMENTS = 1 << 28  # of a mask: it exists once while a graph is compiled
+
+
+def tell_causal_masks(graph: GraphModule) -> None:
+    """Replace constant causal masks of attention in Dynamo's graph, in place."""
+    attending = [
+        (node, found)
+        for node in graph.graph.nodes
+        if node.target is F.scaled_dot_product_attention and (found := _arguments(node)) is not None
+    ]
+    masks = _constants(graph, {found["attn_mask"] for _, found in attending})
+    causal = {mask for mask, value in masks.items() if is_causal(value)}
+    for node, found in attending:
+        query, key, value, mask = (found.pop(name) for name in _FIRST_ARGUMENTS[:4])
+        if mask in causal and _num_tokens(query) == _num_tokens(key):
+            node.args = (query, key, value)
+            node.kwargs = {**found, "is_causal": True}
+    if causal:  # what the masks were made of is nothing to anybody
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Whether a mask [..., tokens, tokens] lets each token see itself and those before it."""
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] == 0:
+        return False
+    expected = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == expected).all())
+    if not mask.is_floating_point():
+        return False
+    # What is added to scores: nothing, or so little that nothing is left after the exponential.
+    least = torch.finfo(mask.dtype).min
+    return bool(torch.where(expected, mask == 0, mask <= least).all())
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """Attention's arguments by name; None if there is no mask to be replaced."""
+    found = dict(zip(_FIRST_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    has_mask = isinstance(found.get("attn_mask"), Node) and not found.get("is_causal", False)
+    return found if has_mask and len(node.args) <= len(_FIRST_ARGUMENTS) else None
+
+
+def _num_tokens(node: Node) -> int:
+    return node.meta["example_value"].shape[-2]
+
+
+def _constants(graph: GraphModule, wanted: Iterable[Node]) -> dict[Node, Tensor]:
+    """The values of those nodes that no input of the graph reaches."""
+    needed: set[Node] = set()
+    found = []
+    for node in wanted:
+        before = _ancestors(node)
+        if before is not None and node.meta["example_value"].numel() <= _MOST_ELEMENTS:
+            needed |= before
+            found.append(node)
+    if not found:
+        return {}
+    interpreter, depth, left = Interpreter(graph), 0, set(found)
+    with torch.no_grad():
+        for node in graph.graph.nodes:
+            # vmap begins and ends by calls of which nothing else is made: all of them are run.
+            bracket = _bracket(node)
+            if node in needed or bracket:
+                interpreter.env[node] = interpreter.run_node(node)
+            depth += bracket
+            left.discard(node)
+            if not left and not depth:
+                break
+    values = {node: interpreter.env[node] for node in found}
+    return {node: value for node, value in values.items() if isinstance(value, Tensor)}
+
+
+def _ancestors(node: Node) -> set[Node] | None:
+    """All that a node is made of, itself included; None if that is an input, or is drawn."""
+    found: set[Node] = set()
+    left = [node]
+    while left:
+        each = left.pop()
+        if each in found:
+            continue
+        if each.op not in _RUN or _is_drawn(each):
+            return None
+        found.add(each)
+        left += each.all_input_nodes
+    return found
+
+
+def _is_drawn(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return any(part in name for part in ("rand", "dropout", "bernoulli", "normal", "uniform"))
+
+
+def _bracket(node: Node) -> int:
+    """1 for a call that begins a vmap, -1 for one that ends it, 0 for any other."""
+    name = getattr(node.target, "__name__", "")
+    return {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}.get(name, 0)
+
+
+# --- numbers drawn to decide what to run ----------------------------------------------------------
+
+_rand = torch.rand
+
+
+class UnitDraw:
+    """A number in [0, 1) that is drawn where it matters."""
+
+    def __lt__(self, other: Any) -> bool | Tensor:
+        if isinstance(other, int | float):
+            if other <= 0:
+                return False
+            if other >= 1:
+                return True
+        return _rand([]) < other
+
+
+def _rand_or_unit(*size: Any, **options: Any) -> Any:
+    is_number = len(size) == 1 and isinstance(size[0], list | tuple) and len(size[0]) == 0
+    return UnitDraw() if is_number and not options else _rand(*size, **options)
+
+
+@contextmanager
+def unit_draws_known() -> Iterator[None]:
+    """Let `torch.rand([])` be a `UnitDraw` in this block."""
+    torch.rand = _rand_or_unit
+    try:
+        yield
+    finally:
+        torch.rand = _rand
