@@ -29,9 +29,8 @@ from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
-from unison.privacy.buffers import BufferWatch
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.dealing import Dealing, plain_leaf, unpacked
+from unison.privacy.dealing import BatchDealer, plain_leaf, unpacked
 from unison.privacy.gate import gate
 from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_gradients
 from unison.privacy.learning import Learning
@@ -39,7 +38,7 @@ from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import LabelCheck
 from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.public_terms import PublicTerms
+from unison.privacy.public_terms import BufferWatch, PublicTerms
 from unison.privacy.running import (
     AddSums,
     ClippingSettings,
@@ -77,7 +76,7 @@ class Attachment:
         settings: ClippingSettings,
         *,
         owner: Owner,
-        dealing: Dealing,
+        dealing: BatchDealer,
         recorder: LossRecorder,
         public_terms: PublicTerms,
         current: Callable[[], PhysicalBatch | None],

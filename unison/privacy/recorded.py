@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.privacy.graph import LossOf
-from unison.privacy.grid import Grid
+from unison.privacy.mechanism import Grid
 from unison.privacy.running import LogicalBatch
 from unison.privacy.step_graph import StepGraph
 from unison.privacy.training import PrivateTraining

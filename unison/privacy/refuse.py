@@ -13,8 +13,7 @@ from torch.utils.data import (
 )
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.draws import Draws
-from unison.privacy.sampling import Shuffled
+from unison.privacy.sampling import Draws, Shuffled
 
 
 def refuse_unknown_loader(data_loader: Any) -> None:

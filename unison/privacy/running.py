@@ -15,8 +15,7 @@ from unison.clip.kept import SharesByName
 from unison.clip.sum_grid import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
-from unison.privacy.grid import Grid
-from unison.privacy.mechanism import Release
+from unison.privacy.mechanism import Grid, Release
 from unison.privacy.passes import PhysicalBatch
 from unison.rng import Key
 
