@@ -64,7 +64,6 @@ ADAPTERS: dict[str, set[str]] = {
     "unison/kfac/checkpoint.py": {"shard"},
     "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
-    "unison/privacy/ranks.py": {"shard"},
     "unison/capture/torch_compile.py": {"shard"},
 }
 

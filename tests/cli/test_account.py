@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from unison.privacy.accounting import epsilon_of
+from unison.privacy.accounting import ADJACENCY, epsilon_of
 from unison.privacy.calibration import epsilon_for
-from unison.privacy.ledger import Ledger
-from unison.privacy.ledger_file import Session, read_ledger
-from unison.privacy.mechanism import Mechanism
+from unison.privacy.ledger import Ledger, Session, read_ledger
+from unison.privacy.mechanism import Mechanism, Stairs
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
-from unison.privacy.schedules import Stairs
-from unison.privacy.spending import ADJACENCY
 
 SECRET = Session(key_origin="operating system", sampling_source="unison", num_records=1000)
 PLAN = ["--delta", "1e-6", "--sample-rate", "0.1"]  # with much noise, for which PLD is fast

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from unison.privacy.draws import Draws
 from unison.privacy.loader import PrivateLoader
-from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
+from unison.privacy.sampling import Draws, Poisson, Shuffled, TruncatedPoisson
 from unison.rng import Key
 
 KEY = Key.from_seed(3)

@@ -16,7 +16,7 @@ from unison.clip import MODES
 from unison.kernels.random import Cipher
 from unison.models import ModelConfig, build, preset
 from unison.privacy import Poisson, PrivacyEngine
-from unison.privacy.draws import Draws
+from unison.privacy.sampling import Draws
 from unison.rng import Key, NoiseClock, Stream, secure_normal
 from unison.shard import find_blocks
 from unison.shard.digest import full_parameters

@@ -24,16 +24,23 @@ from tests.privacy.accounts import (
 )
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import accounting
-from unison.privacy.accounting import epsilon_of, epsilon_of_events, event_of, last_place
-from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.budget import Budget, BudgetGuard
+from unison.privacy.accounting import (
+    ADJACENCY,
+    Event,
+    Spending,
+    epsilon_of,
+    epsilon_of_events,
+    last_place,
+    spending_of,
+)
 from unison.privacy.calibration import (
+    Budget,
+    BudgetGuard,
     epsilon_for,
 )
 from unison.privacy.ledger import Ledger
+from unison.privacy.mechanism import AdaptiveClipping, Cosine, Exponential, Stairs
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
-from unison.privacy.schedules import Cosine, Exponential, Stairs
-from unison.privacy.spending import ADJACENCY, Event, Spending, spending_of
 from unison.rng.distributions import drawn_probability
 from unison.rng.secure import DRAW_DISTANCE
 
@@ -101,11 +108,6 @@ def test_ledger_epsilon_is_that_of_dp_accounting(case):
     assert epsilon_of(ledger, DELTA, "rdp") == pytest.approx(expected["rdp"], rel=1e-9)
 
 
-def test_an_event_in_dp_accounting_words():
-    assert event_of(make().release(7)) == times(sampled(0.01, 2.0), 1)
-    assert event_of(make(sigma=0.0).release(0)) == times(dp_accounting.NonPrivateDpEvent(), 1)
-
-
 def test_no_noise_is_no_privacy():
     for accountant in ("pld", "rdp"):
         assert epsilon_of(releases(make(sigma=0.0), 2), DELTA, accountant) == math.inf
@@ -157,7 +159,7 @@ def test_an_epoch_counts_again_after_a_resume_or_a_repeated_step():
 @pytest.mark.parametrize("sampling", [Poisson(rate=0.02), Poisson(rate=1.0)])
 def test_an_emptied_record_costs_what_a_missing_one_does(sampling):
     # docs/privacy.md, "Between which data sets": the same pair of distributions a step.
-    event = times(event_of(make(sampling, 3.0).release(0)), 20)
+    event = times(accounting._dp_event(Event(sampling, 3.0)), 20)
     assert by_hand(event, ZERO_OUT) == by_hand(event, ADD_REMOVE)
 
 

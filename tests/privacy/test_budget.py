@@ -9,14 +9,11 @@ import pytest
 
 from tests.privacy.accounts import ALL, DELTA, make, releases
 from unison.errors import BadInput
-from unison.privacy.accounting import epsilon_of, epsilon_of_spending
-from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
+from unison.privacy.accounting import Spending, epsilon_of, epsilon_of_spending, spending_of
+from unison.privacy.calibration import Budget, BudgetGuard, BudgetSpent
 from unison.privacy.ledger import Ledger
-from unison.privacy.mechanism import Mechanism
+from unison.privacy.mechanism import AdaptiveClipping, Cosine, Mechanism, Stairs
 from unison.privacy.sampling import Poisson, Shuffled
-from unison.privacy.schedules import Cosine, Stairs
-from unison.privacy.spending import Spending, spending_of
 
 
 def run_to_the_end(mechanism: Mechanism, guard: BudgetGuard, most: int = 10_000) -> Ledger:
@@ -77,7 +74,7 @@ def test_a_budget_asks_dp_accounting_seldom(monkeypatch):
         asked["times"] += 1
         return epsilon_of_spending(*args, **kwargs)
 
-    monkeypatch.setattr("unison.privacy.budget.epsilon_of_spending", count)
+    monkeypatch.setattr("unison.privacy.calibration.epsilon_of_spending", count)
     guard = BudgetGuard(Budget(epsilon=1.2, delta=DELTA), accountant="rdp")
     ledger = run_to_the_end(make(ALL, 150.0), guard)
     assert ledger.num_intents > 1000

@@ -12,7 +12,6 @@ from tests.privacy.accounts import (
 )
 from unison.errors import BadInput
 from unison.privacy.accounting import epsilon_of
-from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.calibration import (
     _search,
     calibrate,
@@ -20,9 +19,8 @@ from unison.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
-from unison.privacy.mechanism import Mechanism
+from unison.privacy.mechanism import AdaptiveClipping, Mechanism, Stairs
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
-from unison.privacy.schedules import Stairs
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivateLoader
-from unison.privacy.collate import BatchLayout, RowShapes
+from unison.privacy.loader import BatchLayout, RowShapes
 from unison.rng import Key
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -250,7 +250,7 @@ def test_longer_rows_than_said():
 def test_arrays_and_rows_along_another_dimension():
     shapes = RowShapes({0: (4, 3)})
     value = np.ones((2, 5, 2), np.float32)
-    found = shapes.fit(value, 1, None, "batch[0]", 0)
+    found = shapes.fit(value, 1, (0,))
     assert isinstance(found, np.ndarray)
     assert found.shape == (4, 5, 3)
     assert found.sum() == value.sum()

@@ -10,8 +10,7 @@ from scipy import stats
 
 from unison.errors import BadInput
 from unison.kernels.random import using_backend
-from unison.privacy.draws import Draws
-from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
+from unison.privacy.sampling import Draws, Poisson, Shuffled, TruncatedPoisson
 from unison.rng import Cipher, Key, Stream, bernoulli
 
 KEY = Key.from_seed(7)

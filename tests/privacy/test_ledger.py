@@ -10,12 +10,10 @@ import pytest
 
 from tests.privacy.ledgers import RATE, ROOT, lines_of, make, take
 from unison.errors import BadInput
-from unison.privacy.accounting import epsilon_of
-from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.ledger import Ledger
-from unison.privacy.ledger_file import hash_of, head_file_of, read_ledger
+from unison.privacy.accounting import ADJACENCY, Event, epsilon_of
+from unison.privacy.ledger import Ledger, hash_of, head_file_of, read_ledger
+from unison.privacy.mechanism import AdaptiveClipping
 from unison.privacy.sampling import Shuffled
-from unison.privacy.spending import ADJACENCY, Event
 from unison.rng import Key
 
 # ---- what is written -------------------------------------------------------------------------

@@ -12,11 +12,9 @@ import unison
 from tests.privacy.common import NUM_RECORDS, attach, data, train
 from tests.privacy.ledgers import SECRET, lines_of, make, take
 from unison.errors import BadInput
-from unison.privacy.accounting import epsilon_if_secret, epsilon_of
-from unison.privacy.budget import Budget, BudgetSpent
-from unison.privacy.ledger import Ledger
-from unison.privacy.ledger_file import Session, hash_of, head_file_of, read_ledger
-from unison.privacy.spending import ADJACENCY
+from unison.privacy.accounting import ADJACENCY, epsilon_if_secret, epsilon_of
+from unison.privacy.calibration import Budget, BudgetSpent
+from unison.privacy.ledger import Ledger, Session, hash_of, head_file_of, read_ledger
 
 # ---- what a session says of itself -----------------------------------------------------------
 

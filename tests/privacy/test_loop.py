@@ -27,7 +27,7 @@ from tests.privacy.common import (
 from unison.clip import plan_clipping
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
-from unison.privacy.dealing import Dealing
+from unison.privacy.dealing import BatchDealer
 from unison.shard.ranks import Ranks
 
 # ---- GradScaler ----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_a_shuffled_batch_is_planned_for_as_it_is(monkeypatch):
 
 def test_larger_batches_than_usual_are_planned_for():
     """And a memory budget holds for them: a plan is of at least as many rows as it serves."""
-    dealing = Dealing(Ranks(None), None, None, usual_size=10)
+    dealing = BatchDealer(Ranks(None), None, None, usual_size=10)
     assert [dealing.rows_to_plan(each) for each in (0, 1, 10, 11, 20, 21)] == [
         10,
         10,
@@ -321,7 +321,7 @@ def test_larger_batches_than_usual_are_planned_for():
         20,
         40,
     ]
-    dealing = Dealing(Ranks(None), None, 25, usual_size=10)
+    dealing = BatchDealer(Ranks(None), None, 25, usual_size=10)
     assert [dealing.rows_to_plan(each) for each in (1, 10, 11, 21, 25)] == [10, 10, 20, 25, 25]
 
 

@@ -8,10 +8,19 @@ import pytest
 
 from unison.clip.bounds import SUM_ERROR
 from unison.errors import BadInput
-from unison.privacy.adaptive import AdaptiveClipping, noisy_fraction
-from unison.privacy.mechanism import FINER, Mechanism, Release, sensitivity_factor
+from unison.privacy.mechanism import (
+    FINER,
+    AdaptiveClipping,
+    Cosine,
+    Exponential,
+    Linear,
+    Mechanism,
+    Release,
+    Stairs,
+    noisy_fraction,
+    sensitivity_factor,
+)
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson, from_fields, to_fields
-from unison.privacy.schedules import Cosine, Exponential, Linear, Stairs
 from unison.rng import grid_sensitivity, noise_spacing
 
 RATE = Poisson(rate=0.1)

@@ -13,8 +13,7 @@ from unison.errors import BadInput
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import secure_floats
 from unison.privacy import noise as noises
-from unison.privacy.grid import Grid
-from unison.privacy.mechanism import Release
+from unison.privacy.mechanism import Grid, Release
 from unison.privacy.noise import finalise
 from unison.privacy.sampling import Poisson
 from unison.rng import Key, Stream, noise_spacing
@@ -100,9 +99,7 @@ def test_no_copy_of_a_key_stays_in_host_memory(monkeypatch):
     shares = noises.Shares(
         ["w"], [torch.zeros(1, 5)], [torch.ones(1)], [nn.Parameter(torch.zeros(5))], [0]
     )
-    made = noises.release_all(
-        shares, key=Key.from_seed(1), release=RELEASE, divisor=1.0, num_samples=1
-    )
+    made = noises.release_all(shares, noises.ReleaseTerms(Key.from_seed(1), RELEASE, 1.0, 1))
     assert made[0].equal(noise_of(5))  # the key was there as long as it was needed
     assert len(copies) >= 4
     noises.erase(copies[0].fill_(7), torch.zeros_like(copies[0]))  # where another device has it
@@ -152,14 +149,18 @@ def test_recipes_of_many_parameters_are_those_of_each(noise_multiplier):
     fields = {"sampling": RELEASE.sampling, "noise_multiplier": noise_multiplier}
     release, key = Release(**RELEASE.to_fields() | fields), Key.from_entropy()
     names, spacing = ["w", "v", "layers.0.weight"], noise_spacing(release.noise_std)
-    found = noises.recipes_of(names, key, release)
+    terms = noises.ReleaseTerms(key, release, 1.0, 1)
+    found = noises.recipes_for(names, terms)
+    assert found is not None
     for row, name in zip(found, names, strict=True):
         stream = Stream(key, name, release.step, noises.PURPOSE, Cipher.CHACHA20)
         floats = secure_floats(release.noise_std, spacing)
         recipe = Recipe(Cipher.CHACHA20, stream.words, Distribution.SECURE_NORMAL, floats)
         assert torch.equal(row, recipe.pack())
     found.zero_()  # nobody else has it
-    assert noises.recipes_of(names, key, release).any()
+    again = noises.recipes_for(names, terms)
+    assert again is not None
+    assert again.any()
 
 
 # ---- saving and loading --------------------------------------------------------------------------
@@ -263,7 +264,7 @@ def test_the_intent_is_written_before_the_noise_is_drawn(monkeypatch, tmp_path):
     def fails(*args, **kwargs):
         raise RuntimeError("no noise today")
 
-    monkeypatch.setattr("unison.privacy.releasing.finalise", fails)
+    monkeypatch.setattr("unison.privacy.noise.finalise", fails)
     with pytest.raises(RuntimeError, match="no noise today"):
         cross_entropy(module(x), y).backward()
     assert engine.ledger.num_intents == 1

@@ -14,9 +14,8 @@ from unison.kernels import many
 from unison.privacy import noise as noises
 from unison.privacy.cut import Cut
 from unison.privacy.mechanism import Release
-from unison.privacy.noise import Shares
+from unison.privacy.noise import GradientReleaser, ReleaseTerms, Shares
 from unison.privacy.owners.base import Owned
-from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.sampling import Poisson
 from unison.rng import Key
 
@@ -44,8 +43,8 @@ def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtyp
     owner: Any = Alone([Owned("w", parameter, (4, 2), 0, 8), Owned("v", unused, (3,), 0, 3)])
     values = torch.randn(num_samples, 4, 2).to(dtype)
     weights = torch.rand(num_samples, dtype=torch.float64) / 2
-    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 8.0, num_samples)
-    made = Releasing(owner).gradients({"w": (values, weights)}, terms)
+    terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 8.0, num_samples)
+    made = GradientReleaser(owner).gradients({"w": (values, weights)}, terms)
     gradients = {owned.name: gradient for owned, gradient in made}
     expected = (weights.view(-1, 1, 1) * values.double()).sum(0) / 8
     torch.testing.assert_close(gradients["w"].view(4, 2).double(), expected, rtol=1e-6, atol=1e-7)
@@ -94,8 +93,8 @@ def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
     """A module that is cast while it is trained has gradients of its new dtype."""
     linear = nn.Linear(4, 2)
     owned = [Owned(n, p, tuple(p.shape), 0, p.numel()) for n, p in linear.named_parameters()]
-    releasing = Releasing(cast(Any, Alone(owned)))
-    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
+    releasing = GradientReleaser(cast(Any, Alone(owned)))
+    terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     one = torch.ones(1, dtype=torch.float64)
     own = {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)}
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
@@ -122,24 +121,22 @@ def test_weights_of_sums_and_of_samples_fill_a_table():
     for weights in ([first, one, first, second, other, one], [one, first, one]):
         values = [torch.zeros(len(each), 2) for each in weights]
         names = tuple(map(str, range(len(weights))))
-        for _ in range(2):  # the second time, where the rows lie is known
-            found = noises._weights(Shares(names, values, weights, values, (0,) * len(names)))
-            padded = [torch.cat([each, each.new_zeros(3 - len(each))]) for each in weights]
-            assert found.is_contiguous()
-            assert_same_bits(found, torch.stack(padded).float())
+        found = noises._weights(Shares(names, values, weights, values, (0,) * len(names)))
+        padded = [torch.cat([each, each.new_zeros(3 - len(each))]) for each in weights]
+        assert found.is_contiguous()
+        assert_same_bits(found, torch.stack(padded).float())
 
 
-def test_every_parameter_gets_its_own():
-    """In whichever order they come, and nothing where nobody used it."""
+def test_every_parameter_gets_its_own_whatever_the_order():
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("b", "c", "a")}
     owned = [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
     one = torch.ones(1, dtype=torch.float64)
     values = [torch.full((1, 3), float(i)) for i in range(3)]
     own = dict(zip("abc", [(value, one) for value in values], strict=True))
-    releasing = Releasing(cast(Any, Alone(owned)))
-    terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
+    releasing = GradientReleaser(cast(Any, Alone(owned)))
+    terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 1, "c": 2}
-    del own["b"]
+    del own["b"]  # nobody used it
     found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 0, "c": 2}

@@ -16,9 +16,8 @@ from unison.clip.bounds import SUM_ERROR, bounded, mass_factor
 from unison.clip.coefficients import flat
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product
-from unison.privacy import Poisson, PrivacyEngine, releasing
-from unison.privacy.grid import Grid
-from unison.privacy.mechanism import Release, sensitivity_factor
+from unison.privacy import Poisson, PrivacyEngine, noise
+from unison.privacy.mechanism import Grid, Release, sensitivity_factor
 from unison.rng import noise_spacing
 
 C = 1.0
@@ -117,7 +116,7 @@ def sum_of(
 ) -> Tensor:
     """The clipped sum of a logical batch as it meets the noise."""
     found = []
-    finalise = releasing.finalise
+    finalise = noise.finalise
 
     def watched(integers: Tensor, *, grid: Grid, **others: Any) -> Tensor:
         found.append(grid.values(integers).flatten())
@@ -128,7 +127,7 @@ def sum_of(
     settings = {"noise_multiplier": 0.0, "seed": 1, "recheck": False} | kwargs
     with warnings.catch_warnings(), monkeypatch.context() as patched:
         warnings.simplefilter("ignore")
-        patched.setattr(releasing, "finalise", watched)
+        patched.setattr(noise, "finalise", watched)
         module, optimizer, loader = engine.make_private(
             module=module,
             optimizer=optimizer,

@@ -22,7 +22,7 @@ from unison.errors import BadInput, Diverged
 from unison.models import load
 from unison.privacy import epsilon_of, read_ledger
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
-from unison.privacy.clip_rules import CLIP_RULES as KNOWN_CLIP_RULES
+from unison.privacy.mechanism import CLIP_RULES as KNOWN_CLIP_RULES
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
 from unison.train.regime import PrivacyFacts, sampling_of

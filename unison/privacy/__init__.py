@@ -1,23 +1,31 @@
 """Differential privacy: sampling, clipping, noise, and a ledger of what was applied."""
 
 from unison.privacy.accounting import epsilon_if_secret, epsilon_of
-from unison.privacy.adaptive import AdaptiveClipping
-from unison.privacy.budget import Budget, BudgetGuard, BudgetSpent
 from unison.privacy.calibration import (
+    Budget,
+    BudgetGuard,
+    BudgetSpent,
     calibrate,
     epsilon_for,
     noise_multiplier_for,
     steps_for,
 )
-from unison.privacy.diagnostics import Diagnostics
+from unison.privacy.dealing import Diagnostics
 from unison.privacy.engine import PrivacyEngine
-from unison.privacy.ledger import Ledger
-from unison.privacy.ledger_file import LedgerFile, Session, read_ledger
+from unison.privacy.ledger import Ledger, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
-from unison.privacy.mechanism import Mechanism, Release
+from unison.privacy.mechanism import (
+    AdaptiveClipping,
+    Cosine,
+    Exponential,
+    Linear,
+    Mechanism,
+    Release,
+    Schedule,
+    Stairs,
+)
 from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
-from unison.privacy.schedules import Cosine, Exponential, Linear, Schedule, Stairs
 
 __all__ = [
     "AdaptiveClipping",

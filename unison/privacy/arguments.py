@@ -22,8 +22,7 @@ from torch.utils.data import (
 
 from unison.dynamo import DynamoBackend, backend_of
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.draws import Draws
-from unison.privacy.sampling import Poisson, Sampling, Shuffled
+from unison.privacy.sampling import Draws, Poisson, Sampling, Shuffled
 from unison.rng import Key
 
 _HINTS = {

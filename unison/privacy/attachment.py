@@ -29,9 +29,8 @@ from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.privacy.buffers import BufferWatch
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.dealing import Dealing, packed, plain_leaf, unpacked
+from unison.privacy.dealing import BatchDealer, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
     Inputs,
     ModuleHook,
@@ -46,7 +45,7 @@ from unison.privacy.loss_program import LossRecorder, refuse_unseen
 from unison.privacy.owners.base import Owner
 from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.public_terms import PublicTerms
+from unison.privacy.public_terms import BufferWatch, PublicTerms
 from unison.privacy.step_graph import is_recording
 from unison.privacy.step_state import (
     AddSums,
@@ -131,7 +130,7 @@ class Attachment:
         settings: ClippingSettings,
         *,
         owner: Owner,
-        dealing: Dealing,
+        dealing: BatchDealer,
         recorder: LossRecorder,
         public_terms: PublicTerms,
         current: Callable[[], PhysicalBatch | None],

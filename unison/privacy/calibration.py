@@ -1,23 +1,35 @@
-"""Planning: ε of equal steps, and the noise or the number of steps that an ε allows."""
+"""Planning: ε of equal steps, the noise or the steps that an ε allows, and a bound that is kept.
+
+A budget is a privacy filter: the step that would exceed it is refused, and not taken. Under PLD and
+RDP the plan does not depend on what comes out, so how many steps fit is fixed before the first.
+Where σ is chosen on the way, the odometer counts.
+"""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from unison import check
-from unison.errors import BadInput
+from unison.errors import BadInput, UnisonError
 from unison.privacy.accounting import (
     LEAST_NOISE_MULTIPLIER,
+    MAX_DISTINCT,
+    Event,
+    Spending,
     check_accountant,
     check_delta,
     epsilon_of_events,
+    epsilon_of_spending,
+    spending_of,
     without_truncation,
 )
-from unison.privacy.mechanism import Mechanism, sensitivity_factor
+from unison.privacy.mechanism import Mechanism, Release, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
-from unison.privacy.spending import Event, spending_of
 from unison.rng.secure import DRAW_DISTANCE
 
+_MAX_AHEAD = 1 << 17
 _MOST_NOISE_MULTIPLIER = 2.0**20
 _SHORTFALL = 0.01  # what a calibration may leave of its target
 
@@ -45,7 +57,7 @@ def epsilon_for(
             large for it is warned of.
     """
     check.not_negative(noise_multiplier=noise_multiplier, steps=steps)
-    check_delta(delta, _num_records(sampling, num_records))
+    check_delta(delta, getattr(sampling, "num_records", num_records))
     z = noise_multiplier / sensitivity_factor(noise_multiplier, rounded_elements)
     events, num_draws = _equal_steps(sampling, z, steps), steps * rounded_elements
     return epsilon_of_events(events, delta, accountant, num_draws=num_draws)
@@ -78,7 +90,7 @@ def noise_multiplier_for(
         BadInput: If no σ reaches the target.
     """
     check.positive(steps=steps)
-    check_delta(target_delta, _num_records(sampling, num_records))
+    check_delta(target_delta, getattr(sampling, "num_records", num_records))
     num_draws = steps * (rounded_elements + (count_noise_multiplier is not None))
     if num_draws * DRAW_DISTANCE >= target_delta:
         raise BadInput(
@@ -122,8 +134,7 @@ def calibrate(
 ) -> float:
     """The parameter of a mechanism, such as the start of a schedule, that spends ε in all steps.
 
-    >>> from unison.privacy.sampling import Poisson
-    >>> from unison.privacy.schedules import Stairs
+    >>> from unison.privacy import Poisson, Stairs
     >>> def make(start: float) -> Mechanism:
     ...     return Mechanism(
     ...         sampling=Poisson(rate=0.01),
@@ -177,12 +188,11 @@ def steps_for(
         num_records: As for `epsilon_for`.
     """
     check.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
-    check_delta(target_delta, _num_records(sampling, num_records))
+    check_delta(target_delta, getattr(sampling, "num_records", num_records))
     z = noise_multiplier / sensitivity_factor(noise_multiplier, rounded_elements)
 
     def fits(steps: int) -> bool:
-        events = _equal_steps(sampling, z, steps)
-        num_draws = steps * rounded_elements
+        events, num_draws = _equal_steps(sampling, z, steps), steps * rounded_elements
         spent = epsilon_of_events(events, target_delta, accountant, num_draws=num_draws)
         return spent <= target_epsilon
 
@@ -205,10 +215,6 @@ def largest_that_fits(fits: Callable[[int], bool], *, limit: int) -> int:
         else:
             high = middle
     return low
-
-
-def _num_records(sampling: Sampling, told: int | None) -> int | None:
-    return getattr(sampling, "num_records", told)
 
 
 def _equal_steps(sampling: Sampling, z: float, steps: int) -> dict[Event, int]:
@@ -274,7 +280,16 @@ def _search(epsilon: Callable[[float], float], target: float, start: float) -> f
             # ε falls about as the square of the noise, and faster where there is little of it.
             here += min(max(abs(miss) / 2, 0.02), stride) * (1 if high is None else -1)
             stride = min(2 * stride, 4.0)
-            _refuse_extremes(math.exp(here), target)
+            if math.exp(here) > _MOST_NOISE_MULTIPLIER:
+                raise BadInput(
+                    f"no noise multiplier up to {_MOST_NOISE_MULTIPLIER:.0f} keeps ε at or below "
+                    f"{target}; raise the target, take fewer steps or a larger delta"
+                )
+            if math.exp(here) < LEAST_NOISE_MULTIPLIER:
+                raise BadInput(
+                    f"hardly any noise spends less than ε = {target} already, since so few records "
+                    "are drawn; lower the target"
+                )
             continue
         part = low[1] / (low[1] - high[1])
         here = low[0] + (high[0] - low[0]) * min(max(part, 0.05), 0.95)
@@ -286,14 +301,160 @@ def _search(epsilon: Callable[[float], float], target: float, start: float) -> f
     )
 
 
-def _refuse_extremes(parameter: float, target: float) -> None:
-    if parameter > _MOST_NOISE_MULTIPLIER:
-        raise BadInput(
-            f"no noise multiplier up to {_MOST_NOISE_MULTIPLIER:.0f} keeps ε at or below {target}; "
-            "raise the target, take fewer steps or a larger delta"
+# ---- a budget ------------------------------------------------------------------------------------
+
+
+class BudgetSpent(UnisonError):
+    """The next step would spend more than the budget; nothing of it was applied.
+
+    Attributes:
+        step: The step that was refused.
+        spent: ε of what the ledger holds.
+        would_spend: ε with that step.
+    """
+
+    def __init__(self, message: str, *, step: int, spent: float, would_spend: float) -> None:
+        super().__init__(message)
+        self.step, self.spent, self.would_spend = step, spent, would_spend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that a run may spend.
+
+    Attributes:
+        epsilon: ε, at most.
+        delta: The δ that ε is taken at.
+        steps: Steps that are planned, if known: then one computation serves them all.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check.positive(epsilon=self.epsilon)
+        check_delta(self.delta)
+
+
+class BudgetGuard:
+    """Says before every step whether it may be taken.
+
+    Accounting takes a second, so it is not done at every step. The guard looks ahead: it asks the
+    mechanism for the coming releases, finds how many of them fit, and lets steps pass that cost no
+    more than what it found to fit. If a release is not what was announced, it computes anew.
+
+    Guarantees:
+        A step that passes leaves `epsilon_if_secret(ledger, budget.delta)`, which is ε unless the
+        run is seeded, at or below `budget.epsilon`. So the run keeps (ε, δ) of the budget whenever
+        it ends, also if it ends because of what came out: what was released is a part of what the
+        budget allows.
+
+    Args:
+        budget: What may be spent.
+        accountant: "pld", "rdp" or "odometer".
+        horizon: Number of steps that are planned, if known; one computation then serves them all.
+    """
+
+    def __init__(
+        self, budget: Budget, *, accountant: str = "pld", horizon: int | None = None
+    ) -> None:
+        check_accountant(accountant)
+        if horizon is not None:
+            check.positive(horizon=horizon)
+        self.budget, self.accountant, self._horizon = budget, accountant, horizon
+        self._approved = Spending()
+        self._num_ahead = 0
+        self._has_warned = False
+
+    def check(self, spending: Spending, upcoming: Callable[[int], Release], step: int) -> None:
+        """Refuse a step that would exceed the budget.
+
+        Args:
+            spending: What the ledger holds.
+            upcoming: The release of any step from this one on (`mechanism.release`).
+            step: The step that comes next.
+
+        Raises:
+            BudgetSpent: If it would. Nothing has been written or drawn.
+        """
+        trial = spending.copy()
+        trial.add(upcoming(step))
+        if _covers(self._approved, trial):
+            return
+        if not self._has_warned:
+            check_delta(self.budget.delta, trial.num_records)
+            self._has_warned = True
+        if not self._fits(trial):
+            delta, accountant = self.budget.delta, self.accountant
+            spent = epsilon_of_spending(spending, delta, accountant)
+            would_spend = epsilon_of_spending(trial, delta, accountant)
+            accountant = "odometer" if trial.is_chosen else accountant
+            raise BudgetSpent(
+                f"step {step} would spend ε = {would_spend:.8g} at δ = {delta:g} by {accountant}, "
+                f"more than the budget of {self.budget.epsilon:g}; the steps before it spent "
+                f"{spent:.8g}. End the run here, or plan it with more noise or fewer steps",
+                step=step,
+                spent=spent,
+                would_spend=would_spend,
+            )
+        self._look_ahead(spending, upcoming, step)
+
+    def _look_ahead(
+        self, spending: Spending, upcoming: Callable[[int], Release], step: int
+    ) -> None:
+        """Approve as many of the coming steps as is worth the time; the next one fits."""
+        wanted = max(64, min(3 * self._num_ahead, _MAX_AHEAD))
+        if self._horizon is not None and step < self._horizon:
+            wanted = self._horizon - step
+        releases = [upcoming(step)]
+        with suppress(BadInput):  # a schedule may end before it is looked at that far
+            while len(releases) < wanted:
+                releases.append(upcoming(step + len(releases)))
+
+        def after(num_steps: int) -> Spending:
+            trial = spending.copy()
+            for release in releases[:num_steps]:
+                trial.add(release)
+            return trial
+
+        # From few steps to many: what lies far ahead may be next to no noise, which takes long.
+        found = largest_that_fits(lambda n: self._fits(after(n)), limit=len(releases))
+        self._num_ahead, self._approved = found, after(found)
+
+    def _fits(self, spending: Spending) -> bool:
+        parts = [spending]
+        if len(spending.events) > 8:
+            # The event with the least noise often says no by itself, and sooner.
+            strongest = min(spending.events, key=lambda event: event.noise_multiplier)
+            alone = spending.copy()
+            alone.events = Counter({strongest: spending.events[strongest]})
+            parts = [alone, spending]
+        # Rounded sooner than what is reported: a part of what is approved may have more levels of
+        # noise than the whole (a pass over shuffled data ends on its least), and must not be the
+        # one that is rounded.
+        return all(
+            epsilon_of_spending(
+                part, self.budget.delta, self.accountant, max_distinct=MAX_DISTINCT // 2
+            )
+            <= self.budget.epsilon
+            for part in parts
         )
-    if parameter < LEAST_NOISE_MULTIPLIER:
-        raise BadInput(
-            f"hardly any noise spends less than ε = {target} already, since so few records are "
-            "drawn; lower the target"
-        )
+
+
+def _covers(approved: Spending, spending: Spending) -> bool:
+    """Whether every event has one of its own among the approved, with no more noise than itself."""
+    if spending.is_chosen != approved.is_chosen or spending.num_draws > approved.num_draws:
+        return False
+    by_sampling: dict[object, list[tuple[float, int, int]]] = {}
+    for event, count in approved.events.items():
+        by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 0, count))
+    for event, count in spending.events.items():
+        by_sampling.setdefault(event.sampling, []).append((event.noise_multiplier, 1, count))
+    for levels in by_sampling.values():
+        free = 0
+        for _, is_taken, count in sorted(levels):
+            free += -count if is_taken else count
+            if free < 0:
+                return False
+    return True

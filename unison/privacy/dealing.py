@@ -1,4 +1,6 @@
-"""Batches as the module gets them: this rank's rows, padded, with a plan as `unison.deal` makes.
+"""What ranks share: each batch, of which a rank gets its rows, its norms, and the ledger.
+
+Batches are padded, and have a plan as `unison.deal` makes it.
 
 A pass without records (an empty draw, or a rank that got none of it) has one row of padding, which
 counts for nothing: its coefficient is 0. So every rank runs the same units in every pass, models
@@ -10,45 +12,39 @@ computes is left out by selection, not by a product with 0: of zeros, `log` has 
 """
 
 import itertools
+import json
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unison.errors import BadInput
+from unison.privacy.ledger import DataSalt, Ledger, Session, commit_to_data
+from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.passes import PhysicalBatch
 from unison.rng import Key
 from unison.shard.deal import (
     BatchPlan,
-    batch_mean,
     current_plan,
-    local_batch_mean,
     padded_rows,
     plan_batch,
     publish_plan,
     take_mean_was_used,
 )
+from unison.shard.deal import batch_mean as batch_mean
+from unison.shard.deal import local_batch_mean as local_batch_mean
+from unison.shard.digest import fingerprint as fingerprint
+from unison.shard.dtensors import show_shards as show_shards
 from unison.shard.granules import PerGranule
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
 from unison.shard.watch import granular_pass
-
-__all__ = [
-    "Dealing",
-    "FixedRows",
-    "Part",
-    "batch_mean",
-    "gather_norms",
-    "local_batch_mean",
-    "packed",
-    "plain_leaf",
-    "sum_exact",
-    "unpacked",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ class Part:
         return not self.is_real.all()
 
 
-class Dealing:
+class BatchDealer:
     """Presents the loader's batches to the module.
 
     Args:
@@ -199,12 +195,8 @@ class Dealing:
         """Return where the real rows of a part stand in the logical batch [real rows]."""
         plan = self.plan
         assert plan is not None
-        if part.is_padded or plan.is_granular:
-            ids = plan.sample_ids.split(part.num_rows)
-            return ids[list(self.parts).index(part)][part.is_real]
-        # Rows that follow each other: to say so takes less than to find out.
-        first = plan.granule_ids[0] * plan.granule
-        return torch.arange(first, first + part.num_rows)
+        ids = plan.sample_ids.split(part.num_rows)
+        return ids[list(self.parts).index(part)][part.is_real]
 
     def end(self) -> None:
         """Let the last batch be no one's current one any more."""
@@ -284,14 +276,14 @@ def _fitted(padding: Tensor, samples: Tensor) -> Tensor:
 
 
 class FixedRows:
-    """The rows of passes that are all of one size, in the place of `Dealing`."""
+    """The rows of passes that are all of one size, in the place of `BatchDealer`."""
 
     def __init__(self, num_rows: int) -> None:
         self.parts: Sequence[Part] = [Part(PLAIN, torch.ones(num_rows, dtype=torch.bool))]
         self.most_rows = num_rows
 
     def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-        """Around a forward pass; see `Dealing`: there are no granules here."""
+        """Around a forward pass; see `BatchDealer`: there are no granules here."""
         return nullcontext()
 
     def begin_backward(self) -> None:
@@ -315,22 +307,137 @@ def packed(leaf: Tensor, tensors: list[Tensor]) -> Tensor:
     return PerGranule.of(tensors) if isinstance(leaf, PerGranule) else tensors[0]
 
 
-def gather_norms(ranks: Ranks, norms: Tensor, positions: Tensor, total: int) -> Tensor:
-    """Put the norms of all ranks in the order of the logical batch; a collective.
+# ---- what a complete logical batch was like ------------------------------------------------------
 
-    Args:
-        ranks: The ranks that share the batch.
-        norms: This rank's [samples], float64.
-        positions: Where they stand in the logical batch [samples].
-        total: Samples in the logical batch.
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+
+    Attributes:
+        step: Number of the logical batch.
+        num_samples: Samples in it.
+        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
+        clipped_fraction: Part of the samples whose gradient was longer than C.
+        num_dropped: Samples whose gradient was not finite, and that were left out.
     """
-    slots = norms.new_zeros(total)
-    slots[positions] = norms
-    # Each slot has one owner and all others add 0: exact. A NaN stays one.
-    return ranks.sum_(slots) if total else slots
+
+    step: int
+    num_samples: int
+    median_norm: float
+    clipped_fraction: float
+    num_dropped: int
+
+
+@dataclass(frozen=True, eq=False)
+class BatchNorms:
+    """The norms of a complete logical batch: this rank's, which a collective puts together.
+
+    Attributes:
+        release: What its step applied.
+        mine: Norms of this rank's samples before clipping [samples].
+        positions: Where they stand in the logical batch [samples].
+        num_samples: Samples of all ranks.
+    """
+
+    release: Release
+    mine: Tensor
+    positions: Tensor
+    num_samples: int
+
+    @classmethod
+    def of(
+        cls,
+        release: Release,
+        norms: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        num_samples: int,
+    ) -> "BatchNorms":
+        """Put the parts of one or several passes together; every pass has at least one."""
+        return cls(release, torch.cat(list(norms)), torch.cat(list(positions)), num_samples)
+
+    def gathered(self, ranks: Ranks) -> Tensor:
+        """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
+        slots = self.mine.new_zeros(self.num_samples)
+        slots[self.positions] = self.mine
+        # Each slot has one owner and all others add 0: exact. A NaN stays one.
+        return ranks.sum_(slots) if self.num_samples else slots
+
+    def diagnostics(self, ranks: Ranks) -> Diagnostics:
+        """The figures that are shown; a collective."""
+        norms = self.gathered(ranks)
+        finite = norms[norms.isfinite()]
+        is_clipped = ~(norms <= self.release.max_grad_norm)
+        return Diagnostics(
+            step=self.release.step,
+            num_samples=len(norms),
+            median_norm=float(finite.median()) if len(finite) else float("nan"),
+            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
+            num_dropped=len(norms) - len(finite),
+        )
 
 
 def sum_exact(ranks: Ranks, value: float, device: torch.device) -> float:
     """Add a multiple of one half over ranks, which float64 holds exactly; a collective."""
     total = torch.tensor([value], dtype=torch.float64, device=device)
     return float(ranks.sum_(total))
+
+
+# ---- the ledger: the first rank writes it, and all of them count ---------------------------------
+
+
+def open_on_ranks(
+    path: str | os.PathLike[str] | None,
+    mechanism: Mechanism,
+    accountant: str,
+    ranks: Ranks,
+    session: Session,
+    *,
+    data_salt: DataSalt | None = None,
+    data_id: str | None = None,
+) -> Ledger:
+    """Open the ledger on the first rank, and copies of what it holds on the others; a collective.
+
+    All ranks know what was spent, so that they decide alike whether a step fits the budget.
+
+    Args:
+        path: The file; only the first rank touches it.
+        mechanism: What the session applies.
+        accountant: The accountant.
+        ranks: The ranks that train together.
+        session: What the session says of itself.
+        data_salt: See `commit_to_data`; only the first rank looks at it.
+        data_id: The same.
+
+    Raises:
+        BadInput: On every rank, if the first one cannot open the file.
+    """
+    ledger, error = None, ""
+    if ranks.rank == 0:
+        try:
+            session = commit_to_data(session, salt=data_salt, data_id=data_id, ledger=path)
+            ledger = Ledger.open(path, mechanism=mechanism, accountant=accountant, session=session)
+        except Exception as found:
+            if ranks.size == 1:
+                raise
+            error = str(found)
+    if ranks.size == 1:
+        assert ledger is not None
+        return ledger
+    state = {"error": error} if ledger is None else ledger.state_dict()
+    told = [json.dumps(state) if ranks.rank == 0 else ""]
+    dist.broadcast_object_list(told, group=ranks.group, group_src=0, device=device_of(ranks))
+    state = json.loads(told[0])
+    if "error" in state:
+        raise BadInput(f"the first rank could not open the ledger: {state['error']}")
+    if ledger is None:
+        ledger = Ledger.open(None, mechanism=mechanism, accountant=accountant, session=session)
+        ledger.load_state_dict(state)
+        ledger.is_copy = not state["is_in_memory"]
+    return ledger
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """Where small objects must be to go over the ranks' network."""
+    is_nccl = dist.get_backend(ranks.group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

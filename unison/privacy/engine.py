@@ -17,7 +17,6 @@ from unison.capture.torch_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
 from unison.errors import BadInput
 from unison.privacy.accounting import check_accountant, check_delta
-from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.arguments import (
     batch_size_of,
     check_compile,
@@ -29,23 +28,14 @@ from unison.privacy.arguments import (
     sampling_of,
     trainable,
 )
-from unison.privacy.budget import Budget, BudgetGuard
-from unison.privacy.calibration import noise_multiplier_for
-from unison.privacy.clip_rules import CLIP_RULES
-from unison.privacy.collate import RowShape, RowShapes
-from unison.privacy.dealing import Dealing
-from unison.privacy.diagnostics import Diagnostics
-from unison.privacy.draws import steps_per_epoch
+from unison.privacy.calibration import Budget, BudgetGuard, noise_multiplier_for
+from unison.privacy.dealing import BatchDealer, Diagnostics, fingerprint, open_on_ranks, show_shards
 from unison.privacy.graph import LossOf
-from unison.privacy.grid import Grid
-from unison.privacy.ledger import DataSalt, Ledger
-from unison.privacy.ledger_file import Session
-from unison.privacy.loader import PrivateLoader
-from unison.privacy.mechanism import Mechanism
+from unison.privacy.ledger import DataSalt, Ledger, Session
+from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
+from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Grid, Mechanism, Schedule
 from unison.privacy.owners import full_shapes, owner_of
-from unison.privacy.ranks import fingerprint, open_on_ranks, show_shards
-from unison.privacy.sampling import Sampling, usual_batch_size
-from unison.privacy.schedules import Schedule
+from unison.privacy.sampling import Sampling, steps_per_epoch, usual_batch_size
 from unison.privacy.step_graph import StepGraph
 from unison.privacy.step_state import ClippingSettings, LogicalBatch
 from unison.privacy.training import PrivateTraining, refuse_second_engine
@@ -346,7 +336,7 @@ class PrivacyEngine:
                 optimizer,
                 loader,
                 owner=owner,
-                dealing=Dealing(
+                dealing=BatchDealer(
                     ranks,
                     granule,
                     max_physical_batch_size,

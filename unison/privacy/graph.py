@@ -21,7 +21,7 @@ from unison.kernels.many import combine
 from unison.kernels.many.table import Tables, tables_kept
 from unison.privacy.attachment import Attachment
 from unison.privacy.dealing import FixedRows, Part
-from unison.privacy.grid import Grid
+from unison.privacy.mechanism import Grid
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.step_state import PassSums
 

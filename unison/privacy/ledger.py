@@ -6,37 +6,151 @@ dies, what it released has an intent, and a step that is repeated after a restar
 
 Each line is one JSON object and holds its number and the SHA-256 of the line before, so an edited
 or a removed line shows. Removed *last* lines do not, so a small file beside the ledger, the head,
-knows how many there are. docs/privacy.md describes both files.
+knows how many there are. docs/privacy.md describes both files. A file may come from anybody: what
+is no ledger is told apart from a ledger that was edited, and nothing in it is believed before its
+type and range are known.
 """
 
 import hashlib
 import hmac
 import json
 import os
+import re
+import reprlib
 import secrets
 import stat
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, BinaryIO, NoReturn, get_args, get_origin, get_type_hints
 
 from unison.errors import BadInput
-from unison.privacy.accounting import check_accountant, epsilon_if_secret, epsilon_of
-from unison.privacy.ledger_file import (
-    FORMAT,
-    START,
-    Head,
-    Session,
-    hash_of,
-    head_file_of,
-    open_regular,
-    read_ledger,
+from unison.privacy.accounting import (
+    ADJACENCY,
+    Spending,
+    check_accountant,
+    epsilon_if_secret,
+    epsilon_of,
 )
 from unison.privacy.mechanism import Mechanism, Release
-from unison.privacy.spending import Spending
+from unison.privacy.sampling import KINDS
+from unison.rng.keys import FROM_SEED, FROM_SYSTEM
+
+FORMAT = "unison-ledger/2"
+_FORMAT_1 = "unison-ledger/1"  # its sessions do not say where their key comes from
+START = "0" * 64  # what stands for the hash of the line before the first
+_INTENT = b'{"kind": "intent", '  # how every intent begins; a torn line may be cut in it
+_OPEN = b'{"kind": "open", '
+_COMMIT = b'{"kind": "commit", '
+_MAX_PROBLEMS = 20  # a file that is no ledger has as many as lines
+_MAX_LINE = 1 << 20  # bytes; ours have a few thousand
+_LARGEST = 2.0**53  # of any number in it: beyond that, floats do not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a session says of itself, beside its mechanism; all of it is public.
+
+    Attributes:
+        key_origin: Where noise and sampling come from: `"operating system"`; `"seed"`, which
+            whoever knows it can draw again; or `"unknown"`.
+        adjacency: Between which data sets ε holds.
+        unit: What is protected.
+        rows_per_sample: Rows of a batch that `collate_fn` makes of one such unit.
+        sampling_source: Who draws the records: `"unison"`, or `"user"`, whom nobody has checked.
+        num_records: Size of the data set, if known.
+        commitment: Hash of what `committed_to` says, under a salt that lies with the data. Equal
+            ones are of the same data; None is no commitment.
+        committed_to: What the commitment covers.
+        device: Where the parameters lie.
+        fingerprint: What the bits depend on besides the settings; see `unison.fingerprint`.
+    """
+
+    key_origin: str = "unknown"
+    adjacency: str = ADJACENCY
+    unit: str = "one row of the data set"
+    rows_per_sample: int = 1
+    sampling_source: str = "user"
+    num_records: int | None = None
+    commitment: str | None = None
+    committed_to: str | None = None
+    device: str = "unknown"
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the session's key comes from a seed."""
+        return self.key_origin == FROM_SEED
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Session":
+        """The session that a line begins.
+
+        Raises:
+            BadInput: If it describes none.
+        """
+        if record.get("format") == _FORMAT_1:
+            return cls()
+        if record.get("format") != FORMAT:
+            found = _short(record.get("format"))
+            raise BadInput(f"expected format {FORMAT} or {_FORMAT_1}, found {found}")
+        names = {each.name for each in fields(cls)}
+        _check_types(cls, {name: record[name] for name in names & record.keys()})
+        if missing := sorted(names - record.keys()):
+            raise BadInput(f"it does not say its {missing[0]}")
+        session = cls(**{name: record[name] for name in names})
+        choices = {
+            "key_origin": (FROM_SYSTEM, FROM_SEED, "unknown"),
+            "adjacency": (ADJACENCY,),
+            "sampling_source": ("unison", "user"),
+        }
+        for name, known in choices.items():
+            if getattr(session, name) not in known:
+                raise BadInput(f"its {name} is {_short(getattr(session, name))}")
+        if session.commitment is not None and not _is_hash(session.commitment):
+            raise BadInput(f"its commitment is no hash: {_short(session.commitment)}")
+        for name in ("unit", "committed_to", "device"):  # they are printed
+            value = getattr(session, name)
+            if value is not None and not (value.isprintable() and len(value) <= 200):
+                raise BadInput(f"its {name} cannot be shown: {_short(value)}")
+        if session.rows_per_sample < 1 or (session.num_records or 0) < 0:
+            raise BadInput("its numbers of rows are negative")
+        return session
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How far a ledger goes: enough to notice that its end was cut off.
+
+    Attributes:
+        num_lines: Number of its last line, from 1.
+        sha256: Hash of that line, in hexadecimal.
+    """
+
+    num_lines: int
+    sha256: str
+
+
+def head_file_of(path: Path) -> Path:
+    """The file that knows the head of a ledger: `ledger.head.json` for `ledger.jsonl`."""
+    return path.with_suffix(".head.json")
+
+
+def hash_of(line: bytes) -> str:
+    """The hash of a line, which the next line holds."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def hash_torn(previous: str, line: bytes) -> str:
+    """The hash of a torn line, which does not hold the hash of the one before it itself."""
+    return hash_of(previous.encode() + b"\n" + line)
+
+
+# ---- writing -------------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -52,6 +166,9 @@ class Ledger:
         accountant: The accountant that `epsilon` uses unless told otherwise.
         spending: What the intents come to, those of earlier sessions included.
         session: What the session that is being written says of itself.
+        head: How far the ledger goes.
+        num_intents: Intents, those of earlier sessions included.
+        num_commits: Commits, those of earlier sessions included.
         is_copy: Whether another rank writes the file of which this ledger, in memory, counts all.
     """
 
@@ -62,11 +179,11 @@ class Ledger:
         self.spending = Spending()
         self._descriptor: int | None = None
         self._before_next = b""
-        self._head = Head(0, START)
+        self.head = Head(0, START)
         self._written: set[Head] = set()  # of a ledger in memory: what checkpoints may know
         self._pending: int | None = None
         self._last_step = -1
-        self._num_intents = self._num_commits = 0
+        self.num_intents = self.num_commits = 0
         self._failure: str | None = None
 
     @classmethod
@@ -125,7 +242,7 @@ class Ledger:
             id=secrets.token_hex(8),  # two runs of one second are two runs
             unison=_version(),
             accountant=self.accountant,
-            **self.session.to_fields(),
+            **asdict(self.session),
             mechanism=plan,
             next=mechanism.release(step).to_fields(),
         )
@@ -155,7 +272,7 @@ class Ledger:
         self.spending.add(release)  # first: if writing fails, it may count once too often
         self._append("intent", **release.to_fields())
         self._pending = self._last_step = release.step
-        self._num_intents += 1
+        self.num_intents += 1
 
     def commit(self, step: int) -> None:
         """Write that the optimizer has taken a step."""
@@ -163,22 +280,7 @@ class Ledger:
             raise BadInput(f"expected to commit the intended step {self._pending}, found {step}")
         self._append("commit", step=step)
         self._pending = None
-        self._num_commits += 1
-
-    @property
-    def head(self) -> Head:
-        """How far the ledger goes."""
-        return self._head
-
-    @property
-    def num_intents(self) -> int:
-        """Intents, those of earlier sessions included."""
-        return self._num_intents
-
-    @property
-    def num_commits(self) -> int:
-        """Commits, those of earlier sessions included."""
-        return self._num_commits
+        self.num_commits += 1
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """ε at δ of all intents: infinite if the noise of one came from a seed."""
@@ -192,7 +294,7 @@ class Ledger:
         """What a checkpoint should hold, as values that JSON can hold."""
         return {
             "is_in_memory": self.path is None,
-            "head": asdict(self._head),
+            "head": asdict(self.head),
             "spending": self.spending.state_dict(),
         }
 
@@ -212,7 +314,7 @@ class Ledger:
         if self.path is None:
             if known in self._written:
                 return  # a checkpoint of this very run: what came after it stays counted
-            if self._num_intents:
+            if self.num_intents:
                 raise BadInput(
                     "this ledger in memory counts steps of another run; load a checkpoint before "
                     "the first step"
@@ -243,7 +345,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         where = "in memory" if self.path is None else str(self.path)
-        return f"Ledger({where}, {self._num_intents} intents, {self._num_commits} commits)"
+        return f"Ledger({where}, {self.num_intents} intents, {self.num_commits} commits)"
 
     # ---- the file --------------------------------------------------------------------------------
 
@@ -258,9 +360,21 @@ class Ledger:
             raise BadInput(f"cannot write the ledger {path}: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise BadInput(f"the ledger {path} is no ordinary file; give the run another one")
-        _lock(self._descriptor, path)
+        import fcntl  # not on every system that can import unison
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                f"another process, or another ledger of this one, writes {path}; let it end first, "
+                "or give this run a folder of its own"
+            ) from None
         if is_new:
-            _sync_folder(path.parent)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         if not path.stat().st_size and not head_file_of(path).exists():
             return
         found = read_ledger(path)
@@ -269,8 +383,8 @@ class Ledger:
                 f"{path} cannot be continued: {'; '.join(found.problems)}. Its count would not be "
                 "one; begin the run anew, or put the whole ledger back"
             )
-        self.spending, self._head = found.spending, found.head
-        self._num_intents, self._num_commits = found.num_intents, found.num_commits
+        self.spending, self.head = found.spending, found.head
+        self.num_intents, self.num_commits = found.num_intents, found.num_commits
         if not found.ends_with_newline:
             # What a crash cut short stays as it is; the next line begins after it.
             self._before_next = b"\n"
@@ -278,16 +392,24 @@ class Ledger:
     def _append(self, kind: str, **fields: Any) -> None:
         """Write one line; it is on the disk when this returns."""
         self._check_usable()
-        number = self._head.num_lines + 1
-        record = {"kind": kind, "line": number, **fields, "previous": self._head.sha256}
+        number = self.head.num_lines + 1
+        record = {"kind": kind, "line": number, **fields, "previous": self.head.sha256}
         line = json.dumps(record, allow_nan=False).encode()
         try:
-            self._write(self._before_next + line + b"\n")
-            self._before_next, self._head = b"", Head(number, hash_of(line))
+            if self._descriptor is not None:
+                data = self._before_next + line + b"\n"
+                written = os.write(self._descriptor, data)
+                os.fsync(self._descriptor)
+                if written < len(data):
+                    raise BadInput(
+                        f"only {written} of {len(data)} bytes could be written to {self.path}; is "
+                        "the disk full? The step was not taken"
+                    )
+            self._before_next, self.head = b"", Head(number, hash_of(line))
             if self.path is None:
-                self._written.add(self._head)
+                self._written.add(self.head)
             else:
-                _write_head(self.path, self._head)
+                _write_head(self.path, self.head)
         except BaseException as error:
             # How much is on the disk is not known now; opening the ledger anew finds out.
             self._failure = f"a write failed ({error!r}); open it anew"
@@ -297,43 +419,12 @@ class Ledger:
         if self._failure:
             raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
 
-    def _write(self, data: bytes) -> None:
-        if self._descriptor is None:
-            return
-        written = os.write(self._descriptor, data)
-        os.fsync(self._descriptor)
-        if written < len(data):
-            raise BadInput(
-                f"only {written} of {len(data)} bytes could be written to {self.path}; is the disk "
-                "full? The step was not taken"
-            )
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    import fcntl  # not on every system that can import unison
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadInput(
-            f"another process, or another ledger of this one, writes {path}; let it end first, or "
-            "give this run a folder of its own"
-        ) from None
-
 
 def _version() -> str:
     try:
         return metadata.version("unison")
     except metadata.PackageNotFoundError:  # run from a source tree
         return "unknown"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_head(path: Path, head: Head) -> None:
@@ -351,6 +442,457 @@ def _write_new(path: Path, data: bytes, *, mode: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
         file.write(data)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+@dataclass
+class LedgerFile:
+    """What a ledger on disk holds, and whether it is whole.
+
+    Attributes:
+        path: The file.
+        sessions: What each session says of itself.
+        releases: What was intended, in order.
+        num_commits: How many of them were committed.
+        uncommitted: Steps of the intents without a commit; they count.
+        num_torn: Lines that a crash cut short and that may have been intents; they count, each as
+            the release with the least noise that the ledger knows of.
+        spending: What all of it comes to.
+        head: How far the file goes.
+        problems: Why it cannot be trusted: lines edited or removed. Empty if it can.
+        malformed: The first problem that no edit of a line explains: this is no ledger. None if
+            it is one.
+        notes: What a reader should know besides.
+        ends_with_newline: False after a crash in the middle of a write.
+    """
+
+    path: Path
+    sessions: list[Session] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    num_commits: int = 0
+    uncommitted: list[int] = field(default_factory=list)
+    num_torn: int = 0
+    spending: Spending = field(default_factory=Spending)
+    head: Head = field(default_factory=lambda: Head(0, START))
+    problems: list[str] = field(default_factory=list)
+    malformed: str | None = None
+    notes: list[str] = field(default_factory=list)
+    ends_with_newline: bool = True
+    _hashes: dict[int, str] = field(default_factory=dict, repr=False)
+    # In order; a session, with what it applies, begins a new pass over shuffled data, as None does.
+    _counted: list[Release | tuple[Session, Mapping[str, Any]] | None] = field(
+        default_factory=list, repr=False
+    )
+
+    @property
+    def num_intents(self) -> int:
+        """Intents that count, torn lines included."""
+        return len(self.releases) + self.num_torn
+
+    def spending_after(self, num_intents: int) -> Spending:
+        """What the first intents come to."""
+        spending, num_left = Spending(), num_intents
+        for each in self._counted:
+            if each is None:
+                spending.begin_session()
+            elif not isinstance(each, Release):
+                session, plan = each
+                spending.begin_session(plan, is_seeded=session.is_seeded)
+            elif num_left == 0:
+                break
+            else:
+                spending.add(each)
+                num_left -= 1
+        return spending
+
+    def missing(self, known: Head, witness: str) -> str | None:
+        """What is wrong if a witness knows a head of this ledger; None if it fits."""
+        lost = known.num_lines - self.head.num_lines
+        if lost > 0:
+            lines = "line is" if lost == 1 else f"{lost} lines are"
+            return f"the last {lines} missing: {witness} knows {known.num_lines} lines"
+        if known.num_lines and self._hashes.get(known.num_lines) != known.sha256:
+            return f"line {known.num_lines} was changed: {witness} knows another one"
+        return None
+
+
+def read_ledger(path: str | os.PathLike[str]) -> LedgerFile:
+    """Read a ledger, check its chain and its head file, and count what it holds.
+
+    Lines that were edited or removed are reported in `problems`, not raised: what is left can still
+    be looked at. What is no ledger at all is told in `malformed` as well.
+
+    Raises:
+        BadInput: If there is no such file.
+    """
+    path = Path(path)
+    reader = _Reader(path)
+    try:
+        with open_regular(path) as file:
+            # Each line with its end, cut where it is longer than any that we write.
+            while line := file.readline(_MAX_LINE + 1):
+                reader.take(line)
+                if len(line) > _MAX_LINE:
+                    break
+    except OSError as error:
+        raise BadInput(f"cannot read the ledger {path}: {error.strerror}") from None
+    return reader.end()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, if it is one: a pipe would wait, and a device never end.
+
+    Raises:
+        OSError: If it cannot be opened.
+        BadInput: If it is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadInput(f"{path} is no ordinary file; name the file itself")
+    return os.fdopen(descriptor, "rb")
+
+
+class _Reader:
+    """Takes the lines of a ledger one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.found = LedgerFile(path)
+        self._pending: int | None = None
+        self._last_step = -1
+        self._strictest: Release | None = None
+        self._num_left_out = 0
+        self._unreadable: int | None = None  # the first of the lines just before that are torn
+
+    def take(self, ended: bytes) -> None:
+        """Take a line with its end, which the last one may lack."""
+        line = ended.removesuffix(b"\n")
+        self.found.ends_with_newline = line is not ended
+        try:
+            record = _parse(line)
+        except BadInput as error:
+            self._take_rubbish(line, str(error))
+            return
+        if record is None:
+            self._take_torn(line)
+            return
+        self._check_chain(record)
+        self._advance(record["line"], hash_of(line))
+        kind = record.get("kind")
+        if not self.found.sessions and kind != "open":
+            what = f"line {record['line']} belongs to no session"
+            self._object(what, is_malformed=record["line"] == 1)  # or lines before it are missing
+        try:
+            match kind:
+                case "open":
+                    self._take_open(record)
+                case "intent":
+                    self._take_intent(record)
+                case "commit":
+                    self._take_commit(record)
+                case _:
+                    raise BadInput(f"its kind is {_short(kind)}")
+        except BadInput as error:
+            self._object(f"line {record['line']} cannot be understood: {error}", is_malformed=True)
+
+    def end(self) -> LedgerFile:
+        found = self.found
+        self._forget_pending()
+        found.spending = found.spending_after(found.num_intents)
+        if found.spending.is_chosen:
+            found.notes.append(
+                "the noise could be chosen from what came out, so an odometer counts it"
+            )
+        head_file = head_file_of(found.path)
+        try:
+            problem = found.missing(_read_head(head_file), head_file.name)
+            if problem:
+                self._object(problem)
+        except FileNotFoundError:
+            found.notes.append(
+                f"there is no {head_file.name} beside it, so removed last lines would not show"
+            )
+        except (OSError, BadInput):
+            found.notes.append(
+                f"{head_file.name} cannot be read, so removed last lines would not show"
+            )
+        if not found.sessions and self._unreadable is None:
+            # Unless lines are missing, in which case it may have been one.
+            is_malformed = not found.problems
+            self._object(f"it does not begin as a ledger of format {FORMAT}", is_malformed)
+        num_unknown = sum(each.key_origin == "unknown" for each in found.sessions)
+        if num_unknown:
+            sessions = "a session does" if num_unknown == 1 else f"{num_unknown} sessions do"
+            found.notes.append(
+                f"{sessions} not say where the key came from: if that was a seed, ε is infinite"
+            )
+        if len({each.commitment for each in found.sessions} - {None}) > 1:
+            found.notes.append("its sessions commit to different data")
+        if self._num_left_out:
+            found.problems.append(f"and {self._num_left_out} problems more")
+        return found
+
+    def _object(self, problem: str, is_malformed: bool = False) -> None:
+        if is_malformed and self.found.malformed is None:
+            self.found.malformed = problem
+        if len(self.found.problems) < _MAX_PROBLEMS:
+            self.found.problems.append(problem)
+        else:
+            self._num_left_out += 1
+
+    def _advance(self, number: int, digest: str) -> None:
+        self.found.head = Head(number, digest)
+        self.found._hashes[number] = digest
+
+    def _check_chain(self, record: Mapping[str, Any]) -> None:
+        number, expected = record["line"], self.found.head.num_lines + 1
+        if self._unreadable is not None and record.get("kind") != "open":
+            self._object(f"line {self._unreadable} was changed after it was written: no record")
+        self._unreadable = None
+        if number > expected:
+            lost = number - expected
+            lines = f"line {expected} is" if lost == 1 else f"lines {expected} to {number - 1} are"
+            self._object(f"{lines} missing")
+        elif number < expected:
+            self._object(f"line {number} stands where line {expected} should")
+        elif record["previous"] != self.found.head.sha256:
+            what = f"line {number - 1}" if number > 1 else "the beginning"
+            self._object(f"{what} was changed after it was written")
+
+    def _take_torn(self, line: bytes) -> None:
+        """Take a line that is no record: the mark of a crash, if the end or a new session follows.
+
+        A crash can also cut the first line of the session that would have followed it.
+        """
+        found, number = self.found, self.found.head.num_lines + 1
+        if not found.sessions and not _begins(line, _OPEN):
+            self._take_rubbish(line, "it is no record")
+            return
+        self._advance(number, hash_torn(found.head.sha256, line))
+        if self._unreadable is None:
+            self._unreadable = number
+        found.notes.append(f"line {number} was cut short by a crash")
+        if found.sessions and _begins(line, _INTENT):
+            assert self._strictest is not None  # every session begins with a release
+            found.num_torn += 1
+            found.notes[-1] += "; it may have been an intent and counts as one"
+            # Its step is not known: a pass of its own.
+            found._counted += [None, self._strictest, None]
+
+    def _take_rubbish(self, line: bytes, why: str) -> None:
+        """Take a line that neither we nor a crash can have written."""
+        number = self.found.head.num_lines + 1
+        self._advance(number, hash_torn(self.found.head.sha256, line))
+        if self._unreadable is None and self.found.sessions:
+            self._unreadable = number
+        self._object(f"line {number} cannot be understood: {why}", is_malformed=True)
+
+    def _take_open(self, record: dict[str, Any]) -> None:
+        session, announced = Session.from_record(record), _release_of(record.get("next"))
+        self._forget_pending()
+        self._last_step = -1
+        self.found.sessions.append(session)
+        self.found._counted.append((session, _plan_of(record.get("mechanism"))))
+        self._remember(announced)
+
+    def _take_intent(self, record: dict[str, Any]) -> None:
+        release = _release_of(
+            {k: v for k, v in record.items() if k not in ("kind", "line", "previous")}
+        )
+        self._forget_pending()
+        self._pending = release.step
+        self.found.releases.append(release)
+        self.found._counted.append(release)
+        self._remember(release)
+        if release.step <= self._last_step:
+            self._object(
+                f"line {record['line']} has step {release.step}, which does not come after step "
+                f"{self._last_step}"
+            )
+        self._last_step = release.step
+
+    def _take_commit(self, record: dict[str, Any]) -> None:
+        step = record.get("step")
+        if record.keys() - {"kind", "line", "previous"} != {"step"} or not _is_a(step, int):
+            raise BadInput(f"a commit has one step, found {_short(record)}")
+        if step != self._pending:
+            self._object(
+                f"line {record['line']} commits step {step}, which was not intended before it"
+            )
+            return
+        self._pending = None
+        self.found.num_commits += 1
+
+    def _forget_pending(self) -> None:
+        if self._pending is not None:
+            self.found.uncommitted.append(self._pending)
+            self._pending = None
+
+    def _remember(self, release: Release) -> None:
+        """Keep the release with the least noise, which stands for an intent that was cut short."""
+        known = self._strictest
+        z = release.effective_noise_multiplier
+        if (
+            known is None
+            or known.sampling != release.sampling
+            or z < known.effective_noise_multiplier
+        ):
+            self._strictest = release
+
+
+# ---- what a line may hold ------------------------------------------------------------------------
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if a crash has cut the line short.
+
+    Raises:
+        BadInput: If it is neither.
+    """
+    if len(line) > _MAX_LINE:
+        raise BadInput(f"it is longer than {_MAX_LINE:,} bytes")
+    if _is_cut_short(line):
+        return None
+    try:
+        record = json.loads(
+            line.decode("ascii"),  # as we write it
+            object_pairs_hook=_without_repeats,
+            parse_constant=_refuse_constant,
+        )
+    except BadInput:
+        raise
+    except UnicodeDecodeError:
+        raise BadInput("it is no ASCII text") from None
+    except RecursionError:
+        raise BadInput("it is nested too deeply") from None
+    except ValueError:  # also an integer of thousands of digits
+        raise BadInput("it is no JSON") from None
+    if not isinstance(record, dict):
+        raise BadInput(f"expected a JSON object, found {_short(record)}")
+    number, previous = record.get("line"), record.get("previous")
+    if not (isinstance(number, int) and _is_a(number, int) and number >= 1):
+        raise BadInput(f"expected the number of a line, found {_short(number)}")
+    if not (isinstance(previous, str) and _is_hash(previous)):
+        raise BadInput(f"expected the hash of the line before, found {_short(previous)}")
+    return record
+
+
+def _begins(line: bytes, kind: bytes) -> bool:
+    """Whether a line that was cut short may have been of a kind."""
+    line = line.rstrip(b"\0")  # what some file systems leave where a write had no time to end
+    return line.startswith(kind) or kind.startswith(line)
+
+
+def _is_cut_short(line: bytes) -> bool:
+    """Whether a line may be the beginning of one of ours: an object that does not end."""
+    line = line.rstrip(b"\0")
+    if not any(_begins(line, kind) for kind in (_OPEN, _INTENT, _COMMIT)):
+        return False
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', b"", line, flags=re.DOTALL)  # of strings
+    return not line or len(re.findall(rb"[{[]", outside)) > len(re.findall(rb"[}\]]", outside))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise BadInput("it holds a name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadInput(f"{name} is no number")
+
+
+def _read_head(path: Path) -> Head:
+    """The head in a file.
+
+    Raises:
+        OSError: If it cannot be read.
+        BadInput: If it holds none.
+    """
+    with open_regular(path) as file:
+        data = file.read(4096)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadInput("it is no JSON") from None
+    if not isinstance(found, dict) or found.keys() != {"num_lines", "sha256"}:
+        raise BadInput(f"expected a head, found {_short(found)}")
+    _check_types(Head, found)
+    return Head(**found)
+
+
+def _release_of(found: Any) -> Release:
+    """The release that fields describe.
+
+    Raises:
+        BadInput: If a name is missing or unknown, or a value has another type or is out of range.
+    """
+    if not isinstance(found, dict):
+        raise BadInput(f"expected a release, found {_short(found)}")
+    sampling = found.get("sampling")
+    kind = sampling.get("kind") if isinstance(sampling, dict) else None
+    if not (isinstance(sampling, dict) and isinstance(kind, str) and kind in KINDS):
+        raise BadInput(f"expected a sampling of kind {', '.join(KINDS)}, found {_short(sampling)}")
+    _check_types(KINDS[kind], {k: v for k, v in sampling.items() if k != "kind"})
+    _check_types(Release, {k: v for k, v in found.items() if k != "sampling"})
+    try:
+        return Release.from_fields(found)
+    except BadInput as error:
+        raise BadInput(_cut(str(error))) from None
+
+
+def _plan_of(found: Any) -> Mapping[str, Any]:
+    """What a session was going to apply, of which σ, sampling and a number of elements are read.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    if not isinstance(found, dict):
+        raise BadInput(f"expected the settings of a mechanism, found {_short(found)}")
+    elements = found.get("rounded_elements", 0)
+    if not _is_a(elements, int) or not 0 <= elements <= 2**53:
+        raise BadInput(f"its rounded_elements are {_short(elements)}")
+    return found
+
+
+def _check_types(cls: type, values: Mapping[str, Any]) -> None:
+    """Require values read from JSON to be of the types that a dataclass declares.
+
+    Raises:
+        BadInput: Naming the first that is not, or that the class does not have.
+    """
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name not in hints:
+            raise BadInput(f"there is no {_short(name)} in it")
+        hint = hints[name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+        if not any(_is_a(value, kind) for kind in kinds):
+            raise BadInput(f"{name} is {_short(value)}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type; numbers are no booleans, finite, and of a size that counts."""
+    if kind is int or kind is float:
+        is_number = type(value) is int or (kind is float and type(value) is float)
+        return is_number and abs(value) <= _LARGEST
+    return type(value) is kind
+
+
+def _is_hash(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
+
+
+def _short(value: Any) -> str:
+    """A value in an error message, which a hostile one must not fill."""
+    return _cut(reprlib.repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 # ---- the data set --------------------------------------------------------------------------------

@@ -1,26 +1,39 @@
-"""The loader of private training: draws a logical batch, hands it out in physical batches."""
+"""The loader of private training: draws a logical batch, hands it out in physical batches.
 
+[Note: one shape] Kernels round otherwise at other shapes. So what a record computes depends on the
+shape of its batch, and that must not depend on other records: their number is the draw's, which
+knows of no record, and their rows have one public shape (`RowShapes`). docs/proof.md has the rest.
+"""
+
+import copy
+import dataclasses
 import inspect
 import itertools
+import numbers
 import random
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from operator import gt
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from unison import check
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import refuse_contradiction, refuse_unknown_loader
-from unison.privacy.collate import BatchLayout, RowShapes
-from unison.privacy.draws import Draws
 from unison.privacy.passes import PhysicalBatch, cut_passes, physical_batches
-from unison.privacy.sampling import Sampling
+from unison.privacy.sampling import Draws, Sampling
 from unison.rng import Key
 
+_KEPT_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+_KEPT_SETTINGS += ("multiprocessing_context", "prefetch_factor", "persistent_workers")
+_KEPT_SETTINGS += ("pin_memory_device", "in_order")
+_PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
 # Record 0, once and twice: what grows from the first batch to the second holds records.
 _PROBES = ([0], [0, 0])
 
@@ -94,9 +107,10 @@ class PrivateLoader:
             "max_physical_batch_size": max_physical_batch_size,
         }
         cut_passes(0, **self._share)  # raises here what it would raise at the first step
-        self._requests = _Requests()
-        self._batch_size = data_loader.batch_size
-        self._loader = _same_loader(data_loader, self._requests)
+        self._requests, self._batch_size = _Requests(), data_loader.batch_size
+        # The user's settings, with the records that are drawn.
+        settings = {name: getattr(data_loader, name) for name in _KEPT_SETTINGS}
+        self._loader = DataLoader(data_loader.dataset, batch_sampler=self._requests, **settings)
         self._layout: BatchLayout | None = None
         self.rows = RowShapes()
         self._rows_per_record = rows_per_record
@@ -238,21 +252,41 @@ class PrivateLoader:
         loaded = iter(self._loader)
         if self._layout is None:
             with _kept_generators():
-                self._layout = _learn_layout(loaded, self._rows_per_record)
-                self._learn_shapes(self._layout, loaded)
+                self._layout = self._learn_layout(loaded)
         try:
-            yield from self._loaded(passes, loaded)
+            for each in passes:
+                if each.is_first and self.before_draw is not None:
+                    self.before_draw(each.step)
+                batch = next(loaded) if each.num_samples else self._layout.empty()
+                self._layout.check(batch, each.num_samples)
+                batch = self._layout.fitted(batch, self.rows)
+                self.current = each
+                if each.is_last:
+                    self._next_step = each.step + 1
+                yield batch if self.present is None else self.present(batch, each)
+                if self.after_use is not None:
+                    self.after_use()
         except GeneratorExit:  # the loop was left, perhaps with a batch that is yet to go backward
             if self.on_leave is not None:
                 self.on_leave()
             raise
+        self.current = None
 
-    def _learn_shapes(self, layout: BatchLayout, loaded: Iterator[Any]) -> None:
-        """Make sure that rows of record 0 and of some others have one shape, before any is drawn.
+    def _learn_layout(self, loaded: Iterator[Any]) -> "BatchLayout":
+        """Learn what batches look like, before any record is drawn.
 
         Raises:
-            BadInput: If they do not.
+            BadInput: If rows of record 0 and of some others do not have one shape.
         """
+        try:
+            one, two = next(loaded), next(loaded)
+        except Exception as error:
+            error.add_note(
+                "Raised while record 0 was read once and twice, to learn where a batch holds its "
+                "records: Poisson sampling may draw one record, or none."
+            )
+            raise
+        layout = BatchLayout(one, two, self._rows_per_record)
         layout.fitted(layout.empty(), self.rows)  # of record 0
         self.rows.check_names()
         for _ in range(len(self._probes) - len(_PROBES)):
@@ -261,25 +295,7 @@ class PrivateLoader:
             except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
             layout.fitted(batch, self.rows)
-
-    def _loaded(
-        self, passes: Iterator[PhysicalBatch], loaded: Iterator[Any]
-    ) -> Generator[Any, None, None]:
-        assert self._layout is not None
-        for each in passes:
-            if each.is_first and self.before_draw is not None:
-                self.before_draw(each.step)
-            batch = next(loaded) if each.num_samples else self._layout.empty()
-            self._layout.check(batch, each.num_samples)
-            batch = self._layout.fitted(batch, self.rows)
-            self.current = each
-            if each.is_last:
-                self._next_step = each.step + 1
-            handed_out = batch if self.present is None else self.present(batch, each)
-            yield handed_out
-            if self.after_use is not None:
-                self.after_use()
-        self.current = None
+        return layout
 
     def _passes(self) -> Iterator[PhysicalBatch]:
         """The passes from the next step to the end of its epoch."""
@@ -305,36 +321,6 @@ class _Requests:
         return self.pending
 
 
-def _same_loader(data_loader: DataLoader[Any], requests: _Requests) -> DataLoader[Any]:
-    """A loader with the user's settings that reads the records it is told to."""
-    return DataLoader(
-        data_loader.dataset,
-        batch_sampler=requests,
-        num_workers=data_loader.num_workers,
-        collate_fn=data_loader.collate_fn,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
-        pin_memory_device=data_loader.pin_memory_device,
-        in_order=data_loader.in_order,
-    )
-
-
-def _learn_layout(loaded: Iterator[Any], rows_per_record: int) -> BatchLayout:
-    try:
-        one, two = next(loaded), next(loaded)
-    except Exception as error:
-        error.add_note(
-            "Raised while record 0 was read once and twice, to learn where a batch holds its "
-            "records: Poisson sampling may draw one record, or none."
-        )
-        raise
-    return BatchLayout(one, two, rows_per_record)
-
-
 @contextmanager
 def _kept_generators() -> Iterator[None]:
     """Undo what reading a record takes from the global generators in this process."""
@@ -346,3 +332,315 @@ def _kept_generators() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+# ---- what a collated batch looks like ------------------------------------------------------------
+
+Path = tuple[Any, ...]
+"""Names or numbers of the containers around a part of a batch, and its own."""
+
+
+class BatchLayout:
+    """Where the records of a collated batch lie, learned from batches of one and of two records.
+
+    A dimension's size does not tell whether it counts records: the one that grows from 1 to 2 does.
+    Tensors, arrays, lists and tuples may hold rows; dicts and other mappings, lists, tuples, named
+    tuples, dataclasses and classes registered with torch's pytrees may hold parts.
+
+    Args:
+        one: A batch of one record.
+        two: A batch of two records.
+        rows_per_record: Rows that each record has.
+
+    Raises:
+        UnsupportedOperation: Part of the batch cannot be cut into records, or nothing in it has
+            one row per record.
+    """
+
+    def __init__(self, one: Any, two: Any, rows_per_record: int = 1) -> None:
+        self._rows = rows_per_record
+        # By path: the dimension of records; None if a part does not grow with their number.
+        self._dims: dict[Path, int | None] = {}
+        self._learn(one, two, ())
+        if all(dim is None for dim in self._dims.values()):
+            raise UnsupportedOperation(
+                f"nothing in the batch that collate_fn returns ({type(one).__name__}) has one row "
+                "per record, so its samples cannot be told apart. Remedy: return tensors with the "
+                "records along one dimension"
+            )
+        # Cut now, so that what cannot be rebuilt fails before the first step, and so that no
+        # record stays in memory.
+        self._empty = one
+        self._empty = self.empty()
+
+    def empty(self) -> Any:
+        """Return a new batch of no records: the same structure and dtypes, zero rows.
+
+        What does not grow with the number of records is a copy of what the batch of one had.
+        """
+        return self._mapped(self._empty, self._without_rows, is_new=True)
+
+    def check(self, batch: Any, num_records: int) -> None:
+        """Make sure that every part with rows has `num_records` of them.
+
+        Raises:
+            BadInput: It has more or fewer, or is missing; naming the part.
+        """
+        for path, dim in self._dims.items():
+            if dim is None:
+                continue
+            value = batch
+            for depth, key in enumerate(path, 1):
+                parts = _parts(value) or {}
+                if key not in parts:
+                    raise BadInput(
+                        f"collate_fn returned a batch without {_name(path[:depth])}, which the "
+                        "batch of record 0 has. Remedy: return the same structure for every batch"
+                    )
+                value = parts[key]
+            shape = [len(value)] if isinstance(value, list | tuple) else []
+            if isinstance(value, Tensor | np.ndarray):
+                shape = list(value.shape)
+            rows = shape[dim] if dim < len(shape) else "no"
+            if rows not in (num_records, num_records * self._rows):
+                raise BadInput(
+                    f"collate_fn was given {num_records} records and returned {rows} rows in "
+                    f"{_name(path)} (shape {shape}, records along dim {dim}); each record must "
+                    f"give exactly {self._rows} (make_private(rows_per_sample=)), or its gradient "
+                    "cannot be clipped. Remedy: filter or expand records in the data set, not in "
+                    "collate_fn"
+                )
+
+    def fitted(self, batch: Any, shapes: "RowShapes") -> Any:
+        """Return a batch whose rows have their public shapes; see `RowShapes`."""
+
+        def fit(value: Any, path: Path) -> Any:
+            dim = self._dims[path]
+            return value if dim is None else shapes.fit(value, dim, path)
+
+        return self._mapped(batch, fit)
+
+    def _learn(self, one: Any, two: Any, path: Path) -> None:
+        if type(one) is not type(two):
+            raise UnsupportedOperation(
+                f"collate_fn returns {type(one).__name__} for one record and {type(two).__name__} "
+                f"for two at {_name(path)}. Remedy: return the same structure for any number of "
+                "records"
+            )
+        if isinstance(one, Tensor | np.ndarray):
+            self._dims[path] = _dim_of_records(one, two, _name(path), self._rows)
+            return
+        grows = (1, 2), (self._rows, 2 * self._rows)
+        if isinstance(one, list | tuple) and (len(one), len(two)) in grows:
+            self._dims[path] = 0
+            return
+        parts, others = _parts(one), _parts(two)
+        if parts is None or others is None:
+            if not isinstance(one, _PLAIN) and (one == two) is not True:
+                raise UnsupportedOperation(
+                    f"do not know how to find the records of {_name(path)}, of class "
+                    f"{type(one).__name__}. Remedy: return tensors, arrays, lists, mappings, named "
+                    "tuples or dataclasses from collate_fn, or register the class with "
+                    "torch.utils._pytree.register_pytree_node"
+                )
+            self._dims[path] = None
+            return
+        if list(parts) != list(others):
+            raise UnsupportedOperation(
+                f"collate_fn returns other parts for two records than for one at {_name(path)}: "
+                f"{list(others)} and {list(parts)}. Remedy: return the same structure for any "
+                "number of records"
+            )
+        for key in parts:
+            self._learn(parts[key], others[key], (*path, key))
+
+    def _without_rows(self, value: Any, path: Path) -> Any:
+        dim = self._dims[path]
+        if dim is None:
+            return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        if isinstance(value, Tensor):
+            return value.narrow(dim, 0, 0).clone()
+        if isinstance(value, np.ndarray):
+            return value[(slice(None),) * dim + (slice(0, 0),)].copy()
+        return value[:0]
+
+    def _mapped(
+        self, value: Any, change: Callable[[Any, Path], Any], path: Path = (), is_new: bool = False
+    ) -> Any:
+        """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`."""
+        if path in self._dims:
+            return change(value, path)
+        parts = _parts(value) or {}
+        made = {key: self._mapped(parts[key], change, (*path, key), is_new) for key in parts}
+        is_changed = any(made[key] is not parts[key] for key in parts)
+        return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
+
+
+PUBLIC = "public"
+_IGNORED = -100  # a label that losses leave out
+
+RowShape = str | Mapping[Any, int | Sequence[int]] | None
+"""How `make_private(row_shape=)` says which shape rows have."""
+
+
+class RowShapes:
+    """Sees to it that the rows of all records have one shape, which is public.
+
+    Args:
+        row_shape: `"public"` if lengths are no secret; or the shape of a record's row by the name
+            (or place) of a tensor in the batch, which shorter ones are padded to; None if they are
+            of one shape as they come.
+        padding: A batch of one record to take padding from; zeros unless given, and -100 for
+            `"labels"`.
+    """
+
+    def __init__(self, row_shape: RowShape = None, padding: Any = None) -> None:
+        if isinstance(row_shape, str):
+            check.one_of([PUBLIC], row_shape=row_shape)
+        self._are_public = row_shape == PUBLIC
+        given = row_shape if isinstance(row_shape, Mapping) else {}
+        self._wanted = {
+            key: (size,) if isinstance(size, int) else tuple(size) for key, size in given.items()
+        }
+        self._known: dict[Path, tuple[int, ...]] = {}
+        self._met: set[Any] = set()  # names of tensors with rows
+        self.padding = padding
+
+    def check_names(self) -> None:
+        """Make sure that every tensor that `row_shape` names has been met.
+
+        Raises:
+            BadInput: Naming one that has not.
+        """
+        if missing := [key for key in self._wanted if key not in self._met]:
+            raise BadInput(
+                f"row_shape has {missing[0]!r}, and the batch that collate_fn returns has tensors "
+                f"{sorted(self._met, key=str)}; name those, or their places in a tuple"
+            )
+
+    @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return "one row of the data set" + (", but not its length" if self._are_public else "")
+
+    def fit(self, value: Any, dim: int, path: Path) -> Any:
+        """Return one part of a batch, records along `dim`, with rows of the shape they should have.
+
+        Raises:
+            BadInput: If rows are longer, or of another shape than those before.
+        """
+        if not isinstance(value, Tensor | np.ndarray):
+            return value
+        key = path[-1] if path else None
+        self._met.add(key)
+        wanted, found = self._wanted.get(key), (*value.shape[:dim], *value.shape[dim + 1 :])
+        if wanted is not None and wanted != found:
+            if len(wanted) != len(found) or any(map(gt, found, wanted)):
+                raise BadInput(
+                    f"rows of {_name(path)} have shape {list(found)}, and row_shape is "
+                    f"{list(wanted)}: cut longer records in the data set, or give a larger "
+                    "row_shape"
+                )
+            padding = self.padding
+            for each in path:
+                padding = (_parts(padding) or {}).get(each)
+            value, found = _grown(value, dim, wanted, padding, key), wanted
+        known = self._known.setdefault(path, found)
+        if known != found and not self._are_public:
+            raise BadInput(
+                f"rows of {_name(path)} have shape {list(found)} in this batch and {list(known)} "
+                "in another: how long its neighbours are would show in how a record's gradient is "
+                "rounded. Pad all rows to one length (padding='max_length'), or let make_private "
+                f"do it: row_shape={{{key!r}: {list(map(max, found, known))}, ...}}; if lengths "
+                "are public, row_shape='public'"
+            )
+        return value
+
+
+def _grown(value: Any, dim: int, wanted: tuple[int, ...], padding: Any, key: Any) -> Any:
+    """Return rows [records, ...] at the beginning of larger ones."""
+    rows = torch.as_tensor(value).movedim(dim, 0)
+    if padding is None:
+        grown = rows.new_full((len(rows), *wanted), _IGNORED if key == "labels" else 0)
+    else:
+        row = torch.as_tensor(padding).movedim(dim, 0)[:1]
+        if tuple(row.shape[1:]) != wanted:
+            raise BadInput(
+                f"padding_row has shape {list(row.shape[1:])} at {key!r}, and row_shape says "
+                f"{list(wanted)}"
+            )
+        grown = row.expand(len(rows), *wanted).clone()
+    grown[(slice(None), *map(slice, rows.shape[1:]))] = rows
+    grown = grown.movedim(0, dim)
+    return grown if isinstance(value, Tensor) else grown.numpy()
+
+
+def _dim_of_records(one: Any, two: Any, path: str, rows: int) -> int | None:
+    """The dimension of an array that counts records; None if none does."""
+    if isinstance(one, Tensor) and (one.is_nested or two.is_nested):
+        raise UnsupportedOperation(
+            f"{path} is a nested tensor, whose rows cannot be cut. Remedy: pad it in collate_fn"
+        )
+    before, after = list(one.shape), list(two.shape)
+    if len(before) == len(after):
+        sizes = enumerate(zip(before, after, strict=True))
+        grown = [dim for dim, size in sizes if size in ((rows, 2 * rows), (1, 2))]
+        if len(grown) == 1:
+            return grown[0]
+        if before == after:
+            return None
+    raise UnsupportedOperation(
+        f"{path} has shape {before} for one record and {after} for two: no single dimension "
+        "counts the records. Remedy: return tensors with one row per record from collate_fn (pad, "
+        "do not concatenate or squeeze)"
+    )
+
+
+def _name(path: Path) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a container by name or number, or None if it is none."""
+    if isinstance(value, _PLAIN):
+        return None
+    if _is_dataclass(value):
+        # The other fields are made by __post_init__, again when the batch is rebuilt.
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return {name: getattr(value, name) for name in names}
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        return dict(zip(names, value, strict=True))
+    flat, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+    return None if spec.is_leaf() else dict(enumerate(flat))
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any], path: str) -> Any:
+    """A container like `value`, of other parts."""
+    try:
+        if _is_dataclass(value):
+            return dataclasses.replace(value, **parts)
+        if isinstance(value, MutableMapping):
+            clone = copy.copy(value)  # keeps what the class holds beside its items
+            clone.update(parts)
+            return clone
+        if isinstance(value, Mapping):
+            return type(value)(parts)  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*parts.values())
+        if isinstance(value, list | tuple):
+            return type(value)(parts.values())
+        _, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+        return tree_unflatten(list(parts.values()), spec)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedOperation(
+            f"cannot make an empty {type(value).__name__} for {path}: {error}. Poisson sampling "
+            "may draw no record at all. Remedy: return a dict, a tuple or a dataclass that can be "
+            "built from its parts"
+        ) from error
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

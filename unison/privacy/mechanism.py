@@ -1,27 +1,208 @@
-"""What a step applies: sampling, clip norm and noise, from one object.
+"""What a step applies: sampling, clip norm, noise, and the grid of its sums, from one object.
 
 [Note: one source] The sampler, the clipper, the noise and the ledger all read the `Release` of a
 step, and nothing else. The noise's standard deviation is no setting: it is σ·C of the same release,
 so a clip norm that moves takes its noise along, and what the ledger counts is what was applied.
+
+[Note: sums on a grid] The sum of the rows that are computed together, float64, is rounded to a
+public grid before it is added to any other. From there on sums are integers: over granules, passes
+and ranks they are the same in any order, by any reducer. Emptying a record changes the sum of its
+own rows, and no rounding elsewhere: so all that one record can change is what it changes there
+([Note: proved sensitivity] in unison/clip/bounds.py), and two roundings of each element.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from unison import check
+from unison.clip import RULES, SampleNorms, per_layer
 from unison.clip.bounds import SUM_ERROR
+from unison.clip.measured import SumGrid
 from unison.errors import BadInput
 from unison.privacy import sampling as samplings
-from unison.privacy.adaptive import AdaptiveClipping
 from unison.privacy.sampling import Sampling
-from unison.privacy.schedules import Schedule, describe
+from unison.rng import noise_spacing
 from unison.rng.secure import GRID_BITS
 
 # The spacing of the secure noise's grid is a power of two below this part of the noise's std.
 GRID_SPACING = 2.0 ** (1 - GRID_BITS)
-FINER = 2.0**-4  # at most: the grid of sums (grid.py), where it is not the noise's, beside that
+FINER = 2.0**-4  # at most: the grid of sums, where it is not the noise's, beside that
+
+# ---- schedules -----------------------------------------------------------------------------------
+#
+# A schedule must be a function of the step alone, which counts from 0: a budget looks ahead with
+# it, and a resumed run reads it anew. Any callable will do; those here also describe themselves in
+# the ledger.
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential:
+    """Multiplied by `factor` at every step.
+
+    >>> [Exponential(start=8.0, factor=0.5)(step) for step in range(3)]
+    [8.0, 4.0, 2.0]
+    """
+
+    start: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        check.positive(start=self.start, factor=self.factor)
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        return self.start * self.factor**step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stairs:
+    """Multiplied by `factor` after every `every` steps.
+
+    >>> [Stairs(start=8.0, factor=0.5, every=2)(step) for step in range(4)]
+    [8.0, 8.0, 4.0, 4.0]
+    """
+
+    start: float
+    factor: float
+    every: int
+
+    def __post_init__(self) -> None:
+        check.positive(start=self.start, factor=self.factor, every=self.every)
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        return self.start * self.factor ** (step // self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """On a straight line from `start` to `end` in `steps` steps, and `end` after that.
+
+    >>> [Linear(start=4.0, end=2.0, steps=2)(step) for step in range(4)]
+    [4.0, 3.0, 2.0, 2.0]
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check.positive(start=self.start, end=self.end, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """On half a cosine from `start` to `end` in `steps` steps, and `end` after that.
+
+    >>> [round(Cosine(start=4.0, end=2.0, steps=4)(step), 3) for step in (0, 1, 2, 4, 9)]
+    [4.0, 3.707, 3.0, 2.0, 2.0]
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check.positive(start=self.start, end=self.end, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        part = min(step / self.steps, 1.0)
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * part)) / 2
+
+
+def describe(value: float | Schedule) -> float | dict[str, Any]:
+    """A constant as itself, and a schedule as its name and settings.
+
+    >>> describe(1.5), describe(Stairs(start=2.0, factor=0.5, every=10))
+    (1.5, {'schedule': 'Stairs', 'start': 2.0, 'factor': 0.5, 'every': 10})
+    """
+    if not callable(value):
+        return float(value)
+    kind = type(value)
+    if kind.__module__ == __name__ and is_dataclass(value):
+        return {"schedule": kind.__name__, **asdict(value)}
+    # Only the name: the repr of a user's object may hold anything.
+    return {"schedule": getattr(value, "__qualname__", kind.__qualname__)}
+
+
+# ---- adaptive clipping ---------------------------------------------------------------------------
+#
+# Clipping at a quantile of the norms, which is itself estimated with noise (Andrew et al. 2021).
+# Each step also releases how many of its records had a norm of at most C, with noise of its own,
+# and C follows that count. The count is a function of the private batch: its noise is part of the
+# mechanism, and the ledger counts both releases as one.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipping:
+    """How C follows a quantile of the per-sample norms.
+
+    With b = 1 for a record whose norm is at most C and 0 for any other, the statistic of a step is
+    the sum over its records of b − ½. One record moves it by ½ at most. A record that is not there,
+    padding included, adds nothing: neither ½ nor −½.
+
+    Attributes:
+        quantile: The part of the norms that C should lie above.
+        learning_rate: How fast C follows, in log C per unit of the fraction.
+        count_noise_multiplier: Standard deviation of the noise on the statistic.
+    """
+
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        check.probability(quantile=self.quantile)
+        check.positive(learning_rate=self.learning_rate)
+        check.not_negative(count_noise_multiplier=self.count_noise_multiplier)
+
+    def updated(self, max_grad_norm: float, noisy_fraction: float) -> float:
+        """C for the next step.
+
+        Args:
+            max_grad_norm: C of this step.
+            noisy_fraction: See `noisy_fraction`; noise may carry it outside [0, 1].
+
+        Raises:
+            BadInput: If the fraction is not finite or C would leave the range of floats.
+        """
+        if not math.isfinite(noisy_fraction):
+            raise BadInput(f"expected a finite noisy_fraction, found {noisy_fraction!r}")
+        exponent = -self.learning_rate * (noisy_fraction - self.quantile)
+        updated = max_grad_norm * math.exp(exponent) if exponent < 700 else math.inf
+        if not (math.isfinite(updated) and updated > 0):
+            raise BadInput(
+                f"adaptive clipping would set max_grad_norm to {updated!r} after a "
+                f"{noisy_fraction=}; lower its learning_rate or its count_noise_multiplier"
+            )
+        return updated
+
+
+def noisy_fraction(noisy_statistic: float, expected_batch_size: float) -> float:
+    """The part of norms that are at most C, from the noisy sum of b − ½.
+
+    The divisor is the public expected batch size, never the realised one.
+
+    >>> noisy_fraction(2.0, 8)
+    0.75
+    """
+    check.positive(expected_batch_size=expected_batch_size)
+    return noisy_statistic / expected_batch_size + 0.5
+
+
+# ---- what one step applies -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +212,9 @@ class Release:
     Attributes:
         step: Number of the logical step, from 0.
         sampling: How its records are chosen.
-        max_grad_norm: C, the bound on each record's gradient.
         noise_multiplier: σ; the noise on the sum of gradients has standard deviation σ·C. 0 means
             no noise and no privacy.
+        max_grad_norm: C, the bound on each record's gradient.
         expected_batch_size: The public number that the noisy sum is divided by.
         count_noise_multiplier: Standard deviation of the noise on the statistic of adaptive
             clipping, whose sensitivity is ½; None without it.
@@ -47,8 +228,8 @@ class Release:
 
     step: int
     sampling: Sampling
-    max_grad_norm: float
     noise_multiplier: float
+    max_grad_norm: float
     expected_batch_size: float
     count_noise_multiplier: float | None = None
     sensitivity_factor: float = 1.0
@@ -57,9 +238,8 @@ class Release:
 
     def __post_init__(self) -> None:
         check.not_negative(step=self.step, noise_multiplier=self.noise_multiplier)
-        check.positive(
-            max_grad_norm=self.max_grad_norm, expected_batch_size=self.expected_batch_size
-        )
+        check.positive(max_grad_norm=self.max_grad_norm)
+        check.positive(expected_batch_size=self.expected_batch_size)
         if self.count_noise_multiplier is not None:
             check.not_negative(count_noise_multiplier=self.count_noise_multiplier)
         if not (math.isfinite(self.sensitivity_factor) and self.sensitivity_factor >= 1):
@@ -103,17 +283,7 @@ class Release:
 
     def to_fields(self) -> dict[str, Any]:
         """The release as values that JSON can hold; `from_fields` gives it back exactly."""
-        return {
-            "step": self.step,
-            "sampling": samplings.to_fields(self.sampling),
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "expected_batch_size": self.expected_batch_size,
-            "count_noise_multiplier": self.count_noise_multiplier,
-            "sensitivity_factor": self.sensitivity_factor,
-            "rounded_elements": self.rounded_elements,
-            "is_chosen": self.is_chosen,
-        }
+        return {**vars(self), "sampling": samplings.to_fields(self.sampling)}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Release":
@@ -149,6 +319,81 @@ def sensitivity_factor(noise_multiplier: float, rounded_elements: int) -> float:
     return 1 + SUM_ERROR + spacing * math.sqrt(rounded_elements)
 
 
+# ---- the grid of clipped sums --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Multiples of a spacing, as integers.
+
+    Attributes:
+        spacing: A power of two, a function of public numbers alone.
+        dtype: Of the integers: as narrow as the sum of a logical batch allows.
+    """
+
+    spacing: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, release: Release, num_samples: int) -> "Grid":
+        """The grid for a logical batch: as fine as the integers that hold its sum allow.
+
+        It is that of the noise, or at least 16 times as fine: a sum is rounded to the noise's grid
+        when it meets the noise, and `sensitivity_factor` counts both roundings.
+
+        Args:
+            release: What the step applies.
+            num_samples: Samples in the logical batch, none of which exceeds C.
+
+        Raises:
+            BadInput: If so many samples are too much for the noise's grid.
+        """
+        finest = _finest(release, num_samples)
+        if release.noise_std == 0:
+            return cls(finest[torch.int64], torch.int64)
+        spacing = noise_spacing(release.noise_std)
+        for dtype, finer in finest.items():
+            if finer <= spacing * FINER:
+                return cls(finer, dtype)
+            if finer <= spacing:
+                return cls(spacing, dtype)
+        raise BadInput(
+            f"{num_samples} samples of norm {release.max_grad_norm} are too much for the grid of a "
+            f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
+        )
+
+    @classmethod
+    def of_pass(cls, release: Release, num_samples: int, num_rows: int) -> SumGrid:
+        """The grid that kernels use within a pass: this one, or multiples of it that int32 holds.
+
+        Args:
+            release: What the step applies.
+            num_samples: Samples in the logical batch.
+            num_rows: Rows of the pass.
+        """
+        num_rows = min(num_rows, num_samples)
+        if release.noise_std == 0:  # nothing to be proved of it
+            return SumGrid(_finest(release, num_rows)[torch.int32])
+        whole = found = cls.of(release, num_samples)
+        if whole.dtype != torch.int32:
+            found = cls.of(release, num_rows)
+        return SumGrid(max(found.spacing, whole.spacing), found.dtype == torch.int32)
+
+    def values(self, integers: Tensor) -> Tensor:
+        """What integers stand for, float64, exactly."""
+        return integers.double() * self.spacing
+
+
+def _finest(release: Release, num_samples: int) -> dict[torch.dtype, float]:
+    """The finest spacings of which integers hold the sum of so many samples, by their dtype."""
+    largest = max(1, num_samples) * release.max_grad_norm
+    exponent = math.frexp(largest)[1]  # largest < 2^exponent
+    return {torch.int32: 2.0 ** (exponent - 30), torch.int64: 2.0 ** (exponent - 50)}
+
+
+# ---- what all steps apply ------------------------------------------------------------------------
+
+
 class Mechanism:
     """The single source of what each step applies.
 
@@ -171,16 +416,7 @@ class Mechanism:
             steps are then counted by an odometer, which costs more than a plan (docs/privacy.md).
     """
 
-    __slots__ = (
-        "_adaptive",
-        "_current",
-        "_expected_batch_size",
-        "_is_chosen",
-        "_made_with",
-        "_rounded_elements",
-        "_sampling",
-        "_settings",
-    )
+    __slots__ = ("_adaptive", "_constants", "_current", "_made_with", "_settings")
 
     def __init__(
         self,
@@ -198,14 +434,17 @@ class Mechanism:
                 "max_grad_norm cannot follow a schedule and adaptive clipping at once; give one"
             )
         check.not_negative(rounded_elements=rounded_elements)
-        self._sampling = sampling
         self._settings: dict[str, float | Schedule] = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
         }
-        self._expected_batch_size = expected_batch_size
+        self._constants: dict[str, Any] = {
+            "sampling": sampling,
+            "expected_batch_size": expected_batch_size,
+            "rounded_elements": rounded_elements,
+            "is_chosen": is_chosen,
+        }
         self._adaptive = adaptive
-        self._rounded_elements, self._is_chosen = rounded_elements, is_chosen
         self._current: Release | None = None
         self.release(0)  # a setting that cannot be used is refused here, not in the first step
         # C and σ may move later; a run that goes on must have begun with the same.
@@ -224,14 +463,11 @@ class Mechanism:
         sigma = self._value("noise_multiplier", step)
         return Release(
             step=step,
-            sampling=self._sampling,
-            max_grad_norm=self._value("max_grad_norm", step),
             noise_multiplier=sigma,
-            expected_batch_size=self._expected_batch_size,
+            max_grad_norm=self._value("max_grad_norm", step),
             count_noise_multiplier=self._adaptive and self._adaptive.count_noise_multiplier,
-            sensitivity_factor=sensitivity_factor(sigma, self._rounded_elements),
-            rounded_elements=self._rounded_elements,
-            is_chosen=self._is_chosen,
+            sensitivity_factor=sensitivity_factor(sigma, self._constants["rounded_elements"]),
+            **self._constants,
         )
 
     def begin(self, step: int) -> Release:
@@ -285,7 +521,7 @@ class Mechanism:
     @property
     def sampling(self) -> Sampling:
         """How each step chooses its records."""
-        return self._sampling
+        return self._constants["sampling"]
 
     @property
     def adaptive(self) -> AdaptiveClipping | None:
@@ -295,7 +531,7 @@ class Mechanism:
     @property
     def expected_batch_size(self) -> float:
         """The public divisor."""
-        return self._expected_batch_size
+        return self._constants["expected_batch_size"]
 
     @property
     def noise_multiplier(self) -> float | Schedule:
@@ -309,14 +545,14 @@ class Mechanism:
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         self._refuse_in_a_step()
-        if not self._is_chosen and not callable(self._settings["noise_multiplier"]):
+        if not self._constants["is_chosen"] and not callable(self._settings["noise_multiplier"]):
             raise BadInput(
                 "noise_multiplier is fixed: PLD and RDP hold for plans that do not depend on what "
                 "comes out. Give noise_multiplier= a function of the step, or "
                 "PrivacyEngine(accountant='odometer') (Mechanism(is_chosen=True)), which counts "
                 "what is chosen on the way"
             )
-        self._change("noise_multiplier", value)
+        self._change({"noise_multiplier": value})
 
     @property
     def max_grad_norm(self) -> float | Schedule:
@@ -327,18 +563,17 @@ class Mechanism:
     def max_grad_norm(self, value: float) -> None:
         if self._adaptive is not None:
             raise BadInput("max_grad_norm follows adaptive clipping and cannot be set")
-        self._change("max_grad_norm", value)
+        self._change({"max_grad_norm": value})
 
     def describe(self) -> dict[str, Any]:
         """The settings as values that JSON can hold: nothing private, no key."""
-        adaptive = self._adaptive
         return {
-            "sampling": samplings.to_fields(self._sampling),
+            "sampling": samplings.to_fields(self.sampling),
             **{name: describe(setting) for name, setting in self._settings.items()},
-            "expected_batch_size": self._expected_batch_size,
-            "adaptive": adaptive and asdict(adaptive),
-            "rounded_elements": self._rounded_elements,
-            "is_chosen": self._is_chosen,
+            "expected_batch_size": self.expected_batch_size,
+            "adaptive": self._adaptive and asdict(self._adaptive),
+            "rounded_elements": self._constants["rounded_elements"],
+            "is_chosen": self._constants["is_chosen"],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,8 +607,9 @@ class Mechanism:
                     f"{own!r}: a run goes on with what it began with. Give make_private the same"
                 )
         # Schedules are functions of the step: the same ones give the same values.
-        moved = {name: state[name] for name, own in self._settings.items() if not callable(own)}
-        self._take({**self._settings, **moved})
+        self._change(
+            {name: state[name] for name, own in self._settings.items() if not callable(own)}
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.describe().items())
@@ -386,15 +622,13 @@ class Mechanism:
                 "mechanism between two steps"
             )
 
-    def _change(self, name: str, value: float) -> None:
+    def _change(self, settings: Mapping[str, float]) -> None:
+        """Change settings, all or none."""
         self._refuse_in_a_step()
-        if callable(self._settings[name]):
-            raise BadInput(f"{name} follows a schedule and cannot be set")
-        self._take({**self._settings, name: value})
-
-    def _take(self, settings: dict[str, float | Schedule]) -> None:
-        """Change the settings, all or none."""
-        before, self._settings = self._settings, settings
+        for name in settings:
+            if callable(self._settings[name]):
+                raise BadInput(f"{name} follows a schedule and cannot be set")
+        before, self._settings = self._settings, {**self._settings, **settings}
         try:
             self.release(0)
         except BadInput:
@@ -413,3 +647,23 @@ class Mechanism:
                 f"{value!r} at step {step}"
             )
         return value
+
+
+# ---- clip rules ----------------------------------------------------------------------------------
+
+# (norms of the used parameters, norms over all, C, names of all parameters) -> coefficients by name
+ClipRule = Callable[
+    [Mapping[str, SampleNorms], SampleNorms, float, Sequence[str]], Mapping[str, Tensor]
+]
+CLIP_RULES: dict[str, ClipRule] = {
+    **{
+        # `rule` is bound where the function is made; a loop variable would be the last one.
+        name: lambda _, total, clip_norm, names, rule=rule: dict.fromkeys(
+            names, rule(total, clip_norm).values
+        )
+        for name, rule in RULES.items()
+    },
+    "per_layer": lambda each, _, clip_norm, names: (
+        per_layer(each, clip_norm, num_parameters=len(names)).values if each else {}
+    ),
+}

@@ -6,11 +6,8 @@ that no sample used is a sum of zeros and gets its noise like any other; otherwi
 tell which parameters were used.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import repeat
-from operator import is_
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.kernels import many
-from unison.kernels.many.table import Sent, sent, to_send
+from unison.kernels.many.table import sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
 from unison.privacy.cut import Gradients, empty_gradients
-from unison.privacy.grid import Grid
-from unison.privacy.mechanism import Release
-from unison.privacy.owners.base import Owned
+from unison.privacy.mechanism import Grid, Release
+from unison.privacy.owners.base import Owned, Owner
 from unison.rng import (
     Box,
     Key,
@@ -36,9 +32,33 @@ from unison.rng import (
     words_of_streams,
 )
 
+if TYPE_CHECKING:
+    from unison.privacy.step_graph import StepGraph
+
 PURPOSE = "noise"
 _COUNT_PURPOSE = "count noise"  # of its own: any name may be a parameter's
 _HOST = torch.device("cpu")
+
+
+class ReleaseTerms(NamedTuple):
+    """On which terms a logical batch is released.
+
+    Attributes:
+        key: The key of this step's noise.
+        release: What this step applies.
+        divisor: A public constant.
+        num_samples: Samples in the logical batch.
+    """
+
+    key: Key
+    release: Release
+    divisor: float
+    num_samples: int
+
+    @property
+    def grid(self) -> Grid:
+        """On which sums over passes and ranks lie."""
+        return Grid.of(self.release, self.num_samples)
 
 
 def finalise(
@@ -73,6 +93,30 @@ def finalise(
     return total.to(torch.promote_types(dtype, torch.float32)).div_(divisor).to(dtype)
 
 
+def noisy_count(statistic: float, *, key: Key, release: Release) -> float:
+    """The statistic of adaptive clipping with its own noise, in the same step.
+
+    Args:
+        statistic: Σ (b − ½) over the samples of the batch.
+        key: The key of this step's noise.
+        release: What this step applies.
+    """
+    std = release.count_noise_multiplier
+    assert std is not None
+    if std == 0:
+        return statistic
+    stream = Stream(
+        key, "below the clip norm", release.step, purpose=_COUNT_PURPOSE, cipher=Cipher.CHACHA20
+    )
+    spacing = noise_spacing(std)
+    noise = secure_normal(stream, (1,), std, spacing=spacing, dtype=torch.float64)
+    on_grid = round_to_grid(torch.tensor([statistic], dtype=torch.float64), spacing)
+    return float(on_grid + noise)
+
+
+# ---- many parameters at once ---------------------------------------------------------------------
+
+
 class Shares(NamedTuple):
     """What the clipped sums of many parameters, or of parts of them, are made of.
 
@@ -101,37 +145,22 @@ class Shares(NamedTuple):
         return cls(names, values, weights, [each.parameter for each in owned], starts)
 
 
-def can_release(shares: Shares) -> bool:
-    """Whether compiled kernels take all of these."""
-    return many.is_fast(shares.values)
-
-
-def release_all(
-    shares: Shares,
-    *,
-    key: Key,
-    release: Release,
-    divisor: float,
-    num_samples: int,
-) -> Gradients:
+def release_all(shares: Shares, terms: ReleaseTerms) -> Gradients:
     """Turn many clipped sums into private gradients at once: see [Note: finalise].
 
     Args:
         shares: All of them, on one device.
-        key: The key of this step's noise.
-        release: What this step applies.
-        divisor: A public constant.
-        num_samples: Samples in the logical batch: they bound the sum.
+        terms: Noise and division.
 
     Returns:
         Gradients in the order given; those of vectors, or of matrices as wide, in one memory.
     """
     device = shares.values[0].device
-    recipes = recipes_for(shares.names, key, release, num_samples, device)
+    recipes = recipes_for(shares.names, terms, device)
     if recipes is None:
-        return release_by(shares, None, divisor)
+        return release_by(shares, None, terms.divisor)
     on_device = sent(recipes, device)
-    made = release_by(shares, on_device, divisor)
+    made = release_by(shares, on_device, terms.divisor)
     erase(recipes, on_device)
     return made
 
@@ -155,7 +184,7 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradie
 
     Args:
         shares: As there.
-        recipes: See `recipes_of`, on the device; zeros afterwards. None for no noise.
+        recipes: See `recipes_for`, on the device; zeros afterwards. None for no noise.
         divisor: A public constant.
     """
     noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
@@ -167,88 +196,126 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradie
 
 
 def recipes_for(
-    names: Sequence[str],
-    key: Key,
-    release: Release,
-    num_samples: int,
-    device: torch.device = _HOST,
+    names: Sequence[str], terms: ReleaseTerms, device: torch.device = _HOST
 ) -> Tensor | None:
-    """See `recipes_of`; None where a step has no noise.
-
-    Raises:
-        BadInput: If so many samples are too much for the noise's grid.
-    """
-    if release.noise_std == 0:
-        return None
-    Grid.of(release, num_samples)
-    return recipes_of(names, key, release, device)
-
-
-def recipes_of(
-    names: Sequence[str], key: Key, release: Release, device: torch.device = _HOST
-) -> Tensor:
     """Return what each parameter's noise is drawn by: int64 [parameters, RECIPE_LENGTH], CPU.
 
     Args:
         names: Of the parameters.
-        key: The key of this step's noise.
-        release: What this step applies.
+        terms: Their key and noise; None is returned where there is no noise.
         device: Where it is going to be sent.
+
+    Raises:
+        BadInput: If so many samples are too much for the noise's grid.
     """
-    cipher = Cipher.CHACHA20
-    words = words_of_streams(key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
+    release, std, cipher = terms.release, terms.release.noise_std, Cipher.CHACHA20
+    if std == 0:
+        return None
+    Grid.of(release, terms.num_samples)
+    words = words_of_streams(terms.key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
+    floats = secure_floats(std, noise_spacing(std))
+    blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
     made = to_send((len(names), RECIPE_LENGTH), device)
     table = made.numpy()
-    table[:] = _blank_recipe(release.noise_std, cipher)
+    table[:] = np.array(blank.numbers(), np.int64)
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
     words.zero_()
     return made
 
 
-@lru_cache(maxsize=16)
-def _blank_recipe(std: float, cipher: Cipher) -> np.ndarray:
-    """Return a recipe with nothing in the place of the key: int64 [RECIPE_LENGTH]."""
-    floats = secure_floats(std, noise_spacing(std))
-    blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
-    return np.array(blank.numbers(), np.int64)
-
-
 def _weights(shares: Shares) -> Tensor:
     """Return the weights of all shares [shares, most], float32, in few launches."""
-    first = shares.weights[0]
-    if all(map(is_, shares.weights, repeat(first))):
-        every = first.expand(len(shares.weights), -1)
-        # One launch for both; `contiguous` is for weights that are float32 already.
-        return every.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-    most = max([values.shape[0] for values in shares.values])
-    each = {id(weights): weights for weights in shares.weights}
-    rows = {key: i for i, key in enumerate(each)}
-    table = torch.stack(
-        [F.pad(w, (0, most - w.shape[0])) if w.shape[0] < most else w for w in each.values()]
-    ).float()
-    which = tuple([rows[id(weights)] for weights in shares.weights])
-    return table[_indices.table(which, table.device, lambda _: torch.tensor(which))]
+    most = max(len(weights) for weights in shares.weights)
+    # Parameters that are clipped together share one tensor: it is padded once.
+    padded = {id(each): F.pad(each, (0, most - len(each))) for each in shares.weights}
+    return torch.stack([padded[id(each)] for each in shares.weights]).float()
 
 
-_indices = Sent()  # of rows of weights: the same ones in every step
+# ---- everything that a rank owns -----------------------------------------------------------------
+
+Own = Mapping[str, tuple[Tensor, Tensor]]
+"""What the sum of each used parameter is made of, see `Clipping.shares`."""
 
 
-def noisy_count(statistic: float, *, key: Key, release: Release) -> float:
-    """The statistic of adaptive clipping with its own noise, in the same step.
+class GradientReleaser:
+    """Turns the clipped sums of logical batches into private gradients of what this rank owns.
 
     Args:
-        statistic: Σ (b − ½) over the samples of the batch.
-        key: The key of this step's noise.
-        release: What this step applies.
+        owner: Who holds the parameters.
     """
-    std = release.count_noise_multiplier
-    assert std is not None
-    if std == 0:
-        return statistic
-    stream = Stream(
-        key, "below the clip norm", release.step, purpose=_COUNT_PURPOSE, cipher=Cipher.CHACHA20
-    )
-    spacing = noise_spacing(std)
-    noise = secure_normal(stream, (1,), std, spacing=spacing, dtype=torch.float64)
-    on_grid = round_to_grid(torch.tensor([statistic], dtype=torch.float64), spacing)
-    return float(on_grid + noise)
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._names = tuple(each.name for each in owner.owned)
+
+    def gradients(self, own: Own | None, terms: ReleaseTerms) -> Iterator[tuple[Owned, Tensor]]:
+        """Make the gradients of everything that this rank owns, as they are asked for.
+
+        Args:
+            own: Where this rank has all of the sums; else the owner has them.
+            terms: Noise and division.
+        """
+        if own is None:
+            all_owned, shares = self._totals(terms.grid)
+            # Parts that are cut in other ways than flat ones draw their noise one by one.
+            at_once = all(type(each) is Owned for each in all_owned) and many.is_fast(shares.values)
+        else:
+            # Per-sample gradients, which are yet to be clipped.
+            all_owned, shares, at_once = self._owner.owned, self._own_shares(own), True
+        if at_once:
+            for owned, gradient in zip(all_owned, release_all(shares, terms), strict=True):
+                yield owned, owned.as_gradient(gradient)
+            return
+        for owned, total in zip(all_owned, shares.values, strict=True):
+            gradient = finalise(
+                total.squeeze(0),
+                grid=terms.grid,
+                name=owned.name,
+                key=terms.key,
+                release=terms.release,
+                divisor=terms.divisor,
+                dtype=owned.parameter.dtype,
+                box=owned.box,
+            )
+            yield owned, owned.as_gradient(gradient)
+
+    def step(
+        self, graph: "StepGraph", own: Own, terms: ReleaseTerms
+    ) -> Iterator[tuple[Owned, Tensor]]:
+        """The same by a graph that takes the optimizer's step as well.
+
+        Args:
+            graph: Of both.
+            own: What the sums are made of: the same object, with the same tensors, whenever it is
+                of the same kind.
+            terms: Noise and division.
+        """
+        recipes = recipes_for(self._names, terms)
+        found = graph.replay(
+            id(own), lambda: self._own_shares(own), recipes=recipes, divisor=terms.divisor
+        )
+        for owned, gradient in found:
+            owned.parameter.grad = None  # what it held is trained on: nothing is added to it
+            yield owned, owned.as_gradient(gradient)
+
+    def _own_shares(self, own: Own) -> Shares:
+        """What the sums of all that this rank owns are made of, where it has them itself."""
+        made = [own.get(each.name) or _unused(each) for each in self._owner.owned]
+        return Shares.of(self._owner.owned, *zip(*made, strict=True))
+
+    def _totals(self, grid: Grid) -> tuple[list[Owned], Shares]:
+        """The sums over passes and ranks, as integers of which each weighs a spacing."""
+        found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
+        weights = {
+            device: torch.full((1,), grid.spacing, dtype=torch.float64, device=device)
+            for device in {total.device for _, total in found}
+        }
+        owned, totals = [each for each, _ in found], [total for _, total in found]
+        return owned, Shares.of(owned, totals, [weights[total.device] for total in totals])
+
+
+def _unused(owned: Owned) -> tuple[Tensor, Tensor]:
+    """No sample used it, and its noise must not tell."""
+    device = owned.parameter.device
+    weights = torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.zeros(1, owned.numel, device=device), weights

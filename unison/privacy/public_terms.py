@@ -1,10 +1,11 @@
-"""Terms of a loss that do not depend on data: `loss + 0.01 * sum(p.square().sum() ...)`.
+"""What a pass may leave without noise: terms of a loss that do not depend on data, and buffers.
 
-They need no clipping and no noise. Their gradients reach parameters past the capture, and are added
-to the noisy gradients as they are.
+Terms such as `loss + 0.01 * sum(p.square().sum() ...)` need no clipping and no noise. Their
+gradients reach parameters past the capture, and are added to the noisy gradients as they are.
+Buffers are watched in every pass: what the forward pass writes there is saved without noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from weakref import ref
 
 import torch
@@ -87,7 +88,56 @@ class PublicTerms:
         """Forget what was kept, with the logical batch."""
         self._kept = {}
 
-    @property
-    def kept(self) -> Mapping[str, Tensor]:
-        """Gradients by name of the parameter."""
-        return self._kept
+
+class BufferWatch:
+    """Refuses buffers that a pass writes to, unless it is known that they hold nothing of the data.
+
+    Whether values depend on the batch is found out where the module is checked; here versions are
+    compared, which takes microseconds, so that what is written in a later pass for the first time
+    is refused before that pass is released. (Writing through `.data` leaves no version; the check
+    compares values, and sees it.)
+
+    Args:
+        is_allowed: Whether a buffer of this name may be written.
+    """
+
+    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._modules: Sequence[tuple[str, nn.Module]] = ()
+        self._before: dict[int, tuple[Tensor, int]] = {}  # by id; held, so that no id comes again
+
+    def begin(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Note the versions of all buffers.
+
+        Args:
+            modules: All modules, by name.
+        """
+        self._modules = modules
+        self._before = {id(value): (value, _version(value)) for _, _, value in self._buffers()}
+
+    def check(self) -> None:
+        """Compare them.
+
+        Raises:
+            UnsupportedOperation: Naming a buffer that was written.
+        """
+        for path, key, value in self._buffers():
+            _, version = self._before.get(id(value), (value, None))
+            name = f"{path}.{key}" if path else key
+            if version != _version(value) and not self._is_allowed(name):
+                raise UnsupportedOperation(
+                    f"this pass wrote to the buffer {name!r}, which is saved with the model and "
+                    "gets no noise; passes that were checked did not. Keep statistics of the data "
+                    "out of buffers, or say that it may be published: make_private("
+                    f"public_buffers=[{name!r}])"
+                )
+
+    def _buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        for path, module in self._modules:
+            for key, value in module._buffers.items():
+                if value is not None:
+                    yield path, key, value
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version

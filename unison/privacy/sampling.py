@@ -1,7 +1,7 @@
 """How a step chooses its records: what the loader does and what the accountant counts.
 
 Adjacency is zero-out for all of them: a record is replaced by an empty one that is still drawn at
-the same positions, so that the size of the data set is public (`spending.ADJACENCY`).
+the same positions, so that the size of the data set is public (`accounting.ADJACENCY`).
 """
 
 import math
@@ -9,8 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from unison import check
 from unison.errors import BadInput
+from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows
+from unison.rng import Key, Permutation, Stream, poisson_sample
+
+_PURPOSE = "sampling"  # keeps membership apart from the noise under the same key
+_PRIORITIES = 1 << 62  # two of a million records share a priority once in ten million steps
+_ROUNDING = 1e-9  # 1 / rate may miss a whole number by this much, relative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,24 @@ class Shuffled:
 Sampling = Poisson | TruncatedPoisson | Shuffled
 
 
+def steps_per_epoch(sampling: Sampling) -> int:
+    """Steps in which each record is expected once (Poisson, rounded up) or taken at most once."""
+    if isinstance(sampling, Shuffled):
+        return sampling.steps_per_epoch
+    if not isinstance(sampling, Poisson | TruncatedPoisson):
+        raise BadInput(
+            f"expected Poisson, TruncatedPoisson or Shuffled sampling, found {sampling!r}"
+        )
+    if sampling.rate == 0:
+        raise BadInput(
+            "a sampling rate of 0 draws no record at any step, so an epoch never ends; use "
+            "expected_batch_size / num_records"
+        )
+    steps = 1 / sampling.rate
+    nearest = round(steps)  # a rate of 1/49 in floating point still makes 49 steps
+    return nearest if math.isclose(steps, nearest, rel_tol=_ROUNDING) else math.ceil(steps)
+
+
 def usual_batch_size(sampling: Sampling, num_records: int) -> int:
     """Records that hardly any step draws more than: four standard deviations above the mean.
 
@@ -138,3 +165,78 @@ def from_fields(fields: Mapping[str, Any]) -> Sampling:
         return KINDS[kind](**values)
     except TypeError as error:
         raise BadInput(f"the fields do not describe a sampling ({error}): {fields!r}") from None
+
+
+class Draws:
+    """The records of every step of a run, as a function of (key, sampling, step).
+
+    Guarantees:
+        The draw of a step is the same in whichever process and order it is asked for, and changes
+        no state, no global random generator included. Membership of a Poisson draw is decided by
+        ChaCha20 for each record by itself, so no two records, steps or ranks share a decision.
+        Under a key from entropy, nobody without the key can tell a draw from a random one; the key
+        dies with its process, so a resumed run draws anew.
+
+    Args:
+        sampling: How records are chosen.
+        key: Root key of the run; on several ranks the same one (`Key.shared`).
+        num_records: Size of the data set.
+
+    Attributes:
+        steps_per_epoch: Steps in which each record is expected once (Poisson, rounded up) or taken
+            at most once (shuffled). A public number.
+    """
+
+    def __init__(self, sampling: Sampling, key: Key, num_records: int) -> None:
+        check.positive(num_records=num_records)
+        if not isinstance(key, Key):
+            raise BadInput(
+                f"expected a unison.rng.Key, found {type(key).__name__}. Remedy: "
+                "Key.from_entropy(), or Key.from_seed(seed) for a run that can be repeated"
+            )
+        self.steps_per_epoch = steps_per_epoch(sampling)
+        if not isinstance(sampling, Poisson) and sampling.num_records != num_records:
+            raise BadInput(
+                f"{sampling!r} was made for {sampling.num_records} records, found {num_records} "
+                "in the data set; its accounting would not hold. Remedy: build it with num_records="
+                "len(dataset)"
+            )
+        self.sampling, self.num_records = sampling, num_records
+        self._key = key
+
+    def records(self, step: int) -> Tensor:
+        """Return the records of a step [batch], int64: ascending, or in shuffled order."""
+        check.not_negative(step=step)
+        with torch.device("cpu"):  # whatever the user's default device is
+            match self.sampling:
+                case Poisson():
+                    return self._members(step, self.sampling.rate)
+                case TruncatedPoisson():
+                    members = self._members(step, self.sampling.rate)
+                    return self._kept(members, step, self.sampling.capacity)
+                case Shuffled():
+                    return self._dealt(step, self.sampling.batch_size)
+                case _:
+                    raise AssertionError(self.sampling)
+
+    def _members(self, step: int, rate: float) -> Tensor:
+        stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
+        return poisson_sample(stream, self.num_records, rate)
+
+    def _kept(self, members: Tensor, step: int, capacity: int) -> Tensor:
+        """The members of lowest priority, where a priority is a function of (key, step, record)."""
+        if len(members) <= capacity:
+            return members
+        stream = Stream(self._key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
+        recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), (0, _PRIORITIES))
+        priorities = torch.empty_like(members)
+        fill_rows(priorities, recipe, members, 1)
+        return members[priorities.argsort(stable=True)[:capacity]].sort().values
+
+    def _dealt(self, step: int, batch_size: int) -> Tensor:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
+        return order(torch.arange(position * batch_size, (position + 1) * batch_size))
+
+    def __repr__(self) -> str:
+        return f"Draws({self.sampling!r}, num_records={self.num_records})"

@@ -14,8 +14,7 @@ from unison.clip import Clipping, SampleNorms
 from unison.clip.measured import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
-from unison.privacy.grid import Grid
-from unison.privacy.mechanism import Release
+from unison.privacy.mechanism import Grid, Release
 from unison.privacy.passes import PhysicalBatch
 from unison.rng import Key
 

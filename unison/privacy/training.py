@@ -18,26 +18,29 @@ from unison.clip import NormTable, Plan, SampleNorms
 from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
-from unison.privacy.adaptive import noisy_fraction
 from unison.privacy.attachment import Attachment
-from unison.privacy.budget import BudgetGuard
-from unison.privacy.clip_rules import CLIP_RULES
-from unison.privacy.dealing import Dealing, Part, batch_mean, local_batch_mean, sum_exact
-from unison.privacy.diagnostics import BatchNorms, Diagnostics
+from unison.privacy.calibration import BudgetGuard
+from unison.privacy.dealing import (
+    BatchDealer,
+    BatchNorms,
+    Diagnostics,
+    Part,
+    batch_mean,
+    local_batch_mean,
+    sum_exact,
+)
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.grid import Grid
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.loss_program import LossRecorder, refuse_unseen
 from unison.privacy.loss_tape import FollowedNumber
-from unison.privacy.mechanism import Mechanism, Release
-from unison.privacy.noise import noisy_count
+from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
+from unison.privacy.noise import GradientReleaser, ReleaseTerms, noisy_count
 from unison.privacy.owners import Owned, Owner
 from unison.privacy.param_check import GivenGradients, OptimizerParams
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
-from unison.privacy.releasing import Releasing, Terms
 from unison.privacy.step_graph import is_recording
 from unison.privacy.step_state import ClippingSettings, LogicalBatch, PassSums
 from unison.rng import Key, NoiseClock
@@ -72,7 +75,7 @@ class PrivateTraining:
         loader: PrivateLoader,
         *,
         owner: Owner,
-        dealing: Dealing,
+        dealing: BatchDealer,
         key: Key,
         mechanism: Mechanism,
         ledger: Ledger,
@@ -116,7 +119,7 @@ class PrivateTraining:
         loader.present = self._present
         loader.after_use, loader.on_leave = self._recorder.remove, self._recorder.leave
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
-        self.releasing = Releasing(owner)
+        self.releasing = GradientReleaser(owner)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -301,12 +304,12 @@ class PrivateTraining:
         if not self._recorder.is_judged:
             refuse_unseen()
 
-    def terms(self, running: LogicalBatch, num_samples: int) -> Terms:
+    def terms(self, running: LogicalBatch, num_samples: int) -> ReleaseTerms:
         """On which terms a logical batch is released, once its intent is written."""
         assert running.key is not None
         release = running.release
         divisor = release.expected_batch_size if self._loss_reduction == "mean" else 1.0
-        return Terms(running.key, release, divisor, num_samples)
+        return ReleaseTerms(running.key, release, divisor, num_samples)
 
     def release(
         self,

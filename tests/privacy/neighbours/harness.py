@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.privacy.common import attach
 from unison import UnisonError
 from unison.privacy import Poisson, PrivacyEngine
-from unison.privacy.clip_rules import CLIP_RULES
+from unison.privacy.mechanism import CLIP_RULES
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[nn.Module, Batch], Tensor]

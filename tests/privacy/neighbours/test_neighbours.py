@@ -10,7 +10,7 @@ import torch
 from tests.privacy.neighbours import loops, losses, models
 from tests.privacy.neighbours.harness import Case, judge, oracle_sum, run
 from unison.clip import AUTO, MODES
-from unison.privacy.clip_rules import CLIP_RULES
+from unison.privacy.mechanism import CLIP_RULES
 
 quiet = pytest.mark.filterwarnings(
     "ignore:no rule for",

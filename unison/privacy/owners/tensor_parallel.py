@@ -35,10 +35,10 @@ from unison.capture.tracked import places
 from unison.clip import SampleNorms
 from unison.clip.layers import Layer
 from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy.dealing import device_of
 from unison.privacy.owners.base import MakeSums, Owned
 from unison.privacy.owners.buckets import BucketedSums, Held
 from unison.privacy.owners.units import capture_of
-from unison.privacy.ranks import device_of
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
