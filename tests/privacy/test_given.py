@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput
+from unison.parallel import ShardedParam
 from unison.privacy.given import GivenGradients, Released
-from unison.privacy.owners.base import Owned
 
 NAMES = ["a", "b", "c"]
 
 
-def make() -> tuple[dict[str, nn.Parameter], list[Owned]]:
+def make() -> tuple[dict[str, nn.Parameter], list[ShardedParam]]:
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in NAMES}
-    return parameters, [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
+    return parameters, [ShardedParam.whole(name, each) for name, each in parameters.items()]
 
 
-def ones(owned: Sequence[Owned]) -> list[Tensor]:
+def ones(owned: Sequence[ShardedParam]) -> list[Tensor]:
     return [torch.ones(3) for _ in owned]
 
 
-def released(owned: Sequence[Owned], is_lazy: bool = True):
+def released(owned: Sequence[ShardedParam], is_lazy: bool = True):
     """Gradients of ones: as they come all at once, or one by one."""
     if is_lazy:
         return Released(lambda: (owned, ones(owned)))
@@ -108,7 +108,7 @@ def test_gradients_are_not_held(is_lazy):
 @BOTH
 def test_a_parameter_of_two_parts_gets_both(is_lazy):
     parameter = nn.Parameter(torch.zeros(3))
-    owned = [Owned("a", parameter, (3,), 0, 3), Owned("a", parameter, (3,), 0, 3)]
+    owned = [ShardedParam.whole("a", parameter), ShardedParam.whole("a", parameter)]
     GivenGradients().give(released(owned, is_lazy))
     assert parameter.grad is not None
     assert (parameter.grad == 2).all()

@@ -28,6 +28,7 @@ from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.parallel import ParallelAdapter
 from unison.privacy.border import ModuleHook, refuse_scaled_loss, scaled_losses_noticed
 from unison.privacy.buffers import BufferWatch
 from unison.privacy.compiled import CompiledPasses
@@ -37,7 +38,6 @@ from unison.privacy.inputs import Inputs, holds_samples, refuse_inputs_with_grad
 from unison.privacy.learning import Learning
 from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
 from unison.privacy.own_loss import LabelCheck
-from unison.privacy.owners.base import Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
 from unison.privacy.running import (
@@ -76,7 +76,7 @@ class Attachment:
         module: nn.Module,
         settings: ClippingSettings,
         *,
-        owner: Owner,
+        owner: ParallelAdapter,
         dealing: Dealing,
         recorder: LossRecorder,
         public_terms: PublicTerms,

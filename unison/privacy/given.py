@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from unison.errors import BadInput
-from unison.privacy.owners.base import Owned
+from unison.parallel import ShardedParam
 
 
 class Released:
@@ -19,10 +19,10 @@ class Released:
         make: Returns what the rank owns, and the gradient of each.
     """
 
-    def __init__(self, make: Callable[[], tuple[Sequence[Owned], Sequence[Tensor]]]) -> None:
+    def __init__(self, make: Callable[[], tuple[Sequence[ShardedParam], Sequence[Tensor]]]) -> None:
         self.make = make
 
-    def __iter__(self) -> Iterator[tuple[Owned, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         return zip(*self.make(), strict=True)
 
 
@@ -36,13 +36,13 @@ class _Places(NamedTuple):
         are_apart: Whether no parameter is there twice.
     """
 
-    owned: Sequence[Owned]
+    owned: Sequence[ShardedParam]
     names: Sequence[str]
     parameters: Sequence[nn.Parameter]
     are_apart: bool
 
     @classmethod
-    def of(cls, owned: Sequence[Owned]) -> "_Places":
+    def of(cls, owned: Sequence[ShardedParam]) -> "_Places":
         parameters = [each.parameter for each in owned]
         are_apart = len(set(map(id, parameters))) == len(parameters)
         return cls(owned, [each.name for each in owned], parameters, are_apart)
@@ -59,13 +59,13 @@ class GivenGradients:
         self._given: dict[str, ref[Tensor]] = {}
         self._places = _Places.of(())
 
-    def give(self, gradients: Iterable[tuple[Owned, Tensor]]) -> None:
+    def give(self, gradients: Iterable[tuple[ShardedParam, Tensor]]) -> None:
         """Put gradients where the optimizer finds them.
 
         As torch does: added to what is there, whose own noise was drawn and counted.
 
         Args:
-            gradients: As `Owned.as_gradient` returns them.
+            gradients: As `ShardedParam.as_gradient` returns them.
         """
         given, pairs = self._given, gradients
         if isinstance(gradients, Released):
@@ -83,7 +83,7 @@ class GivenGradients:
                 self._require_own(owned.name, before)
                 before.add_(gradient)
 
-    def _give_all(self, owned: Sequence[Owned], made: Sequence[Tensor]) -> bool:
+    def _give_all(self, owned: Sequence[ShardedParam], made: Sequence[Tensor]) -> bool:
         """Put gradients where there are none; if there is one, leave all and return False."""
         if self._places.owned is not owned:
             self._places = _Places.of(owned)

@@ -22,9 +22,9 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.learned import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
+from unison.parallel import ParallelAdapter
 from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves
 from unison.privacy.inputs import Inputs, OutputDims, batch_loss, probe_losses
-from unison.privacy.owners.base import Owner
 from unison.privacy.running import ClippingSettings
 from unison.privacy.trained import Trained
 from unison.rng.draw_mode import outside_draws
@@ -47,7 +47,11 @@ class Learning:
     """
 
     def __init__(
-        self, module: nn.Module, settings: ClippingSettings, owner: Owner, trained: Trained
+        self,
+        module: nn.Module,
+        settings: ClippingSettings,
+        owner: ParallelAdapter,
+        trained: Trained,
     ) -> None:
         self._module, self._settings = module, settings
         self._owner, self._trained = owner, trained

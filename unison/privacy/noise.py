@@ -21,10 +21,10 @@ from unison.kernels import many
 from unison.kernels.many.table import Sent, sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
+from unison.parallel import ShardedParam
 from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
-from unison.privacy.owners.base import Owned
 from unison.rng import (
     Box,
     Key,
@@ -94,7 +94,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(
-        cls, owned: Sequence[Owned], values: Sequence[Tensor], weights: Sequence[Tensor]
+        cls, owned: Sequence[ShardedParam], values: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> "Shares":
         """Return the shares of what a rank owns, given values and weights of each."""
         names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)

@@ -3,10 +3,10 @@
 import json
 import os
 
-import torch
 import torch.distributed as dist
 
 from unison.errors import BadInput
+from unison.parallel.exchange import wire_device
 from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
 from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
@@ -57,7 +57,7 @@ def open_on_ranks(
         return ledger
     state = {"error": error} if ledger is None else ledger.state_dict()
     told = [json.dumps(state) if ranks.rank == 0 else ""]
-    dist.broadcast_object_list(told, group=ranks.group, group_src=0, device=device_of(ranks))
+    dist.broadcast_object_list(told, group=ranks.group, group_src=0, device=wire_device(ranks))
     state = json.loads(told[0])
     if "error" in state:
         raise BadInput(f"the first rank could not open the ledger: {state['error']}")
@@ -66,9 +66,3 @@ def open_on_ranks(
         ledger.load_state_dict(state)
         ledger.is_copy = not state["is_in_memory"]
     return ledger
-
-
-def device_of(ranks: Ranks) -> torch.device:
-    """Where small objects must be to go over the ranks' network."""
-    is_nccl = dist.get_backend(ranks.group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

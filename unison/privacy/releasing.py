@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from unison.clip.kept import SharesByName
+from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.cut import Gradients
 from unison.privacy.given import Released
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import Shares, can_release, finalise, recipes_for, release_all
-from unison.privacy.owners import Owned, Owner
 from unison.privacy.step_graph import StepGraph
 from unison.rng import Key
 
 Own = Mapping[str, tuple[Tensor, Tensor]]
 """What the sum of each used parameter is made of, see `Clipping.shares`."""
-Made = tuple[Sequence[Owned], Sequence[Tensor], Sequence[Tensor]]
+Made = tuple[Sequence[ShardedParam], Sequence[Tensor], Sequence[Tensor]]
 """(what this rank owns, values of each, weights of each)"""
 
 
@@ -52,14 +52,14 @@ class Releasing:
         owner: Who holds the parameters.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ParallelAdapter) -> None:
         self._owner = owner
-        self._names = tuple(each.name for each in owner.owned)
-        self._by_name = sorted(owner.owned, key=attrgetter("name"))
+        self._names = tuple(each.name for each in owner.params)
+        self._by_name = sorted(owner.params, key=attrgetter("name"))
         self._blank = Shares.of(self._by_name, (), ())  # in order of names, of nothing as yet
         self._are_whole = _are_whole(self._by_name)
 
-    def gradients(self, own: Own | None, terms: Terms) -> Iterable[tuple[Owned, Tensor]]:
+    def gradients(self, own: Own | None, terms: Terms) -> Iterable[tuple[ShardedParam, Tensor]]:
         """Make the gradients of everything that this rank owns, as they are asked for.
 
         Args:
@@ -71,7 +71,7 @@ class Releasing:
             return Released(partial(self._of_own, own, terms))
         return self._of_totals(terms)
 
-    def _of_own(self, own: Own, terms: Terms) -> tuple[Sequence[Owned], Sequence[Tensor]]:
+    def _of_own(self, own: Own, terms: Terms) -> tuple[Sequence[ShardedParam], Sequence[Tensor]]:
         shares = self._in_order_of(own)
         if shares is not None:
             gradients = _all_released(shares, terms)
@@ -80,12 +80,12 @@ class Releasing:
         gradients = _all_released(Shares.of(owned, values, weights), terms)
         return owned, _as_gradients(owned, gradients, _are_whole(owned))
 
-    def _of_totals(self, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
+    def _of_totals(self, terms: Terms) -> Iterator[tuple[ShardedParam, Tensor]]:
         key, release, divisor, _ = terms
         all_owned, values, weights = self._totals(terms.grid)
         shares = Shares.of(all_owned, values, weights)
         # Parts that are cut in other ways than flat ones draw their noise one by one.
-        if all(type(each) is Owned for each in all_owned) and can_release(shares):
+        if all(not each.is_dtensor for each in all_owned) and can_release(shares):
             gradients = _all_released(shares, terms)
             gradients = _as_gradients(all_owned, gradients, _are_whole(all_owned))
             yield from zip(all_owned, gradients, strict=True)
@@ -103,7 +103,9 @@ class Releasing:
             )
             yield owned, owned.as_gradient(gradient)
 
-    def step(self, graph: StepGraph, own: Own, terms: Terms) -> Iterator[tuple[Owned, Tensor]]:
+    def step(
+        self, graph: StepGraph, own: Own, terms: Terms
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
         """The same by a graph that takes the optimizer's step as well.
 
         Args:
@@ -130,7 +132,7 @@ class Releasing:
 
     def _made_of_own(self, own: Own) -> Made:
         """What this rank owns, and what the sums of it are made of: values and weights of each."""
-        owned = self._owner.owned
+        owned = self._owner.params
         made = [own.get(each.name) or _unused(each) for each in owned]
         return owned, [values for values, _ in made], [weights for _, weights in made]
 
@@ -153,13 +155,13 @@ def _all_released(shares: Shares, terms: Terms) -> Gradients:
     return release_all(shares, key=key, release=release, divisor=divisor, num_samples=num_samples)
 
 
-def _are_whole(owned: Sequence[Owned]) -> bool:
+def _are_whole(owned: Sequence[ShardedParam]) -> bool:
     """Whether these are plain parameters, of which this rank holds all."""
-    return all(type(each) is Owned and not each.is_part for each in owned)
+    return all(not each.is_dtensor and not each.is_part for each in owned)
 
 
 def _as_gradients(
-    owned: Sequence[Owned], gradients: Gradients, are_whole: bool
+    owned: Sequence[ShardedParam], gradients: Gradients, are_whole: bool
 ) -> Sequence[Tensor]:
     """Return `as_gradient` of each, which are tensors of one device in the parameters' shapes."""
     if are_whole and gradients.home == gradients[0].device:
@@ -167,7 +169,7 @@ def _as_gradients(
     return [each.as_gradient(some) for each, some in zip(owned, gradients, strict=True)]
 
 
-def _unused(owned: Owned) -> tuple[Tensor, Tensor]:
+def _unused(owned: ShardedParam) -> tuple[Tensor, Tensor]:
     """No sample used it, and its noise must not tell."""
     device = owned.parameter.device
     weights = torch.zeros(1, dtype=torch.float64, device=device)

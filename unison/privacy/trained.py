@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from unison.capture.names import Places
 from unison.capture.parts import is_in_parts
 from unison.errors import BadInput
-from unison.privacy.owners.base import Owner
+from unison.parallel import ParallelAdapter
 
 
 class Trained:
@@ -25,7 +25,7 @@ class Trained:
             whenever parameters had changed: were not the same, or not alike.
     """
 
-    def __init__(self, places: Places, owner: Owner) -> None:
+    def __init__(self, places: Places, owner: ParallelAdapter) -> None:
         self._places = places
         self._private = _held_by(places, owner)
         self.last: tuple[str, ...] | None = None
@@ -71,11 +71,11 @@ class Trained:
                 )
 
 
-def _held_by(places: Places, owner: Owner) -> dict[str, nn.Parameter | None]:
+def _held_by(places: Places, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:
     """Return what an owner holds by name: the module's own parameter, or None if it has others."""
     own = {id(place.parameter) for place in places.now()}
     held: dict[str, nn.Parameter | None] = {}
-    for each in owner.owned:
+    for each in owner.params:
         # A DTensor and the whole of it take turns in a module.
         is_own = id(each.parameter) in own
         held[each.name] = None if is_in_parts(each.parameter) or not is_own else each.parameter

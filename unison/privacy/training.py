@@ -18,6 +18,7 @@ from unison.clip import NormTable, Plan, SampleNorms
 from unison.clip.sum_grid import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
+from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.adaptive import noisy_fraction
 from unison.privacy.attachment import Attachment
 from unison.privacy.budget import BudgetGuard
@@ -33,7 +34,6 @@ from unison.privacy.loss_recorder import LossRecorder, refuse_unseen
 from unison.privacy.loss_tape import Followed
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.noise import noisy_count
-from unison.privacy.owners import Owned, Owner
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
 from unison.privacy.releasing import Releasing, Terms
@@ -72,7 +72,7 @@ class PrivateTraining:
         optimizer: Optimizer,
         loader: PrivateLoader,
         *,
-        owner: Owner,
+        owner: ParallelAdapter,
         dealing: Dealing,
         key: Key,
         mechanism: Mechanism,
@@ -86,8 +86,8 @@ class PrivateTraining:
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
         self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
-        self._owner, self.owned, self._dealing = owner, owner.owned, dealing
-        self._parameters = {each.name: each.parameter for each in owner.owned}
+        self._owner, self.owned, self._dealing = owner, owner.params, dealing
+        self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
@@ -321,7 +321,7 @@ class PrivateTraining:
         self,
         running: LogicalBatch,
         num_samples: int,
-        gradients: Iterable[tuple[Owned, Tensor]],
+        gradients: Iterable[tuple[ShardedParam, Tensor]],
     ) -> None:
         """Put private gradients where the optimizer finds them; the logical batch is over.
 
