@@ -24,7 +24,7 @@ from unison.kfac.fisher import Sampled, refuse_missing
 from unison.kfac.layers import Assignment, Layer, Method, assign, cost, without_curvature
 from unison.kfac.passes import Collector, CompiledStatistics, Pass, PassRecorder, refuse_private
 from unison.kfac.phases import phase
-from unison.kfac.precondition import Routes, StackedPreconditioner, products_of
+from unison.kfac.precondition import Routes, StackedPreconditioner
 from unison.kfac.state import (
     Graft,
     LayerState,
@@ -211,8 +211,12 @@ class KFAC:
     ) -> None:
         """Shorten the step where its predicted change is too large; a collective."""
         assert self._optimizer is not None
-        counted = {i: state.layer for i, state in self._states.items() if self._is_first_owner(i)}
-        products = products_of(counted, len(self.layers), steps, gradients, self._device)
+        products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        for index, layer in enumerate(self.layers):
+            for name in layer.parameters if self._is_first_owner(index) else ():
+                if name in steps:
+                    step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
+                    products[index] += step.double() @ gradient.double()
         # Each product has one owner, all others add 0.0: exact, and then added in order.
         rate = max(group["lr"] for group in self._optimizer.param_groups)
         change = rate**2 * sum(self._adapter.ranks.sum_(products).tolist())

@@ -154,36 +154,29 @@ class Stack:
             The matrices [layers, d_out, width], zeros after d_in, else not yet written; views of
             the parameters' elements: of weights as matrices, of biases flat.
         """
-        first = self.layers[0]
+        d_in, columns = self.layers[0].d_in, self.layers[0].columns
         whole = like.new_empty(self._shape)
-        if self._shape[2] > first.d_in:
-            whole[:, :, first.d_in :].zero_()
-        weights = whole[:, :, : first.columns]
-        if first.is_transposed:
-            weights = weights.mT
-        views = {layer.name: each for layer, each in zip(self.layers, weights, strict=True)}
-        if first.bias is not None:
-            for layer, each in zip(self.layers, whole[:, :, first.columns], strict=True):
-                assert layer.bias is not None
-                views[layer.bias] = each
-        return whole, views
+        if self._shape[2] > d_in:
+            whole[:, :, d_in:].zero_()
+        return whole, self._by_name([whole[:, :, :columns], whole[:, :, columns:d_in]])
 
     def apply(self, whole: Tensor) -> Values:
         """Precondition the matrices [layers, d_out, width]: the directions, by parameter.
 
         Weights come as matrices, as `matrices` has them, and biases flat.
         """
-        first = self.layers[0]
-        has_bias = first.bias is not None
-        columns = [first.columns, 1] if has_bias else [first.columns]
-        weights, *biases = self._inverse.apply_parts(whole, columns)
-        if first.is_transposed:
+        d_in, columns = self.layers[0].d_in, self.layers[0].columns
+        return self._by_name(self._inverse.apply_parts(whole, [columns, d_in - columns]))
+
+    def _by_name(self, parts: Sequence[Tensor]) -> Values:
+        """By parameter: the columns of weights, and of biases where there are some."""
+        weights, biases = parts
+        if self.layers[0].is_transposed:
             weights = weights.mT
         found = {layer.name: each for layer, each in zip(self.layers, weights, strict=True)}
-        for of_stack in biases:
-            for layer, each in zip(self.layers, of_stack[..., 0], strict=True):
-                assert layer.bias is not None
-                found[layer.bias] = each
+        for layer, each in zip(self.layers, biases, strict=True):
+            if layer.bias is not None:
+                found[layer.bias] = each[:, 0]
         return found
 
 
@@ -259,7 +252,7 @@ class StackedPreconditioner:
         Args:
             gradients: Of the layers' parameters, whole; a layer that is missing has none on any
                 rank.
-            is_together: Whether layers of equal shape share a product; see `stacks`.
+            is_together: Whether layers of equal shape share a product; see the note above.
         """
         with phase("graft"):
             own, source = self._graft.step(gradients)
@@ -291,9 +284,8 @@ def _directions(plan: StackPlan, source: Values) -> Values:
         matrices.append(whole)
         views.update(of_stack)
     if views:
-        torch._foreach_copy_(
-            list(views.values()), [_shaped(source[name], view) for name, view in views.items()]
-        )
+        values = [source[name].reshape(view.shape) for name, view in views.items()]
+        torch._foreach_copy_(list(views.values()), values)
     found: Values = {}
     for stack, whole in zip(plan.stacks, matrices, strict=True):
         found.update(stack.apply(whole))
@@ -301,10 +293,6 @@ def _directions(plan: StackPlan, source: Values) -> Values:
         diagonals = torch._foreach_mul([source[name] for name in plan.diagonals], plan.scales)
         found.update(zip(plan.diagonals, diagonals, strict=True))
     return found
-
-
-def _shaped(value: Tensor, like: Tensor) -> Tensor:
-    return value if value.shape == like.shape else value.reshape(like.shape)
 
 
 def _stretch_(plan: StackPlan, directions: Values, others: Values) -> None:
@@ -331,23 +319,6 @@ def _stretch_(plan: StackPlan, directions: Values, others: Values) -> None:
     scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
     scales = torch.cat([scales, scales[plan.owners_of_biases]])
     multiply_all_(own, scales.to(own[0].dtype))
-
-
-def products_of(
-    layers: Mapping[int, Layer],
-    num_layers: int,
-    steps: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    device: torch.device,
-) -> Tensor:  # [num_layers], float64
-    """⟨step, gradient⟩ of some layers, by their numbers; 0 for all others."""
-    products = torch.zeros(num_layers, dtype=torch.float64, device=device)
-    for index, layer in layers.items():
-        for name in layer.parameters:
-            if name in steps:
-                step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
-                products[index] += step.double() @ gradient.double()
-    return products
 
 
 def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:

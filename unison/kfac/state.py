@@ -17,7 +17,7 @@ writes its own layers, and whoever owns a layer later reads that one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from unison.kfac.config import KFACConfig
 from unison.kfac.factors import triangle_size, unpacked
 from unison.kfac.inverse import Inverse, invert
 from unison.kfac.layers import Layer, Method
-from unison.parallel.exchange import broadcast_object
+from unison.parallel.exchange import broadcast_object, buckets
 from unison.shard.ranks import Ranks
 from unison.shard.state.agree import from_rank_0, gather_objects
 from unison.shard.state.entries import FlatPart
@@ -140,7 +140,9 @@ def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_togeth
     Raises:
         NotInvertible: Naming the first layer that has none, and the remedy.
     """
-    for group in _groups(states):
+    known = [state for state in states if state._averages]
+    # Copies of the factors of a group are held meanwhile.
+    for group in buckets(known, lambda state: state.nbytes["factors"], BYTES_AT_ONCE):
         curvatures = {}
         for state, factors in zip(group, _factors_of(group), strict=True):
             layer = state.layer
@@ -158,22 +160,6 @@ def _factors_of(states: Sequence[LayerState]) -> list[dict[str, Tensor]]:
     weights = [state._weight for state in states for _ in state._averages]
     divided = iter(torch._foreach_div(averages, weights) if averages else ())
     return [{side: next(divided) for side in state._averages} for state in states]
-
-
-def _groups(states: Iterable[LayerState]) -> Iterator[list[LayerState]]:
-    """Layers that are inverted together: copies of their factors are held meanwhile."""
-    group: list[LayerState] = []
-    filled = 0
-    for state in states:
-        size = state.nbytes["factors"]
-        if group and filled + size > BYTES_AT_ONCE:
-            yield group
-            group, filled = [], 0
-        if state._averages:
-            group.append(state)
-            filled += size
-    if group:
-        yield group
 
 
 # --- the grafted optimizer ------------------------------------------------------------------------

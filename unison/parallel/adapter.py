@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from unison.capture import Capture
 from unison.capture.capture import PLACING
 from unison.errors import UnsupportedOperation
 from unison.ops import Record
+from unison.parallel.exchange import buckets
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.dtensors import is_dtensor, local_part
@@ -261,22 +263,12 @@ def in_buckets(params: Sequence[ShardedParam], ranks: Ranks) -> list[GroupSums]:
         ranks: The ranks whose sums are added; each has other samples.
     """
     axes = Axes(all=ranks, shard=Ranks(None), replicas=ranks)
-    most_bytes = BYTES_PER_BUCKET if ranks.size > 1 else math.inf
-    buckets: list[list[ShardedParam]] = []
-    kind, size = None, 0
-    for each in params:
-        of_each = each.parameter.dtype, each.parameter.device
-        num_bytes = 4 * (each.stop - each.start)
-        if of_each != kind or size + num_bytes > most_bytes:
-            buckets.append([])
-            kind, size = of_each, 0
-        buckets[-1].append(each)
-        size += num_bytes
+    most = BYTES_PER_BUCKET if ranks.size > 1 else math.inf
     found = []
-    for bucket in buckets:
-        held = [(each.name, each.cut.sides if each.cut else each.shape) for each in bucket]
-        layout, device = FlatLayout.of(held), bucket[0].parameter.device
-        found.append(GroupSums(bucket, axes, layout, device))
+    for (_, device), alike in groupby(params, lambda p: (p.parameter.dtype, p.parameter.device)):
+        for bucket in buckets(alike, lambda each: 4 * (each.stop - each.start), most):
+            held = [(each.name, each.cut.sides if each.cut else each.shape) for each in bucket]
+            found.append(GroupSums(bucket, axes, FlatLayout.of(held), device))
     return found
 
 

@@ -9,7 +9,7 @@ one thing: how a rank's sums are bracketed.
   shard/tree.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -21,11 +21,34 @@ from unison.shard.ranks import Ranks
 from unison.shard.state.agree import together
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
 
-__all__ = ["OwnerSums", "broadcast_object", "largest", "swap", "together", "wire_device"]
+__all__ = [
+    "OwnerSums",
+    "broadcast_object",
+    "buckets",
+    "largest",
+    "swap",
+    "together",
+    "wire_device",
+]
 
 T = TypeVar("T")
 
 BYTES_PER_BUCKET = 256 << 20  # of vectors that travel together, so that never all exist twice
+
+
+def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
+    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
+    run: list[T] = []
+    filled = 0
+    for each in items:
+        size = size_of(each)
+        if run and filled + size > most:
+            yield run
+            run, filled = [], 0
+        run.append(each)
+        filled += size
+    if run:
+        yield run
 
 
 def wire_device(ranks: Ranks) -> torch.device:
@@ -143,9 +166,13 @@ class OwnerSums:
     def finish(self) -> dict[int, Tensor]:
         """The sums over all ranks that this rank owns, by their numbers; a collective."""
         totals: dict[int, Tensor] = {}
-        for bucket in self._buckets():
+        sent = [index for index, size in enumerate(self._sizes) if size]
+        for bucket in buckets(sent, self._num_bytes, BYTES_PER_BUCKET):
             totals.update(self._shared(bucket, self._added(bucket)))
         return totals
+
+    def _num_bytes(self, index: int) -> int:
+        return self._sizes[index] * self._like.itemsize
 
     def _added(self, bucket: list[int]) -> dict[int, Tensor]:
         """The sums of which this rank is the first owner."""
@@ -195,17 +222,3 @@ class OwnerSums:
         total = self._sums[index]
         self._sums[index] = None
         return [zeros(self._sizes[index]) if total is None else total]
-
-    def _buckets(self) -> Iterator[list[int]]:
-        bucket: list[int] = []
-        filled = 0
-        for index, size in enumerate(self._sizes):
-            num_bytes = size * self._like.itemsize
-            if bucket and filled + num_bytes > BYTES_PER_BUCKET:
-                yield bucket
-                bucket, filled = [], 0
-            if size:
-                bucket.append(index)
-                filled += num_bytes
-        if bucket:
-            yield bucket
