@@ -24,8 +24,7 @@ from tests.harness.oracle import clipped_sum, per_sample_norms
 from unison.capture import learn_rows
 from unison.capture.row_trace import RowTrace
 from unison.clip import MODES
-from unison.clip.functional import clipped_gradients
-from unison.clip.learned import learn
+from unison.clip.functional import clipped_gradients, learn
 from unison.errors import UnsupportedOperation
 from unison.ops import Layout
 

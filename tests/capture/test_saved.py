@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unison.capture.saved import SavedBytes
+from unison.capture.recompute import SavedBytes
 
 ROWS, WIDTH = 3, 16
 LAYER = 4 * ROWS * WIDTH  # bytes of an input

@@ -13,8 +13,15 @@ from tests.privacy.common import attach, data, train
 from unison.clip import MODES, Layer, Plan, Use, kernel_costs, plan_clipping
 from unison.clip import calibration as calibrations
 from unison.clip.alternatives import alternatives_of
-from unison.clip.calibration import Calibration, calibration_of, kind_of, versions
-from unison.clip.cost_file import FOLDER_VARIABLE, CostFile, cache_folder
+from unison.clip.calibration import (
+    FOLDER_VARIABLE,
+    Calibration,
+    CostFile,
+    cache_folder,
+    calibration_of,
+    kind_of,
+    versions,
+)
 from unison.errors import BadInput
 from unison.privacy import learning
 

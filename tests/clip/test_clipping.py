@@ -11,7 +11,7 @@ from unison.errors import UnsupportedOperation
 from unison.ops import Product
 
 
-class Repeats(nn.Module):
+class RecomputeQueue(nn.Module):
     """Uses a layer as often as it is told, and another one not if that is twice."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ PASSES = {mode: choice.num_backwards + choice.num_forwards - 1 for mode, choice 
 @pytest.mark.parametrize("order", [(1, 3, 2), (3, 1, 2)], ids=str)
 def test_used_more_or_less_often_than_planned(mode, order):
     torch.manual_seed(0)
-    model, x = Repeats().double(), batch(4)
+    model, x = RecomputeQueue().double(), batch(4)
     for model.num_repeats in order:
         norms = per_sample_norms(model, losses, x)
         max_norm = float(norms.median())
@@ -54,7 +54,7 @@ def test_used_more_or_less_often_than_planned(mode, order):
 @pytest.mark.parametrize("mode", [mode for mode in MODES if PASSES[mode] == 2])
 def test_two_passes_refuse_what_they_did_not_plan_for(mode):
     torch.manual_seed(0)
-    model = Repeats().double()
+    model = RecomputeQueue().double()
     clipped_gradients(model, losses, batch(4), max_norm=1.0, mode=mode)
     model.num_repeats = 3
     with pytest.raises(UnsupportedOperation, match=r"layer\.\w+ was used more .* keeps records"):
@@ -63,7 +63,7 @@ def test_two_passes_refuse_what_they_did_not_plan_for(mode):
 
 def test_the_first_batch_and_the_second_give_the_same_bits():
     torch.manual_seed(0)
-    model = Repeats()
+    model = RecomputeQueue()
     x = batch(5).float()
     first, second = (clipped_gradients(model, losses, x, max_norm=0.5) for _ in range(2))
     assert torch.equal(first.norms, second.norms)
@@ -73,7 +73,7 @@ def test_the_first_batch_and_the_second_give_the_same_bits():
 
 def test_per_sample_gradients_use_the_same_memory_again():
     torch.manual_seed(0)
-    model = Repeats()
+    model = RecomputeQueue()
     x = batch(5).float()
     clipped_gradients(model, losses, x, max_norm=0.5, mode="grad_materialize")
     storage = learn(model, losses, x).storage

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.clip.common import explicit_gradients, explicit_mass
+from tests.clip.passes import BATCH, WIDTH, Model, Passes, assert_same_bits, batch, run
 from tests.clip.test_calibration_costs import alone, linear, table, vector
-from tests.clip.test_quick import BATCH, WIDTH, Model, Passes, assert_same_bits, batch, run
 from tests.harness import assert_close, per_sample_gradients
 from tests.harness import assert_same_bits as assert_same_tensors
 from tests.kernels.interpreted import as_on_cuda, interpreted
@@ -99,7 +99,7 @@ def assert_right(
     assert list(norms) == sorted(records)
     c = coefficients_of(list(norms))
     used = clipping._parameters.items()
-    formed = {*clipping._kept.found, *(name for name, each in used if each.kept is not None)}
+    formed = {name for name, each in used if each.gradients is not None}
     found = dict(clipping.clipped_sums(c)) if by == "sums" else totals_of(clipping.shares(c))
     assert found.keys() == records.keys()
     for name, its in records.items():
@@ -133,7 +133,7 @@ def test_a_model_against_float64(mode, by):
     records = passes.records(batch(1))
     gradients = per_sample_gradients(passes.model, run, batch(1))
     with as_on_cuda():
-        clipping = passes.clipping(batch(1), None)
+        clipping = passes.clipping(batch(1))
         waiting = {name for name, each in clipping._parameters.items() if each.factors}
         assert waiting == {"up.weight", "down.weight", "flat"}
         squared, sums = assert_right(records, clipping, by=by)
@@ -143,24 +143,6 @@ def test_a_model_against_float64(mode, by):
     for name, c in coefficients_of(list(records)).items():
         total = torch.einsum("b,b...->...", c, gradients[name])
         assert float((sums[name] - total).norm()) <= 0.1 * float(total.norm()), name
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (MIXED, {"up.weight", "down.weight", "flat"}),
-        pytest.param("ghost_bk", {"down.weight"}, marks=full),  # there a bias needs its records
-    ],
-)
-@interpreted
-def test_known_uses_keep_the_same_bits(mode, expected):
-    passes = Waiting(Model(), mode)
-    with as_on_cuda():
-        for _ in range(4):
-            found = passes.clipping(batch(3), "kind")
-        assert set(found._kept.factors) == expected
-        assert expected.isdisjoint(found._kept.found)
-        assert_same_bits(found, passes.clipping(batch(3), None))
 
 
 class Shift(torch.autograd.Function):
@@ -184,7 +166,7 @@ def shifted(x: Tensor) -> Tensor:
 
 
 class Small(nn.Module):
-    """Matrices whose uses are known, one whose uses are not, one that does not wait, and others.
+    """Matrices whose factors wait, one that does not wait, and others.
 
     Attributes:
         num_repeats: How often the first two are used.
@@ -208,39 +190,35 @@ class Small(nn.Module):
         return self.odd(x @ self.flat).square().mean((1, 2))
 
 
-KNOWN = {"up.weight", "down.weight"}
+WAITING = {"up.weight", "down.weight", "flat"}
 
 
 @cache
-def known() -> Waiting:
-    """Passes after which the uses of a small model are known."""
+def small() -> Waiting:
     torch.manual_seed(0)
-    passes = Waiting(Small())
-    with as_on_cuda():  # whoever is the first to ask
-        for seed in range(3):
-            passes.clipping(batch(seed), "kind")
-    return passes
+    return Waiting(Small())
+
+
+def waiting_of(clipping: Clipping) -> set[str]:
+    return {name for name, each in clipping._parameters.items() if each.factors is not None}
 
 
 @interpreted
-def test_known_uses_against_float64():
+def test_a_small_model_against_float64():
     with as_on_cuda():
-        found = known().clipping(batch(3), "kind")
-        assert set(found._kept.factors) == KNOWN
-        assert found._parameters["flat"].factors is not None
-        assert found._parameters["odd.weight"].factors is None
-        assert_right(known().records(batch(3)), found)
+        found = small().clipping(batch(3))
+        assert waiting_of(found) == WAITING
+        assert_right(small().records(batch(3)), found)
 
 
 @interpreted
 def test_used_more_often_than_planned():
     """When the factors of the first uses are kept."""
-    passes = copy.copy(known())
+    passes = copy.copy(small())
     with as_on_cuda(), mock.patch.object(passes.model, "num_repeats", 2):
         passes.axes = learn_axes(passes.model, run, batch(0))
-        found = passes.clipping(batch(3), "kind")
-        assert not found._kept.factors
-        for name in KNOWN:
+        found = passes.clipping(batch(3))
+        for name in WAITING - {"flat"}:
             assert len(found._parameters[name].records) == 2
             assert found._parameters[name].factors is None
         assert_right(passes.records(batch(3)), found)
@@ -256,13 +234,12 @@ def test_used_more_often_than_planned():
 @interpreted
 def test_an_address_that_kernels_do_not_take(shifts):
     """A copy waits instead, and where memory lay changes no bit."""
-    passes = known()
+    passes = small()
     with as_on_cuda():
-        usual = passes.clipping(batch(3), "kind")
+        usual = passes.clipping(batch(3))
         with mock.patch.object(passes.model, "shifts", shifts):
-            found, again = passes.clipping(batch(3), "kind"), passes.clipping(batch(3), None)
+            found, again = (passes.clipping(batch(3)) for _ in range(2))
             records = passes.records(batch(3))
-        assert set(found._kept.factors) == {"down.weight"}
         copied = found._parameters["up.weight"].factors
         assert copied is not None
         assert (copied.left.data_ptr() | copied.right.data_ptr()) % 16 == 0
@@ -273,26 +250,23 @@ def test_an_address_that_kernels_do_not_take(shifts):
 # ---- some at a time ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["kind", pytest.param(None, marks=full)])
 @interpreted
-def test_some_parameters_and_then_the_others(kind):
+def test_some_parameters_and_then_the_others():
     with as_on_cuda():
-        whole, parts = known().clipping(batch(3), None), known().clipping(batch(3), kind)
+        whole, parts = small().clipping(batch(3)), small().clipping(batch(3))
         c = coefficients_of(list(whole.norms()))
         parts.norms()
         first = dict(parts.clipped_sums(c, ["up.weight", "nobody", "up.bias", "flat"]))
         assert list(first) == ["up.weight", "up.bias", "flat"]
         rest = dict(parts.clipped_sums(c))
-        assert not parts._kept
         assert not parts._parameters
         assert_same_tensors({**first, **rest}, dict(whole.clipped_sums(c)))
 
 
-@pytest.mark.parametrize("kind", ["kind", pytest.param(None, marks=full)])
 @interpreted
-def test_a_memory_budget_changes_no_bit(kind):
+def test_a_memory_budget_changes_no_bit():
     with as_on_cuda():
-        free, bounded = (passes.clipping(batch(3), kind) for passes in (known(), known().bounded()))
+        free, bounded = (passes.clipping(batch(3)) for passes in (small(), small().bounded()))
         assert_same_bits(bounded, free)
 
 
@@ -307,18 +281,19 @@ def test_a_memory_budget_changes_no_bit(kind):
 )
 @interpreted
 def test_factors_are_let_go(by, is_bounded):
-    passes = known().bounded() if is_bounded else known()
+    passes = small().bounded() if is_bounded else small()
     with as_on_cuda():
-        found = passes.clipping(batch(3), "kind")
-        sides = [side for each in found._kept.factors.values() for side in each[:2]]
+        found = passes.clipping(batch(3))
+        waiting = [each.factors for each in found._parameters.values() if each.factors]
+        sides = [side for each in waiting for side in each[:2]]
         held = [weakref.ref(side) for side in sides]
-        del sides
+        del sides, waiting
         c = coefficients_of(list(found.norms()))
         assert all(each() is not None for each in held)
         made = dict(getattr(found, by)(c))
         gc.collect()
-        assert made.keys() >= KNOWN
-        assert [each() for each in held] == [None] * 4
+        assert made.keys() >= WAITING
+        assert [each() for each in held] == [None] * 6
 
 
 # ---- which layers --------------------------------------------------------------------------------

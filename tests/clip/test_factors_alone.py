@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.clip.common import cast, dense, explicit_gradients, product
+from tests.clip.passes import BATCH
 from tests.clip.test_factored import MIXED, PLENTY, assert_right, coefficients_of, plan_of
-from tests.clip.test_quick import BATCH
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import Clipping, SampleNorms, describe, flat
-from unison.clip.factored import Factors, groups_of, sums_of
-from unison.clip.kept import Found, set_of
-from unison.clip.measured import bound_grams
+from unison.clip.measured import Factors, bound_grams, groups_of, sums_of
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.ops import Product, Record
@@ -99,18 +97,13 @@ def test_what_is_alike_is_a_group():
 
 @interpreted
 def test_sides_that_are_alike_may_be_of_other_shapes():
-    """What is known of a set is remembered, and sums have the shape of the parameter."""
-    sets = []
+    """Sums have the shape of the parameter."""
     for shape in [(8, 4, 4), (8, 16), (8, 4, 4), (2, 4, 16)]:
         record = use(8, 16, shape=shape)
-        kept = Found({}, factors_of({"conv": record}))
-        sets.append(set_of([], kept, kept))
         with as_on_cuda():
             for by in ("sums", "shares"):
                 _, found = assert_right({"conv": [record]}, clipping_of({"conv": record}), by=by)
                 assert found["conv"].shape == shape
-    assert sets[0] is sets[2]
-    assert len(set(map(id, sets))) == 3
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)

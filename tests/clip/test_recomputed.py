@@ -11,7 +11,7 @@ from tests.capture.zoo import ZOO
 from tests.clip.models import Deep, ids, losses
 from tests.harness import assert_close, assert_same_bits
 from tests.harness.oracle import clipped_sum, per_sample_norms
-from unison.capture import Capture, Surroundings
+from unison.capture import Capture, RngAutocastState
 from unison.clip import (
     GRADIENT_METHODS,
     RULES,
@@ -50,14 +50,14 @@ def clipped_by(plan: Plan, model: nn.Module, batch: torch.Tensor, max_norm: floa
         on_product=clipping.take_product,
     )
     with capture.installed():
-        surroundings = Surroundings.here(model, batch)
+        surroundings = RngAutocastState.here(model, batch)
         losses(model, batch).sum().backward()
         norms = clipping.norms()
         total = norms.total()
         by_name = dict.fromkeys(norms, RULES["flat"](total, max_norm).values)
         if clipping.num_forwards == 2:
             clipping.begin_second_pass(by_name)
-            with capture.again(surroundings):
+            with capture.recompute(surroundings):
                 losses(model, batch)
         return dict(clipping.clipped_sums(by_name)), clipping
 

@@ -17,13 +17,19 @@ from tests.clip.test_calibration_costs import (
     table,
 )
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MACHINES, Layer, Use, kernel_costs, plan_clipping, stopwatch
+from unison.clip import MACHINES, Layer, Use, calibration, kernel_costs, plan_clipping
 from unison.clip.alternatives import alternatives_of
-from unison.clip.calibration import Calibration
-from unison.clip.cost_file import CostFile
+from unison.clip.calibration import (
+    MOST_BYTES,
+    Calibration,
+    CostFile,
+    Limits,
+    Stopwatch,
+    num_bytes,
+    wanted_parts,
+)
+from unison.clip.layers import CHOICES
 from unison.clip.matrix import tensors_of
-from unison.clip.modes import CHOICES
-from unison.clip.stopwatch import MOST_BYTES, Limits, Stopwatch, num_bytes, wanted_parts
 from unison.kernels import factored
 
 
@@ -73,7 +79,7 @@ def test_every_part_of_every_choice_runs(name):
 @interpreted
 def test_layers_that_wait_are_timed_together():
     """And each is said to take its part of what all of them took."""
-    cpu, limit = torch.device("cpu"), mock.patch.object(stopwatch, "_MOST_TOGETHER", 3)
+    cpu, limit = torch.device("cpu"), mock.patch.object(calibration, "_MOST_TOGETHER", 3)
     sums, weighted_sums = [], factored.weighted_sums
     timed = Stopwatch(cpu, seconds_of=lambda run: 6.0, free_bytes=lambda: 1 << 40)
 
@@ -97,8 +103,8 @@ def test_layers_that_wait_are_timed_together():
 @pytest.mark.parametrize("rows", [64, 1280, 8192, 51200])
 def test_the_memory_of_timing_holds_the_sums_of_all(rows):
     layer = linear(batch=1, tokens=1, rows=rows)
-    records = stopwatch.draw_records(layer, torch.device("cpu"))
-    (times,) = {times for _, _, times in stopwatch._together(records, torch.ones(1))}
+    records = calibration.draw_records(layer, torch.device("cpu"))
+    (times,) = {times for _, _, times in calibration._together(records, torch.ones(1))}
     assert (times == 64) == (rows == 64)  # no more, however small they are
     held = sum(each.nbytes for each in tensors_of(records[0]))
     assert num_bytes(layer) >= held + times * 4 * layer.numel
@@ -210,4 +216,4 @@ def test_a_slow_host_is_not_what_is_timed(monkeypatch, needed, expected):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "_sleep", sleep)
     FakeEvent.needed = needed
-    assert stopwatch._event_seconds(lambda: None, 5) == pytest.approx(expected)
+    assert calibration._event_seconds(lambda: None, 5) == pytest.approx(expected)

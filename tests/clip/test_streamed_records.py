@@ -16,7 +16,7 @@ from tests.harness import assert_close, assert_same_bits
 from tests.harness.oracle import norms_of, per_sample_gradients
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import clipped_gradients, describe, measured, plan_clipping
-from unison.clip.learned import learn
+from unison.clip.functional import learn
 from unison.kernels.cross_entropy import Head
 from unison.models import build
 from unison.ops import Lookup, Streamed

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.clip.common import dense, explicit_gradients, lookup
+from tests.clip.passes import BATCH
 from tests.clip.test_factored import MIXED
 from tests.clip.test_factors_alone import clipping_of, use
-from tests.clip.test_quick import BATCH
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.ops import Lookup, Record
 
 SPACING = 2.0**-14

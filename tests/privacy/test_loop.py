@@ -283,7 +283,7 @@ def plans_of(steps: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tu
         planned.append(layers[0].batch)
         return plan_clipping(layers, **others)
 
-    monkeypatch.setattr("unison.clip.learned.plan_clipping", counted)
+    monkeypatch.setattr("unison.clip.functional.plan_clipping", counted)
     _, module, optimizer, private = attach(**settings)
     sizes = set()
     for _ in range(steps // len(private)):

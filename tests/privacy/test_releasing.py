@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.harness import assert_same_bits
-from unison.clip.kept import SharesByName
 from unison.kernels import many
 from unison.parallel import ShardedParam
 from unison.privacy import noise as noises
@@ -98,11 +97,7 @@ def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
     releasing = Releasing(cast(Any, Alone(owned)))
     terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     one = torch.ones(1, dtype=torch.float64)
-    own = SharesByName(
-        {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)},
-    )
-    values = [value for value, _ in own.values()]
-    own.asked = many.Asked(values, many.Facts(values), False)
+    own = {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)}
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
         linear.to(dtype)
         for each, gradient in releasing.gradients(own, terms):
@@ -134,19 +129,17 @@ def test_weights_of_sums_and_of_samples_fill_a_table():
             assert_same_bits(found, torch.stack(padded).float())
 
 
-def test_values_that_are_known_are_released_in_their_order():
-    """And every parameter gets its own all the same."""
+def test_every_parameter_gets_its_own():
+    """In whichever order they come, and nothing where nobody used it."""
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("b", "c", "a")}
     owned = [ShardedParam.whole(name, each) for name, each in parameters.items()]
     one = torch.ones(1, dtype=torch.float64)
     values = [torch.full((1, 3), float(i)) for i in range(3)]
-    own = SharesByName(zip("abc", [(value, one) for value in values], strict=True))
-    own.asked = many.Asked(values, many.Facts(values), False)
+    own = dict(zip("abc", [(value, one) for value in values], strict=True))
     releasing = Releasing(cast(Any, Alone(owned)))
     terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 1, "c": 2}
-    del own["b"]  # then they are not all
-    own.asked = None
+    del own["b"]
     found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 0, "c": 2}

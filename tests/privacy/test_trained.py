@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
-from unison.capture.names import Places
 from unison.errors import BadInput
 from unison.shard.deal import current_plan
 
@@ -110,21 +109,6 @@ def test_the_check_before_training_refuses_too():
     thaw(module)
     with pytest.raises(BadInput, match=r"0\.weight was frozen or thawed"):
         engine.check(torch.randn(4, NUM_FEATURES))
-
-
-def test_a_module_is_looked_at_once_per_step(monkeypatch):
-    _, module, optimizer, private = attach(recheck=False)
-    train(module, optimizer, private, 2)
-    looks: list[Places] = []
-    now = Places.now
-
-    def counted(self: Places) -> Any:
-        looks.append(self)
-        return now(self)
-
-    monkeypatch.setattr(Places, "now", counted)
-    train(module, optimizer, private, 3)
-    assert len(looks) == 3
 
 
 class ByName(nn.Module):

@@ -1,6 +1,5 @@
 """Capture by operation: what each parameter was used for, and the gradient of what came out."""
 
-from unison.capture.again import Surroundings
 from unison.capture.apart import MixingReport, check_samples_apart, examine
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
@@ -13,6 +12,7 @@ from unison.capture.learn import (
 )
 from unison.capture.other_rows import probe_rows
 from unison.capture.probe_state import ProbeState, state_kept
+from unison.capture.recompute import RngAutocastState
 from unison.capture.tracked import Tracked
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Capture",
     "MixingReport",
     "ProbeState",
-    "Surroundings",
+    "RngAutocastState",
     "Tracked",
     "batch_size_of",
     "check_samples_apart",

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
 from unison.capture.other_modes import NoDropout, additions_in_order, as_double, in_float64
@@ -38,6 +37,7 @@ from unison.capture.other_rows import (
 )
 from unison.capture.parts import is_in_parts
 from unison.capture.probe_state import ProbeState
+from unison.capture.recompute import checkpointing_quiet
 from unison.capture.sketches import RowResults, Sketches
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 

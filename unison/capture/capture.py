@@ -12,37 +12,41 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.again import (
+from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
+from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
+from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
+from unison.capture.questions import FACTS, UNFOLLOWED
+from unison.capture.recompute import (
     NOBODY,
-    Repeats,
-    Surroundings,
+    RecomputeQueue,
+    RngAutocastState,
     buffers_unchanged,
     checkpointing_quiet,
     nothing_saved,
 )
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
-from unison.capture.expression import derive, is_always_expression
-from unison.capture.fallback import is_in_place, per_sample_fallback
-from unison.capture.marks import marked
-from unison.capture.names import Places
-from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
-from unison.capture.questions import FACTS, UNFOLLOWED
 from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.refuse import may_be_compiled, refuse_compiled
 from unison.capture.row_trace import RowTrace
 from unison.capture.rows import Rows, is_mixed
-from unison.capture.sites import Alike, Site, Sites, is_usual, sites_of
-from unison.capture.tap import can_hook, hook, refuse_second, tap, tapped_again
+from unison.capture.tap import (
+    OnProduct,
+    OnRecord,
+    Use,
+    can_hook,
+    hook,
+    refuse_second,
+    tap,
+    tapped_again,
+)
 from unison.capture.tracked import (
+    ParamRegistry,
     Source,
     Tracked,
     all_plain,
     like,
-    memory_of,
+    marked,
     plain,
-    refuse_gradients,
 )
-from unison.capture.use import OnProduct, OnRecord, Use
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Layout, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
@@ -55,7 +59,6 @@ ANCHOR = "_unison_anchor"
 
 
 _NO_MODULE = nn.Module()
-_NO_PLACES = Places(_NO_MODULE)
 
 
 def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
@@ -92,12 +95,10 @@ class Capture:
         on_product: Called in its place for products that can be met again, if it is given. It
             returns whether this one should be: then the gradient is kept, and `on_record` gets an
             equal record in `again`.
-        known: Where the module's parameters lie, from an earlier capture of it.
-        is_current: Whether that was looked at just now, and nobody else's code has run since.
+        known: The module's parameters, if somebody else has looked at them just now.
         streams: Whether `on_record` takes `Streamed` records, to be read there and then; else it
             gets products of them.
         is_light: Whether one backward pass is all there is, so that hooks of tensors will do.
-        alike: Which passes this one is like, if it is light: see [Note: known uses].
 
     Attributes:
         used: Names of the parameters that were used.
@@ -118,15 +119,13 @@ class Capture:
         axes: AxisTable,
         on_record: OnRecord,
         on_product: OnProduct | None = None,
-        known: Places | None = None,
-        is_current: bool = False,
+        known: ParamRegistry | None = None,
         streams: bool = False,
         is_light: bool = False,
-        alike: Alike | None = None,
     ) -> None:
         self.module, self.batch, self.axes = module, batch, axes
-        self._places = Places(module) if known is None else known
-        self._is_current = is_current
+        self._params = ParamRegistry(module) if known is None else known
+        self._is_current = known is not None
         self.streams, self.is_light = streams, is_light
         self.on_record, self.on_product = on_record, on_product
         self.seen: list[Seen] | None = None  # while learning
@@ -135,7 +134,7 @@ class Capture:
         self.recorded_late: set[str] = set()
         self.is_outside = False
         self.factored: Collection[str] = ()
-        self.repeats = Repeats()
+        self.repeats = RecomputeQueue()
         self._is_again = False
         self._outer = -1  # number of the backward pass in which all of this happens, if any
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
@@ -145,10 +144,6 @@ class Capture:
         self.trace: RowTrace | None = None
         self._met: list[Met] | None = None  # while it is looked at where samples go
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
-        # Where rows lie anew in every pass, no use is known from another.
-        self._alike = alike if is_light and not axes.is_traced else None
-        self._sites: Sites | None = None
-        self._hooked: tuple[Use, tuple[Tensor, ...]] | None = None  # by the rule that ran last
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
         self._uses: list[Use] | None = None if known is None else []
         self._lent: list[Callable[[], None]] = []  # gives back what is lent for the pass
@@ -166,12 +161,12 @@ class Capture:
 
         Raises:
             UnsupportedOperation: If the module is compiled, or a gradient went past the capture.
-                Where marks are those of an earlier pass, the backward pass raises the latter.
         """
         if not self._is_current:
-            self._places.trained()
-        if may_be_compiled(self._places.held.modules, self._places.held.attributes):
-            refuse_compiled(self._places.modules)
+            self._params.refresh()
+        modules = [module for _, module in self._params.modules]
+        if may_be_compiled(modules, list(map(vars, modules))):
+            refuse_compiled(self._params.modules)
         if not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
@@ -180,46 +175,17 @@ class Capture:
             with placing(self):
                 yield self
             return
-        self._places.relay.call = self.call
-        with self._marking(is_guarded) as unguarded:
-            if self._alike is not None:
-                self._sites = sites_of(self._alike.kind, self._places.sites)
-            with flat_weights_renewed(self._places.recurrent):
-                yield self
-            refuse_gradients(unguarded)
-        if self._uses is None:  # nobody else's places: marks lead back to this object
-            self._places.forget()
-
-    @contextmanager
-    def _marking(self, is_guarded: bool) -> Iterator[Collection[Tracked]]:
-        """Put the marks of an earlier pass in their places for this block, or others.
-
-        Returns:
-            Those that take gradients and do not refuse them.
-        """
-        places = self._places
-        marks = places.marks
-        if marks is not None and not is_guarded and marks.put():
-            try:
-                yield ()
-            finally:
-                marks.remove()
-            return
-        with marked(places.last, self._tracked, is_guarded=is_guarded) as (tracked, places.marks):
-            yield tracked
+        recurrent = [each for each in self._params.modules if isinstance(each[1], nn.RNNBase)]
+        with (
+            marked(self._params.places, self._tracked, is_guarded=is_guarded),
+            flat_weights_renewed(recurrent),
+        ):
+            yield self
 
     def _tracked(self, value: Tensor, name: str) -> Tracked:
-        """Mark a parameter, or take the mark that an earlier capture left."""
-        kept = self._places.tracked.get(id(value))
-        if kept is not None and kept.memory == memory_of(value):
-            return kept
-        can_keep = isinstance(value, nn.Parameter) and not is_in_parts(value)
-        listener = self._places.relay if can_keep else self
-        made = Tracked.of(value, (Source(name, tuple(value.shape)),), listener)
-        if can_keep:
-            made.memory = memory_of(value)
-            self._places.tracked[id(value)] = made
-            self._places.sites = {}  # they may hold the mark that was there before
+        """Return a tensor in a parameter's place that tells this capture of its uses."""
+        made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
+        made.is_parameter = isinstance(value, nn.Parameter) and not is_in_parts(value)
         return made
 
     @contextmanager
@@ -285,7 +251,7 @@ class Capture:
             self._met = None
 
     @contextmanager
-    def again(self, surroundings: Surroundings) -> Iterator[None]:
+    def again(self, surroundings: RngAutocastState) -> Iterator[None]:
         """Run the forward pass once more in this block: see [Note: keep g, recompute a].
 
         `on_record` gets the records of the products that `on_product` wanted again.
@@ -328,9 +294,9 @@ class Capture:
         self._lent = []
         self.repeats.clear()
         self.anchors.clear()
-        self.on_product = self._sites = self._alike = self._hooked = None
+        self.on_product = None
         self.on_record = _refuse_late
-        self.module, self._places = _NO_MODULE, _NO_PLACES
+        self.module, self._params = _NO_MODULE, ParamRegistry(_NO_MODULE)
 
     def lend(self, give_back: Callable[[], None]) -> None:
         """Keep something until the pass is over.
@@ -348,11 +314,6 @@ class Capture:
         """Run a torch function that touches a tracked tensor, the first one among its arguments."""
         if self.is_outside:
             return func(*self._unmarked(args), **self._unmarked(kwargs))
-        if self._sites is not None:
-            site = self._sites.find((func, id(first)))
-            x = None if site is None else site.input_of(args, kwargs)
-            if site is not None and x is not None and is_usual(self._outer):
-                return self._run_known(site, x)
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -378,7 +339,6 @@ class Capture:
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
-        self._hooked = None
         try:
             output = rule(self, *args, **kwargs)
         except _Expression:
@@ -396,39 +356,24 @@ class Capture:
         if output is NotImplemented:
             without = self._without_rule_traced if is_traced else self._without_rule
             return without(call, axes, args, kwargs)
-        self._remember(func, args, kwargs)
         return output
 
     def _unmarked(self, value: Any) -> Any:
         """Arguments with parameters themselves in the place of their marks."""
         if type(value) is Tracked:
             name = value.of_parameters[0]
-            if value.memory is None:
+            if not value.is_parameter:
                 raise UnsupportedOperation(
                     f"something that was made of {name!r} inside of the module is used outside of "
                     "it, where its gradient would be neither clipped nor noised. Compute it inside "
                     "of the module's forward, or detach it"
                 )
-            return next(each.parameter for each in self._places.last if each.name == name)
+            return next(each.parameter for each in self._params.places if each.name == name)
         if isinstance(value, list | tuple):
             return like(value, [self._unmarked(each) for each in value])
         if isinstance(value, dict):
             return {key: self._unmarked(each) for key, each in value.items()}
         return value
-
-    def _remember(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Let the passes after this one know a use."""
-        hooked, self._hooked = self._hooked, None  # it holds an input
-        if self._sites is not None and hooked is not None and is_usual(self._outer):
-            self._sites.learn(func, args, kwargs, *hooked)
-
-    def _run_known(self, site: Site, x: Tensor) -> Tensor:
-        """Run an operation that is as it was in a pass before; see [Note: known uses]."""
-        assert self._alike is not None
-        output = site.run(x)
-        self.used.update(site.names)
-        site.wait(output, x, self, self._alike.keeper)
-        return output
 
     def _call_of(
         self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -680,7 +625,6 @@ class Capture:
         if self._uses is not None:
             self._uses.append(use)
         if self.is_light and can_hook(output):
-            self._hooked = use, tuple(saved)
             return hook(use, output, tuple(saved))
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)
 

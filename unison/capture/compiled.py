@@ -33,9 +33,8 @@ from unison.capture.axes import Axes, AxisTable, Call
 from unison.capture.capture import Capture
 from unison.capture.causal_masks import tell_causal_masks
 from unison.capture.questions import FACTS
-from unison.capture.tap import refuse_second
+from unison.capture.tap import Use, refuse_second
 from unison.capture.tracked import Source, Tracked, all_plain
-from unison.capture.use import Use
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed

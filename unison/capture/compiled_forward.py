@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
-from unison.capture.names import places
-from unison.capture.tracked import Tracked
+from unison.capture.tracked import Tracked, places
 from unison.capture.unit_draws import unit_draws_known
 from unison.capture.users_compile import unwrapped
 from unison.dynamo import DynamoBackend, pinned

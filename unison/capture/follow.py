@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import NO_AXIS, AxisTable, Seen
 from unison.capture.capture import Capture, Met
 from unison.capture.learn import (
@@ -27,6 +26,7 @@ from unison.capture.learn import (
 )
 from unison.capture.parts import is_in_parts
 from unison.capture.probe_state import ProbeState
+from unison.capture.recompute import checkpointing_quiet
 from unison.capture.rows import Rows, is_mixed, uniform
 from unison.errors import UnsupportedOperation
 from unison.ops import Record

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unison.capture.again import checkpointing_quiet
 from unison.capture.axes import AxisTable
 from unison.capture.capture import Capture
 from unison.capture.probe_state import ProbeState
+from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 

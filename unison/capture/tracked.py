@@ -12,22 +12,108 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
 from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.ops import Record, Streamed
 
 Back = Callable[[Record], Record]
+
+
+class Place(NamedTuple):
+    """Where a parameter lies; a tied one lies in several places."""
+
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    name: str  # canonical: the first one of a tied parameter, without wrappers
+
+
+def places(module: nn.Module) -> Iterator[Place]:
+    """Yield all places of all parameters, in the order of `named_parameters()`."""
+    names: dict[int, str] = {}
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for attribute, parameter in child._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), canonical_name(prefix + attribute))
+                yield Place(child, attribute, parameter, name)
+
+
+class ParamRegistry:
+    """The modules and parameters of a model, as of the last look.
+
+    Attributes:
+        modules: By name.
+        places: Of all parameters.
+        trained: Names of all places whose parameters take gradients.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.places: list[Place] = []
+        self.trained: tuple[str, ...] = ()
+
+    def refresh(self) -> tuple[str, ...]:
+        """Look at the model, and return `trained`."""
+        self.modules = list(self._module.named_modules())
+        self.places = list(places(self._module))
+        self.trained = tuple(each.name for each in self.places if each.parameter.requires_grad)
+        return self.trained
+
+    def clear(self) -> None:
+        """Let go of the model's parts."""
+        self.modules, self.places, self.trained = [], [], ()
+
+
+@contextmanager
+def marked(
+    placed: Sequence[Place], mark: Callable[[Tensor, str], "Tracked"], *, is_guarded: bool
+) -> Iterator[None]:
+    """Put a tracked tensor in all places of every trained parameter for this block.
+
+    Args:
+        placed: All places of all parameters.
+        mark: Returns a tracked tensor for a parameter and its name.
+        is_guarded: As in `Capture.installed`.
+    """
+    tracked: dict[int, Tracked] = {}
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
+    with ExitStack() as guards:
+        try:
+            for module, attribute, parameter, name in placed:
+                if not parameter.requires_grad:
+                    continue
+                attributes = module.__dict__
+                # What another context put in the parameter's place is what is computed with.
+                before = attributes.get(attribute)
+                if id(parameter) not in tracked:
+                    tracked[id(parameter)] = mark(parameter if before is None else before, name)
+                    if is_guarded:
+                        hook = partial(refuse_gradient, name)
+                        guards.callback(parameter.register_hook(hook).remove)
+                hidden.append((attributes, attribute, before))
+                attributes[attribute] = tracked[id(parameter)]
+            yield
+        finally:
+            for attributes, attribute, before in hidden:
+                if before is None:
+                    attributes.pop(attribute, None)
+                else:
+                    attributes[attribute] = before
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +160,7 @@ class Tracked(Tensor):
     sources: tuple[Source, ...]  # several where it was made of several parameters
     of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
     listener: Listener
-    memory: tuple | None = None  # of a parameter's value, where the mark is used again
-    is_guarded: bool = False  # refuses gradients as they come
+    is_parameter: bool = False  # as it is, and not something made of it
 
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
@@ -89,21 +174,9 @@ class Tracked(Tensor):
         tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
         tracked.of_parameters = tuple(dict.fromkeys(source.name for source in sources))
+        with torch._C.DisableTorchFunctionSubclass():
+            tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
         return tracked
-
-    @staticmethod
-    def derived(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
-        """Mark something made of tracked tensors; nobody holds it to look for a gradient later."""
-        tracked = Tracked.of(value, sources, listener)
-        tracked.guard()
-        return tracked
-
-    def guard(self) -> None:
-        """Refuse gradients as they come from now on, so that nobody has to look for them."""
-        if not self.is_guarded:
-            self.is_guarded = True
-            with torch._C.DisableTorchFunctionSubclass():
-                self.register_hook(partial(refuse_gradient, self.of_parameters[0]))
 
     # --- what parallel plans ask distributed tensors ---------------------------------------------
 
@@ -129,7 +202,7 @@ class Tracked(Tensor):
             mesh=before.device_mesh,
         )
         sources = tuple(source.through(step) for source in self.sources)
-        return Tracked.derived(after, sources, self.listener)
+        return Tracked.of(after, sources, self.listener)
 
     def to_local(self, **kwargs: Any) -> "Tracked":
         """This rank's part, as a tensor of its own; its records are those of the part."""
@@ -138,7 +211,7 @@ class Tracked(Tensor):
                 f"{self.of_parameters[0]}: to_local of a summand, or with placements for its "
                 "gradient; redistribute it before"
             )
-        return Tracked.derived(local(self.value), self.sources, self.listener)
+        return Tracked.of(local(self.value), self.sources, self.listener)
 
     def _refuse_copy(self, *_: Any) -> NoReturn:
         raise BadInput(
@@ -161,21 +234,6 @@ class Tracked(Tensor):
 def is_traced(value: Tensor) -> bool:
     """Whether a tensor stands for others while a graph is made: no subclass is made of it."""
     return isinstance(value, FakeTensor | FunctionalTensor)
-
-
-def memory_of(value: Tensor) -> tuple:
-    """Where a tensor's values lie, and how: a mark of another tensor with the same ones will do."""
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
-
-
-def refuse_gradients(tracked: Collection[Tracked]) -> None:
-    """Raise if a gradient came past the capture to one that has no guard, and drop it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [(each, each.grad) for each in tracked if each.grad is not None]
-        for each, _ in found:
-            each.grad = None
-        for each, gradient in found:
-            refuse_gradient(each.of_parameters[0], gradient)
 
 
 def refuse_gradient(name: str, gradient: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from unison.clip.alternatives import Alternative
 from unison.clip.bounds import DOUBLE, Arithmetic, NormTable, SampleNorms, bounded, mass
-from unison.clip.clipping import Clipping
+from unison.clip.clipping import Clipping, Storage
 from unison.clip.coefficients import (
     RULES,
     Coefficients,
@@ -13,7 +13,15 @@ from unison.clip.coefficients import (
     per_layer,
 )
 from unison.clip.costs import MACHINES, Cost, Machine
-from unison.clip.functional import ClippedGradients, clipped_gradients, zeros_of
+from unison.clip.functional import (
+    ClippedGradients,
+    Learned,
+    PerSampleLoss,
+    axes_of,
+    clipped_gradients,
+    learn,
+    zeros_of,
+)
 from unison.clip.gradients import (
     GRADIENT_METHODS,
     GradientMethod,
@@ -21,12 +29,9 @@ from unison.clip.gradients import (
     from_kept,
     from_records,
 )
-from unison.clip.layers import Layer, Use, describe
-from unison.clip.learned import Learned, PerSampleLoss, axes_of, learn
-from unison.clip.modes import AUTO, MODES, Choice
+from unison.clip.layers import AUTO, MODES, Choice, Layer, Use, describe
 from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
 from unison.clip.plan import LayerPlan, Plan, choose, plan_clipping
-from unison.clip.storage import Storage
 
 __all__ = [
     "AUTO",

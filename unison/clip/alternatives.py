@@ -19,10 +19,13 @@ what has been kept when a layer comes must fit into the budget and what has been
 
 [Note: compiled passes] The peak of compiled passes is held against that of compiled ordinary
 training, which recomputes what is cheap and saves little more than the inputs and outputs of
-layers. What it saves it frees on the way back, and there is room for as much: so unless the user
-gives a budget, that is all that compiled passes keep. They take one pass over the model, since more
-would not be compiled. A head that is tied to an embedding is multiplied out all the same: to form
-it twice, to be measured and to be added up, takes as long as a block of the model.
+layers. What it saves it frees on the way back, and there is room for as much. Unless the user gives
+a budget, compiled passes may keep that, and so much more that the whole takes `COMPILED_SHARE` of
+ordinary training: weights, gradients and two moments, and what is saved. Of what is more the
+clipped sums take their part first, which are integers of four bytes in the place of gradients. They
+take one pass over the model, since more would not be compiled. A head that is tied to an embedding
+is multiplied out all the same: to form it twice, to be measured and to be added up, takes as long
+as a block of the model.
 """
 
 import heapq
@@ -31,12 +34,13 @@ from dataclasses import dataclass
 
 from unison.clip import costs, kernel_costs
 from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import Layer
-from unison.clip.modes import CHOICES, MODES, Choice
+from unison.clip.layers import CHOICES, MODES, Choice, Layer
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 
 COSTS = {"cpu": costs, "cuda": kernel_costs}  # by machine
+
+COMPILED_SHARE = 1.14  # memory of compiled passes beside that of ordinary training
 
 _PASSES = ((1, 1), (1, 2), (2, 1))  # backward, forward
 
@@ -160,6 +164,9 @@ def fastest_compiled(
             once[i] = kept
         least = min(a.cost.kept_bytes for a in once[i])
         room += max(layer.factor_bytes, least if is_mixed else 0)
+    weights = sum(layer.numel * layer.itemsize for layer in layers)
+    wider_sums = sum(layer.numel * kernel_costs.SUM_ITEMSIZE for layer in layers) - weights
+    room += max(0, int((COMPILED_SHARE - 1) * (4 * weights + room)) - wider_sums)
     # Where not even the smallest fit, they are as small as can be.
     room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
     found = _within(once, no_wait, [room] * len(layers))

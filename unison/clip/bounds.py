@@ -64,14 +64,14 @@ checkpointing runs its part of the model again for either pass, and some GPU ker
 that changes from run to run: then the records of the two passes may differ in their last bits, and
 the bound holds up to that difference, not exactly. Use the other methods where that matters.
 `recomputed` holds the g that was measured and makes a again; its bits are compared with those that
-were measured, and a difference raises before a sum is given out (unison/capture/again.py). So its
+were measured, and a difference raises before a sum is given out (capture/recompute.py). So its
 bound is exact, but for a fingerprint that misses a difference with probability below 2⁻³⁰. To
 compare is right here: no kernel library promises equal bits for equal calls, so that a bound
 based on such a promise would be a hope.
 
 *What this does not say.* 4. is of plain torch, and of per-sample gradients that were kept, on any
 device. CUDA kernels that add samples inside of one product (`ghost`, `*_bk` modes) round each share
-to a grid first and add integers, if they are given one (`unison.clip.sum_grid`), as private
+to a grid first and add integers, if they are given one (`unison.clip.measured.SumGrid`), as private
 training does: nothing of others changes. Without a grid they add float32 numbers.
 """
 

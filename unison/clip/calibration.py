@@ -3,8 +3,8 @@
 [Note: calibration] FLOPs and bytes tell methods apart that differ by much. Where they are close, it
 depends on the device, on cuBLAS, and on how a shape falls into tiles. So the first time that a
 plan is made for a kind of layer on a CUDA device, the parts of all its choices are run on tensors
-of its shapes and timed by the GPU's own clock (stopwatch.py), and the plan takes the fastest. What
-was found is kept per GPU and version (cost_file.py).
+of its shapes and timed by the GPU's own clock, and the plan takes the fastest. What was found is
+kept in a file, per GPU and version: a cache, which counts as empty if anything is wrong with it.
 
 * A kind of layer is: dtype, samples rounded up to a power of two, and the shapes of its uses.
   Batches of another size are timed as one of that many samples, or of fewer that fit into memory,
@@ -14,22 +14,400 @@ was found is kept per GPU and version (cost_file.py).
 * Only methods depend on it, and so nothing but rounding. Where rounding must not change (the
   ordered reducer), or where all ranks must run the same passes and could find different times
   (several ranks), nobody calibrates: see `PrivacyEngine`.
+
+What is timed runs on fresh tensors of random numbers (a GPU multiplies zeros faster), as large as
+the layer's records, or as many of its samples as fit into a bounded part of the memory.
 """
 
+import json
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from unison.clip.cost_file import CostFile, cache_folder
-from unison.clip.layers import Layer
-from unison.clip.stopwatch import Stopwatch, dtype_of
+from unison.clip import measured
+from unison.clip.costs import MACHINES, record_bytes
+from unison.clip.gradients import from_records
+from unison.clip.kernel_costs import (
+    FACTOR_NORMS,
+    FACTORS,
+    FORWARD,
+    KEPT,
+    NORM_COSTS,
+    PLAIN_RECORDS,
+    RECORDS,
+    kept_cost,
+    parts_of,
+    waits,
+)
+from unison.clip.layers import CHOICES, Layer, Use
+from unison.clip.matrix import plain_arithmetic, tensors_of
+from unison.clip.measured import CHOICE, Factors, Group, can_wait
+from unison.clip.norms import NORM_METHODS, measure
+from unison.kernels import many
 from unison.kernels.available import has_triton
+from unison.ops import Dense, Lookup, Product, Record
+
+FORMAT = 1
+FOLDER_VARIABLE = "UNISON_CACHE_DIR"
+
+Seconds = dict[str, dict[str, float]]
+"""By kind of layer, by part."""
+
+
+def cache_folder() -> Path:
+    """Return where caches lie: `UNISON_CACHE_DIR`, or `unison` in the user's cache folder."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "unison"
+
+
+class CostFile:
+    """One file for one GPU and set of versions.
+
+    Args:
+        folder: Where it lies; made when something is written.
+        made_by: What seconds depend on beside shapes: another value is another file.
+    """
+
+    def __init__(self, folder: Path, made_by: Mapping[str, str]) -> None:
+        self.made_by = dict(made_by)
+        digest = sha256(json.dumps(self.made_by, sort_keys=True).encode()).hexdigest()
+        self.path = folder / f"clipping-costs-{digest[:16]}.json"
+
+    def read(self) -> Seconds:
+        """Return what the file holds: nothing, if there is none or it cannot be used."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            self._warn(f"cannot be read ({error})")
+            return {}
+        try:
+            return self._seconds(json.loads(text))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            self._warn(f"is not what was written ({type(error).__name__}: {error})")
+            return {}
+
+    def add(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Add kinds of layers to the file; what another process has added meanwhile stays."""
+        known = self.read() | {kind: dict(each) for kind, each in seconds.items()}
+        content = {"format": FORMAT, "made_by": self.made_by, "seconds": known}
+        written: str | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A reader sees the old file or the new one, and never a part of it.
+            handle, written = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, sort_keys=True)
+            os.replace(written, self.path)
+        except OSError as error:
+            if written is not None:
+                Path(written).unlink(missing_ok=True)
+            self._warn(f"cannot be written ({error}): methods are timed again in the next run")
+
+    def _seconds(self, content: Any) -> Seconds:
+        """Return the seconds of a file's content.
+
+        Raises:
+            ValueError: If it was not made by the same, or holds what seconds cannot be.
+        """
+        if content["format"] != FORMAT or content["made_by"] != self.made_by:
+            raise ValueError(f"made by {content['made_by']}, expected {self.made_by}")
+        found: Seconds = {}
+        for kind, parts in content["seconds"].items():
+            found[kind] = {str(part): float(value) for part, value in parts.items()}
+            if not all(math.isfinite(value) and value > 0 for value in found[kind].values()):
+                raise ValueError(f"seconds of {kind!r}: {parts}")
+        return found
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"the cache of clipping costs {self.path} {what}. It is not used; "
+            f"{FOLDER_VARIABLE} names another folder",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+Run = Callable[[], object]
+
+MOST_BYTES = 4 << 30
+_REPEATS = 5
+_LONG = 0.02  # seconds of a run that need not be repeated
+# Elements of all layers that are timed together, and how many layers at most.
+_FILLING, _MOST_TOGETHER = 1 << 25, 64
+_HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple of the best norm
+# Cycles that the GPU waits before a run, so that all of it is in its queue: 2 ms; at most 64.
+_CYCLES_AHEAD, _MOST_CYCLES_AHEAD = 4_000_000, 128_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a process may time methods.
+
+    Attributes:
+        timing: Seconds for everything but first runs.
+        warming: Seconds for the first run of each part, in which kernels are compiled.
+    """
+
+    timing: float = 2.0
+    warming: float = 30.0
+
+
+def dtype_of(layer: Layer) -> torch.dtype:
+    """Return the dtype of a layer's records."""
+    halves = torch.float16 if layer.is_float16 else torch.bfloat16
+    return halves if layer.itemsize == 2 else torch.float32
+
+
+class Stopwatch:
+    """Times layers on one GPU, within limits that hold for all of them together.
+
+    Args:
+        device: The GPU.
+        limits: How long.
+        seconds_of: Returns how long the GPU takes for a call that has run before.
+        free_bytes: Returns how much memory there is.
+        clock: Returns seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limits: Limits | None = None,
+        *,
+        seconds_of: Callable[[Run], float] | None = None,
+        free_bytes: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device, self._limits, self._clock = device, limits or Limits(), clock
+        self._seconds_of = seconds_of or event_seconds
+        self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
+        self._num_timing = self._num_warming = 0.0
+
+    def time_layer(self, layer: Layer) -> dict[str, float] | None:
+        """Return seconds by part (`kernel_costs.parts_of`) for a layer's whole batch.
+
+        Parts that are hopelessly slow are left out.
+
+        Returns:
+            None if time or memory do not suffice for all the others, if no kernels take the layer's
+            records, or while a CUDA graph is recorded.
+        """
+        if layer.itemsize > 4 or self._is_over() or _is_recording(self._device):
+            return None
+        some = self._that_fits(layer)
+        if some is None:
+            return None
+        with self._current(), plain_arithmetic(self._device):
+            try:
+                found = self._time(some)
+            except torch.OutOfMemoryError:
+                return None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of these sizes may be of no use to the training
+        if found is None:
+            return None
+        return {part: seconds * layer.batch / some.batch for part, seconds in found.items()}
+
+    def _time(self, layer: Layer) -> dict[str, float] | None:
+        records = draw_records(layer, self._device)
+        if not measured.is_taken(records):
+            return None
+        found = {}
+        for part, run, times in runs_of(layer, records, wanted_parts(layer)):
+            if self._is_over():
+                return None
+            begin = self._clock()
+            run()
+            self._wait()
+            self._num_warming += self._clock() - begin
+            begin = self._clock()
+            found[part] = self._seconds_of(run) / times
+            self._num_timing += self._clock() - begin
+        return found
+
+    def _is_over(self) -> bool:
+        limits = self._limits
+        return self._num_timing >= limits.timing or self._num_warming >= limits.warming
+
+    def _that_fits(self, layer: Layer) -> Layer | None:
+        """Return the layer with as many samples as fit, halving them; None if not one fits."""
+        most = min(MOST_BYTES, self._free_bytes() // 2)
+        while num_bytes(layer) > most:
+            if layer.batch == 1:
+                return None
+            layer = replace(layer, batch=layer.batch // 2)
+        return layer
+
+    def _current(self) -> AbstractContextManager[object]:
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else nullcontext()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def num_bytes(layer: Layer) -> int:
+    """Return what timing a layer takes: records, outputs, kept gradients, sums."""
+    kept = kept_cost(layer).kept_bytes
+    together = 4 * (_FILLING + layer.numel) if waits(layer) else 0
+    return 2 * record_bytes(layer) + max(kept, together) + 16 * layer.numel
+
+
+def wanted_parts(layer: Layer) -> list[str]:
+    """Return the parts of all choices that take this layer, without those that are hopeless."""
+    records = layer.placeholder_records()
+    choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
+    machine = MACHINES["cuda"]
+    norms = {part for each in choices for part in parts_of(layer, each) if part in NORM_COSTS}
+    predicted = {part: NORM_COSTS[part](layer).seconds(machine) for part in norms}
+    slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
+    predicted |= dict.fromkeys((FACTOR_NORMS, FACTORS), predicted.get("gram", 0.0))
+    parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
+    return [part for part in parts if predicted.get(part, 0.0) <= slowest]
+
+
+def draw_records(layer: Layer, device: torch.device) -> list[Record]:
+    """Return records of a layer's shapes, of random numbers that are nobody else's."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = dtype_of(layer)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def record(use: Use) -> Record:
+        size, shape = (layer.batch, use.tokens), (use.rows, use.columns)
+        match use.kind:
+            case "product":
+                left, right = draw(*size, use.rows), draw(*size, use.columns)
+                a, g = (left, right) if use.is_transposed else (right, left)
+                return Product(a, g, use.is_transposed, shape)
+            case "lookup":
+                ids = torch.randint(use.rows, size, generator=generator, device=device)
+                return Lookup(ids, draw(*size, use.columns), shape)
+            case "dense":
+                return Dense(draw(layer.batch, *shape))
+            case _:
+                raise ValueError(f"expected product, lookup or dense, found {use.kind!r}")
+
+    return [record(use) for use in layer.uses]
+
+
+def runs_of(
+    layer: Layer, records: Sequence[Record], parts: Sequence[str]
+) -> Iterator[tuple[str, Run, int]]:
+    """Yield each part, what runs it and how often, one after the other: they share memory."""
+    shape = records[0].shape
+    device = tensors_of(records[0])[0].device
+    coefficients = torch.full((layer.batch,), 0.5, dtype=torch.float64, device=device)
+    for norm in ("gram", "tile"):
+        if norm in parts:
+            yield norm, lambda norm=norm: measured.squared_norms(records, norm), 1
+    if "rank_one" in parts:
+        yield "rank_one", lambda: measure(records, "rank_one"), 1
+    if RECORDS in parts:
+        yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape), 1
+    if FACTORS in parts and can_wait(records, CHOICE):
+        yield from _together(records, coefficients)
+    elif FACTORS in parts:  # a GPU that is too small for it
+        yield FACTOR_NORMS, lambda: measured.squared_norms(records, "gram"), 1
+        yield FACTORS, lambda: measured.clipped_sum(records, coefficients, shape), 1
+    if PLAIN_RECORDS in parts:
+        yield PLAIN_RECORDS, lambda: from_records(records, coefficients, shape), 1
+    if FORWARD in parts:
+        yield FORWARD, _forward(records), 1
+    if "materialize" in parts:
+        kept: list[Tensor] = []
+
+        def materialize() -> Tensor:
+            kept.clear()  # no two of them exist at once
+            kept.append(measured.materialize(records))
+            return many.squares(kept)
+
+        yield "materialize", materialize, 1
+        if KEPT in parts:
+            out = torch.empty(shape, device=device)
+            weights = coefficients.float().unsqueeze(0)
+            yield KEPT, lambda: many.combine(kept, weights, [out]), 1
+
+
+def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple[str, Run, int]]:
+    """Yield the parts that kernels do for many layers at once: see [Note: factors that wait].
+
+    As many layers like this one as fill a GPU: one by itself would leave most of it without work.
+    """
+    factors = Factors.of(cast(Product, records[0]))
+    times = min(_MOST_TOGETHER, -(-_FILLING // math.prod(factors.shape)))
+    found = {str(i): factors for i in range(times)}
+    group = Group(list(found), found)
+    yield FACTOR_NORMS, lambda: group.measure(found), times
+    yield FACTORS, lambda: group.sums(found, [coefficients] * times, None), times
+
+
+def _forward(records: Sequence[Record]) -> Run:
+    """Return what multiplies the inputs of all products by a weight."""
+    products = [record for record in records if isinstance(record, Product)]
+    weights = [_random_like(each.a, each.g.shape[2]) for each in products]
+
+    def run() -> None:
+        for product, weight in zip(products, weights, strict=True):
+            torch.matmul(product.a, weight)
+
+    return run
+
+
+def _random_like(a: Tensor, num_outputs: int) -> Tensor:
+    generator = torch.Generator(a.device).manual_seed(1)
+    shape = (a.shape[2], num_outputs)
+    return torch.randn(shape, generator=generator, device=a.device, dtype=a.dtype)
+
+
+def event_seconds(run: Run) -> float:
+    """Return how long the GPU takes for a call, by its own clock.
+
+    The GPU is kept waiting until all of it is in its queue: what Python takes is not counted.
+    """
+    first = _event_seconds(run, 1)
+    return first if first > _LONG else _event_seconds(run, _REPEATS)
+
+
+def _event_seconds(run: Run, repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = _CYCLES_AHEAD
+    while True:
+        torch.cuda._sleep(cycles)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        is_late = begin.query()  # the GPU has begun, and waits for a host that is slow
+        end.record()
+        end.synchronize()
+        cycles *= 2
+        if not is_late or cycles > _MOST_CYCLES_AHEAD:
+            return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
 
 VARIABLE = "UNISON_CALIBRATE"
 

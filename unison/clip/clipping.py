@@ -1,39 +1,122 @@
 """One batch on its way from records to clipped sums, parameter by parameter."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from unison.capture.sites import PlainUse
 from unison.clip.bounds import NormTable, SampleNorms
-from unison.clip.factored import Factors, can_wait, groups_of, stacked, sums_of
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
-from unison.clip.kept import Found, KeptSet, SharesByName, set_of
-from unison.clip.layers import describe, signature_of
+from unison.clip.layers import KINDS, Choice, describe
 from unison.clip.matrix import tensors_of
 from unison.clip.measured import (
     METHODS,
+    Factors,
+    SumGrid,
+    bound,
     can_make_again,
+    can_wait,
     clipped_sum,
     form,
+    groups_of,
     is_taken,
     materialize,
     squared_norms,
+    stacked,
+    sums_of,
 )
-from unison.clip.modes import Choice
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
-from unison.clip.quick import KeptMaker, maker_of
-from unison.clip.storage import Storage
-from unison.clip.sum_grid import SumGrid
-from unison.clip.used import UsedParameter
-from unison.clip.waiting import Kept
-from unison.kernels.many import Asked, combine
-from unison.ops import Dense, Layout, Product, Record, Streamed
+from unison.errors import UnsupportedOperation
+from unison.kernels.many import combine, squares
+from unison.ops import Dense, Product, Record, Streamed
+
+
+class Storage:
+    """Memory for per-sample gradients, used again from batch to batch.
+
+    Per-sample gradients are large, and a CPU's allocator returns large blocks to the operating
+    system at once: to get them again costs a page fault per 4 KiB, about as much time as to fill
+    them by a matrix product. A GPU's allocator keeps its blocks, so there nothing is kept here.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def lend(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a tensor of any content. Nobody else holds it until it is given back."""
+        found = self._free.pop((name, math.prod(shape), dtype), None)
+        if found is None or device.type != "cpu":
+            self._free = {key: value for key, value in self._free.items() if key[0] != name}
+            return torch.empty(shape, dtype=dtype, device=device)
+        return found.view(shape)
+
+    def give_back(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor for the next batch."""
+        if tensor.device.type == "cpu":
+            self._free[name, tensor.numel(), tensor.dtype] = tensor
+
+    def clear(self) -> None:
+        """Give the memory up."""
+        self._free.clear()
+
+
+@dataclass(eq=False)
+class UsedParameter:
+    """The records of one parameter in one batch, until its clipped sum is made.
+
+    Attributes:
+        name: Its name.
+        records: What is to be measured, or to be added up.
+        comes_again: Which records of the first pass a second one makes again.
+        choice: Its methods, once it was measured.
+        norms: Its samples' norms, once they are known.
+        num_missing: Records that were dropped, and that a second pass has not made again yet.
+        lent: Storage of its per-sample gradients.
+        total: The float64 sum of records that have come again, while others are missing.
+        clipped: Its clipped sum, where a second pass made it.
+        is_fast: Whether Triton kernels take its records.
+        is_waiting: Whether its per-sample gradients, or its factors, are measured with those of all
+            other parameters when the pass is over.
+        factors: Of its one use, where kernels measure and add them up with those of others.
+    """
+
+    name: str
+    records: list[Record] = field(default_factory=list)
+    comes_again: list[bool] = field(default_factory=list)
+    choice: Choice | None = None
+    norms: SampleNorms | None = None
+    num_missing: int = 0
+    lent: Tensor | None = None
+    total: Tensor | None = None
+    clipped: Tensor | None = None
+    is_fast: bool = False
+    is_waiting: bool = False
+    factors: Factors | None = None
+
+    @property
+    def gradients(self) -> Tensor | None:
+        """Per-sample gradients that kernels take together with those of other parameters."""
+        only = self.records[0] if self.is_fast and len(self.records) == 1 else None
+        return only.value if isinstance(only, Dense) and self.clipped is None else None
+
+    @property
+    def is_worth_adding(self) -> bool:
+        """Whether a float64 sum is smaller than the records that it would stand for."""
+        held = sum(each.nbytes for record in self.records for each in tensors_of(record))
+        return 8 * math.prod(self.records[-1].shape) <= held
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise for a use that came otherwise than expected."""
+        raise UnsupportedOperation(
+            f"{self.name} {what}. Use a clipping mode that keeps records, such as 'flash_fuse_bk'"
+        )
 
 
 class Clipping:
@@ -66,12 +149,9 @@ class Clipping:
         self._is_bounded = plan.memory_budget is not None  # memory
         self._storage = storage or Storage()
         self._parameters: dict[str, UsedParameter] = {}
-        # Per-sample gradients of parameters that are known to be used once, as makers made them.
-        self._kept = self._no_kept()
-        self._makers: list[KeptMaker] = []
-        # All that was measured at once, until it is handed out.
-        self._measured: tuple[KeptSet, Found, Asked] | None = None
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
+
+    # --- records come ----------------------------------------------------------------------------
 
     def take(self, name: str, record: Record | Streamed) -> None:
         """Take a record of a parameter; given to `Capture` as its `on_record`."""
@@ -92,40 +172,7 @@ class Clipping:
         self._take(self._parameter(name), record, comes_again=comes_again)
         return comes_again
 
-    def maker_of(
-        self, uses: Sequence[PlainUse], layout: Layout, g: Tensor, x: Tensor
-    ) -> KeptMaker | None:
-        """Return what takes uses like this one from now on; see [Note: known uses] of the capture.
-
-        Called by it after `take` has got the use's records.
-        """
-        found = [self._parameters.get(use.name) for use in uses]
-        is_kept = all(each is not None and each.is_waiting for each in found)
-        is_only = all(self.plan.num_uses(use.name) == 1 for use in uses)
-        if not (is_kept and is_only):
-            return None
-        factored = frozenset([each.name for each in found if each and each.factors])
-        return maker_of(uses, layout, g, x, factored)
-
-    def _no_kept(self) -> Kept:
-        return Kept(is_bounded=self._is_bounded)
-
-    def room_for(self, maker: KeptMaker) -> Kept | None:
-        """Return where to keep per-sample gradients by name; None if there are some already."""
-        names = maker.names
-        is_free = self._kept.has_none_of(names) and self._parameters.keys().isdisjoint(names)
-        if not is_free or self._coefficients is not None:
-            return None
-        self._makers.append(maker)
-        return self._kept
-
     def _parameter(self, name: str) -> UsedParameter:
-        """The uses of a parameter until now."""
-        if name in self._kept.found:
-            self._parameters[name] = UsedParameter.of_kept(name, self._kept.made().pop(name))
-        elif name in self._kept.factors:
-            factors = self._kept.factors.pop(name)
-            self._parameters[name] = UsedParameter.of_factors(name, factors)
         return self._parameters.get(name) or self._parameters.setdefault(name, UsedParameter(name))
 
     def _take(self, parameter: UsedParameter, record: Record, *, comes_again: bool) -> None:
@@ -158,6 +205,58 @@ class Clipping:
             return cast(Record, record)  # kernels take it for one
         return record.as_product()
 
+    # --- norms -----------------------------------------------------------------------------------
+
+    def _measure(self, parameter: UsedParameter) -> None:
+        parameter.choice = self._choice_for(parameter)
+        parameter.is_fast = parameter.choice.norm in METHODS and is_taken(parameter.records)
+        measure_records = self._measure_fast if parameter.is_fast else self._measure_in_torch
+        records = measure_records(parameter, parameter.choice)
+        # Of the records, what the gradient method needs is kept.
+        if parameter.choice.num_backwards == 2:
+            dropped = [True] * len(parameter.comes_again)
+        else:
+            again = parameter.choice.num_forwards == 2
+            dropped = [again and each for each in parameter.comes_again]
+        parameter.num_missing = sum(dropped)
+        if parameter.num_missing:  # then no method has put other records in their place
+            records = [each for each, is_out in zip(records, dropped, strict=True) if not is_out]
+        parameter.records = list(records)
+
+    def _choice_for(self, parameter: UsedParameter) -> Choice:
+        """Return the methods that were planned, if the records are those that were planned for."""
+        name, records = parameter.name, parameter.records
+        kinds = self.plan.kinds(name)
+        if kinds is not None:
+            if any(isinstance(each, Streamed) for each in records):
+                return self.plan.choice(name)
+            found = sorted(KINDS[type(each)] for each in records)
+            is_formed = found == ["dense"] and NORM_METHODS[self.plan.choice(name).norm].is_kept
+            if found == kinds or is_formed:  # compiled passes multiply products out themselves
+                return self.plan.choice(name)
+        return self.plan.choice_for(describe(name, records))
+
+    def _measure_fast(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
+        if can_wait(parameter.records, choice):
+            parameter.factors = Factors.of(cast(Product, parameter.records[0]))
+            parameter.is_waiting = True
+            return parameter.records
+        if not NORM_METHODS[choice.norm].is_kept:
+            parameter.norms = squared_norms(parameter.records, choice.norm)
+            return parameter.records
+        parameter.is_waiting = True
+        return [Dense(materialize(parameter.records))]
+
+    def _measure_in_torch(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
+        lent = None
+        if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
+            needed = needed_to_keep(parameter.records)
+            if needed is not None:  # else the records are in storage already
+                device = tensors_of(parameter.records[0])[0].device
+                lent = parameter.lent = self._storage.lend(parameter.name, *needed, device)
+        parameter.norms, records = measure(parameter.records, choice.norm, lent)
+        return records
+
     def norms(self) -> NormTable:
         """End the first pass: each used parameter's norms, by name and in order of names.
 
@@ -166,36 +265,29 @@ class Clipping:
         for parameter in self._parameters.values():
             if parameter.norms is None and not parameter.is_waiting:
                 self._measure(parameter)
-        waiting = [each for each in self._parameters.values() if each.is_waiting]
-        table = self._measure_waiting(waiting)
-        for parameter in waiting:
-            parameter.is_waiting = False
-        if len(waiting) == len(self._parameters):
-            return table
-        for parameter in waiting:
-            parameter.norms = table[parameter.name]
-        found = dict(self._norms()) | {name: table[name] for name in self._kept}
-        return NormTable.of(dict(sorted(found.items(), key=itemgetter(0))), self.num_samples)
-
-    def _measure_waiting(self, waiting: Sequence[UsedParameter]) -> NormTable:
-        """Measure the per-sample gradients that lie there, and the factors, all at once."""
-        others = Found(
-            {each.name: each.kept for each in waiting if each.kept is not None},
-            {each.name: each.factors for each in waiting if each.factors is not None},
-        )
-        gradients = {**self._kept.made(), **others.gradients}
-        found = Found(gradients, {**self._kept.factors, **others.factors})
-        if not found.gradients and not found.factors:
-            return NormTable.of({}, self.num_samples)
-        kept = set_of(self._makers, found, others)
-        asked = kept.asked(found)
-        self._measured = kept, found, asked
-        return kept.measure(found, asked, self.num_samples)
-
-    def _norms(self) -> Iterator[tuple[str, SampleNorms]]:
+        gradients: dict[str, Tensor] = {}
+        factors: dict[str, Factors] = {}
+        norms: dict[str, SampleNorms] = {}
         for name, parameter in self._parameters.items():
-            assert parameter.norms is not None
-            yield name, parameter.norms
+            if parameter.norms is not None:
+                norms[name] = parameter.norms
+            elif parameter.factors is not None:
+                factors[name] = parameter.factors
+            else:
+                assert parameter.gradients is not None
+                gradients[name] = parameter.gradients
+            parameter.is_waiting = False
+        if gradients:
+            values = list(gradients.values())
+            numel = max(value.numel() for value in values) // max(1, self.num_samples)
+            norms |= _by_name(gradients, bound(squares(values), self.num_samples, numel))
+        for group in groups_of(factors):
+            norms |= _by_name(group.names, group.measure(factors))
+        for name, found in norms.items():
+            self._parameters[name].norms = found
+        return NormTable.of(dict(sorted(norms.items(), key=itemgetter(0))), self.num_samples)
+
+    # --- a second pass, where the plan has one ---------------------------------------------------
 
     @property
     def num_backwards(self) -> int:
@@ -206,10 +298,8 @@ class Clipping:
     @property
     def num_forwards(self) -> int:
         """Forward passes that they need: one, if nothing was dropped that it would make again."""
-        return 2 if self.num_backwards == 1 and any(self._missing()) else 1
-
-    def _missing(self) -> Iterator[UsedParameter]:
-        return (each for each in self._parameters.values() if each.num_missing)
+        is_missing = any(each.num_missing for each in self._parameters.values())
+        return 2 if self.num_backwards == 1 and is_missing else 1
 
     def begin_second_pass(self, coefficients: Mapping[str, Tensor]) -> None:
         """Make sums of the records that come from now on, forward or backward.
@@ -221,6 +311,30 @@ class Clipping:
             coefficients: [batch] of every parameter.
         """
         self._coefficients = coefficients
+
+    def _take_again(self, parameter: UsedParameter, record: Record, coefficients: Tensor) -> None:
+        """Add a record up as soon as all others are there, or earlier where that saves memory."""
+        if parameter.choice is None or parameter.clipped is not None:
+            parameter.refuse("was used more often by the second pass than by the first")
+        if not parameter.num_missing:
+            return  # its records were kept
+        parameter.records.append(record)
+        parameter.num_missing -= 1
+        if not parameter.num_missing:
+            self._finish(parameter, coefficients)
+        elif not parameter.is_fast and parameter.is_worth_adding:
+            self._add(parameter, coefficients)
+
+    def _refuse_missing(self) -> None:
+        """Refuse to make sums of records that a second pass should have made again."""
+        for parameter in self._parameters.values():
+            if parameter.num_missing:
+                parameter.refuse(
+                    f"was used by the first pass, and {parameter.num_missing} of those uses did "
+                    "not come again in the second: the model is not the same in both"
+                )
+
+    # --- clipped sums ----------------------------------------------------------------------------
 
     def clipped_sums(
         self, coefficients: Mapping[str, Tensor], names: Sequence[str] | None = None
@@ -236,22 +350,24 @@ class Clipping:
             Names and sums: float64, or as kernels make them, float32 or int32 on the `grid`.
         """
         self._refuse_missing()
-        self._measured = None  # it would hold what is given back here
-        wanted = [*self._kept, *self._parameters] if names is None else names
-        for name in [each for each in wanted if each in self._kept]:
-            self._parameter(name).is_waiting = False
+        wanted = list(self._parameters) if names is None else names
         used = [self._parameters[each] for each in wanted if each in self._parameters]
         self._combine(used, coefficients)
-        if not self._is_too_fine:
-            self._add_factors_up(used, coefficients)
-        for name in wanted:
-            parameter = self._parameters.pop(name, None)
-            if parameter is None:
-                continue
+        if self.grid is None or self.grid.is_held:  # else it is too fine for int32
+            found: dict[str, Factors] = {}
+            for parameter in used:
+                if parameter.factors is not None and parameter.clipped is None:
+                    found[parameter.name] = parameter.factors
+                    parameter.factors, parameter.records = None, []
+            sums = sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
+            for name, total in sums:
+                self._parameters[name].clipped = total.squeeze(0)
+        for parameter in used:
+            del self._parameters[parameter.name]
             if parameter.clipped is None:
-                self._finish(parameter, coefficients[name])
+                self._finish(parameter, coefficients[parameter.name])
             assert parameter.clipped is not None
-            yield name, parameter.clipped
+            yield parameter.name, parameter.clipped
 
     def add_on_grid(
         self,
@@ -271,49 +387,44 @@ class Clipping:
             dtype: Of the integers.
         """
         self._refuse_missing()  # before anything is added
-        kept = self._take_kept(totals)
-        if kept:
-            is_first = all(totals[name] is None for name in kept)
-            for name, value in kept.items():
+        gradients = {
+            each.name: each.gradients
+            for each in map(self._parameters.get, totals)
+            if each is not None and each.gradients is not None
+        }
+        if gradients:
+            is_first = all(totals[name] is None for name in gradients)
+            for name, value in gradients.items():
+                del self._parameters[name]
                 if totals[name] is None:
                     make = value.new_empty if is_first else value.new_zeros
                     totals[name] = make(math.prod(value.shape[1:]), dtype=dtype)
             combine(
-                list(kept.values()),
-                stacked([coefficients[name] for name in kept]),
-                [each for name in kept if (each := totals[name]) is not None],
+                list(gradients.values()),
+                stacked([coefficients[name] for name in gradients]),
+                [each for name in gradients if (each := totals[name]) is not None],
                 add=not is_first,
                 spacing=spacing,
             )
-            kept.clear()
+            gradients.clear()
         grid = self.grid
         is_same = grid == SumGrid(spacing) and dtype == torch.int32
         if grid is not None and is_same and not self._is_bounded:
-            self._add_factors_to(totals, coefficients, grid)
+            self._add_factors(totals, coefficients, grid)
         for name, total in self.clipped_sums(coefficients, list(totals)):
-            unit = 1.0 if self.grid is None else self.grid.spacing
+            unit = 1.0 if grid is None else grid.spacing
             exact = total.double() if total.is_floating_point() else total.double() * unit
             integers = (exact / spacing).round_().to(dtype).flatten()
             before = totals[name]
             totals[name] = integers if before is None else before.add_(integers)
 
-    def _refuse_missing(self) -> None:
-        """Refuse to make sums of records that a second pass should have made again."""
-        for parameter in self._missing():
-            parameter.refuse(
-                f"was used by the first pass, and {parameter.num_missing} of those uses did not "
-                "come again in the second: the model is not the same in both"
-            )
-
-    def _add_factors_to(
+    def _add_factors(
         self,
         totals: MutableMapping[str, Tensor | None],
         coefficients: Mapping[str, Tensor],
         grid: SumGrid,
     ) -> None:
-        """Add the clipped sums of parameters whose factors wait to integers on the same grid."""
-        for name in [each for each in totals if each in self._kept.factors]:
-            self._parameter(name)
+        """Add the clipped sums of parameters whose factors were kept to integers on the grid."""
         found: dict[str, Factors] = {}
         for name, before in totals.items():
             parameter = self._parameters.get(name)
@@ -328,43 +439,18 @@ class Clipping:
             outs = [each for name in group.names if (each := totals[name]) is not None]
             group.add(found, [coefficients[name] for name in group.names], grid, outs)
 
-    @property
-    def _is_too_fine(self) -> bool:
-        """Whether the grid is too fine for what kernels count in."""
-        return self.grid is not None and not self.grid.is_held
-
-    def _take_kept(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Hand out the per-sample gradients that compiled kernels take, by name; they are gone."""
-        self._measured = None  # it would hold what is given back here
-        for name in [each for each in names if each in self._kept.found]:
-            self._parameter(name).is_waiting = False
-        found: dict[str, Tensor] = {}
-        for name in names:
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.kept is None or parameter.clipped is not None:
-                continue
-            found[name] = parameter.kept
-            del self._parameters[name]
-        return found
-
-    def shares(self, coefficients: Mapping[str, Tensor]) -> SharesByName:
+    def shares(self, coefficients: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
 
         For who adds them up, noises and casts them in one go. Where per-sample gradients were kept,
         X is they, and the weights are the coefficients; else X is the one clipped sum, of weight 1
         (as two numbers in float32, if it is float64).
         """
-        made = self._shares_at_once(coefficients)
-        if made is not None:
-            return made
-        made = SharesByName()
-        gradients = self._kept.made()
-        made.update((name, (value, coefficients[name])) for name, value in gradients.items())
-        gradients.clear()
+        made: dict[str, tuple[Tensor, Tensor]] = {}
         for name, parameter in list(self._parameters.items()):
-            if parameter.kept is not None:
+            if parameter.gradients is not None:
                 del self._parameters[name]
-                made[name] = parameter.kept, coefficients[name]
+                made[name] = parameter.gradients, coefficients[name]
         for name, total in self.clipped_sums(coefficients):
             if total.dtype == torch.float64:  # in two halves, which kernels take, and add exactly
                 parts = torch.stack([total.float(), (total - total.float()).float()])
@@ -372,28 +458,14 @@ class Clipping:
             else:
                 grid = self.grid if total.dtype == torch.int32 else None
                 made[name] = total.unsqueeze(0), (grid or SumGrid(1.0)).weight(total.device)
-        self._kept = self._no_kept()
         return made
-
-    def _shares_at_once(self, coefficients: Mapping[str, Tensor]) -> SharesByName | None:
-        """Hand out what was measured at once, if there is nothing else."""
-        measured, self._measured = self._measured, None
-        if measured is None or (measured[1].factors and (self._is_bounded or self._is_too_fine)):
-            return None
-        kept, found, asked = measured
-        others = self._parameters.values()
-        is_all = len(kept.names) == len(self._kept) + len(others)
-        if not is_all or any(each.kept is None and each.factors is None for each in others):
-            return None
-        self._kept, self._parameters = self._no_kept(), {}
-        return kept.shares(found, asked, coefficients, self.grid)
 
     def _combine(
         self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
     ) -> None:
         """Make the clipped sums of kept per-sample gradients, all at once."""
-        found = [each for each in parameters if each.kept is not None and each.clipped is None]
-        values = [each.kept for each in found if each.kept is not None]
+        found = [each for each in parameters if each.gradients is not None]
+        values = [each.gradients for each in found if each.gradients is not None]
         if not values:
             return
         for parameter, value in zip(found, values, strict=True):
@@ -404,82 +476,6 @@ class Clipping:
             stacked([coefficients[each.name] for each in found]),
             [each.clipped for each in found if each.clipped is not None],
         )
-
-    def _add_factors_up(
-        self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
-    ) -> None:
-        """Make the clipped sums of those whose factors were measured with others."""
-        by_name = {each.name: each for each in parameters if each.factors and each.clipped is None}
-        found = {each.name: each.factors for each in by_name.values() if each.factors}
-        for parameter in by_name.values():
-            parameter.factors, parameter.records = None, []
-        sums = sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
-        for name, total in sums:
-            by_name[name].clipped = total.squeeze(0)
-
-    def _measure(self, parameter: UsedParameter) -> None:
-        signature = tuple(map(signature_of, parameter.records))
-        decided = self.plan.known_choice(parameter.name, signature)
-        if decided is None and any(isinstance(each, Streamed) for each in parameter.records):
-            decided = self.plan.choice(parameter.name), is_taken(parameter.records)
-        if decided is None:
-            choice = self.plan.choice_for(describe(parameter.name, parameter.records))
-            decided = choice, is_taken(parameter.records)
-            self.plan.remember(parameter.name, signature, decided)
-        choice, parameter.is_fast = decided
-        if parameter.is_fast and choice.norm in METHODS:
-            records = self._measure_fast(parameter, choice)
-        else:
-            records = self._measure_in_torch(parameter, choice)
-        self._keep(parameter, choice, records)
-
-    def _measure_fast(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
-        if can_wait(parameter.records, choice):
-            parameter.factors = Factors.of(cast(Product, parameter.records[0]))
-            parameter.is_waiting = True
-            return parameter.records
-        if not NORM_METHODS[choice.norm].is_kept:
-            parameter.norms = squared_norms(parameter.records, choice.norm)
-            return parameter.records
-        parameter.is_waiting = True
-        return [Dense(materialize(parameter.records))]
-
-    def _measure_in_torch(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
-        parameter.is_fast = False
-        if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
-            needed = needed_to_keep(parameter.records)
-            if needed is not None:
-                device = tensors_of(parameter.records[0])[0].device
-                parameter.lent = self._storage.lend(parameter.name, *needed, device)
-        # Storage holds the result only if the records are not in it already.
-        out = parameter.lent if parameter.choice is None else None
-        parameter.norms, records = measure(parameter.records, choice.norm, out)
-        return records
-
-    def _keep(self, parameter: UsedParameter, choice: Choice, records: Sequence[Record]) -> None:
-        """Keep of the records what the gradient method needs."""
-        parameter.choice = choice
-        if choice.num_backwards == 2:
-            dropped = [True] * len(parameter.comes_again)
-        else:
-            dropped = [choice.num_forwards == 2 and each for each in parameter.comes_again]
-        parameter.num_missing = sum(dropped)
-        if parameter.num_missing:  # then no method has put other records in their place
-            records = [each for each, is_out in zip(records, dropped, strict=True) if not is_out]
-        parameter.records = list(records)
-
-    def _take_again(self, parameter: UsedParameter, record: Record, coefficients: Tensor) -> None:
-        """Add a record up as soon as all others are there, or earlier where that saves memory."""
-        if parameter.choice is None or parameter.clipped is not None:
-            parameter.refuse("was used more often by the second pass than by the first")
-        if not parameter.num_missing:
-            return  # its records were kept
-        parameter.records.append(record)
-        parameter.num_missing -= 1
-        if not parameter.num_missing:
-            self._finish(parameter, coefficients)
-        elif not parameter.is_fast and parameter.is_worth_adding:
-            self._add(parameter, coefficients)
 
     def _add(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Put the float64 sum of the records in their place."""
@@ -494,14 +490,16 @@ class Clipping:
         """Make the clipped sum: no record is missing."""
         assert parameter.choice is not None
         if parameter.total is None:
-            method = GRADIENT_METHODS[parameter.choice.gradient]
             records, parameter.records = parameter.records, []
             shape = records[0].shape
-            if parameter.is_fast and not self._is_too_fine:
+            if parameter.is_fast and (self.grid is None or self.grid.is_held):
                 parameter.clipped = clipped_sum(records, coefficients, shape, self.grid)
             else:
+                method = GRADIENT_METHODS[parameter.choice.gradient]
                 parameter.clipped = method.clipped_sum(
-                    [_as_record(each) for each in records], coefficients, shape
+                    [each.as_product() if isinstance(each, Streamed) else each for each in records],
+                    coefficients,
+                    shape,
                 )
         else:
             self._add(parameter, coefficients)
@@ -510,5 +508,7 @@ class Clipping:
             self._storage.give_back(parameter.name, parameter.lent)
 
 
-def _as_record(record: Record | Streamed) -> Record:
-    return record.as_product() if isinstance(record, Streamed) else record
+def _by_name(names: Iterable[str], norms: SampleNorms) -> dict[str, SampleNorms]:
+    """Return the norms of several parameters [parameters, samples] one by one."""
+    rows = zip(norms.squared.unbind(0), norms.upper.unbind(0), strict=True)
+    return {name: SampleNorms(*row) for name, row in zip(names, rows, strict=True)}

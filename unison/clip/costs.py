@@ -31,9 +31,8 @@ and in every run.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unison.clip.layers import Layer, Use
+from unison.clip.layers import Choice, Layer, Use
 from unison.clip.matrix import ROWS_PER_TILE, TOKENS_PER_TILE
-from unison.clip.modes import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from unison.clip.costs import (
     product_flops,
     record_bytes,
 )
-from unison.clip.layers import Layer, Use
-from unison.clip.modes import MODES, Choice
+from unison.clip.layers import MODES, Choice, Layer, Use
 from unison.kernels.cross_entropy.chunks import rows_per_chunk
 
 GRAM_FACTOR = 1.6

@@ -1,4 +1,7 @@
-"""Layers as the planner sees them: the shapes of a parameter's records, without their data."""
+"""Layers as the planner sees them: the shapes of a parameter's records, without their data.
+
+And what it can choose for them: norm methods × gradient methods, of which some have names (modes).
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,8 +9,56 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from unison.clip.gradients import GRADIENT_METHODS
 from unison.clip.matrix import check_records, matrix_shape, num_terms, tensors_of
+from unison.clip.norms import NORM_METHODS
 from unison.ops import Dense, Lookup, Product, Record, Streamed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A norm method and a gradient method that go together.
+
+    Attributes:
+        norm: A name in `NORM_METHODS`.
+        gradient: A name in `GRADIENT_METHODS`.
+    """
+
+    norm: str
+    gradient: str
+
+    def __str__(self) -> str:
+        return f"{self.norm}+{self.gradient}"
+
+    @property
+    def num_backwards(self) -> int:
+        """Backward passes of the whole model."""
+        return GRADIENT_METHODS[self.gradient].num_backwards
+
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes of the whole model."""
+        return GRADIENT_METHODS[self.gradient].num_forwards
+
+
+# A norm method that forms per-sample gradients goes with the gradient method that uses them.
+CHOICES: tuple[Choice, ...] = tuple(
+    Choice(norm, gradient)
+    for norm in NORM_METHODS
+    for gradient in GRADIENT_METHODS
+    if NORM_METHODS[norm].is_kept == GRADIENT_METHODS[gradient].needs_kept
+)
+
+AUTO = "auto"
+MODES: dict[str, Choice] = {
+    "grad_materialize": Choice("materialize", "kept"),
+    "ghost": Choice("gram", "second_backward"),
+    "ghost_bk": Choice("gram", "records"),
+    "flash_fuse": Choice("tile", "second_backward"),
+    "flash_fuse_bk": Choice("tile", "records"),
+    "recompute_bk": Choice("tile", "recomputed"),
+}
+
 
 KINDS: dict[type, str] = {
     Product: "product",
@@ -185,12 +236,3 @@ def _placeholder(use: Use, batch: int) -> Record:
             return Dense(torch.empty(batch, *shape, device="meta"))
         case _:
             raise ValueError(f"expected one of {list(KINDS.values())}, found {use.kind!r}")
-
-
-def signature_of(record: Record) -> tuple:
-    """Return all of a record that methods depend on, but for values."""
-    if isinstance(record, Product):
-        a, g = record.a, record.g
-        return a.shape, g.shape, record.is_transposed, a.dtype, g.dtype, g.device
-    g = record.value if isinstance(record, Dense) else record.g
-    return type(record), g.shape, record.shape, g.dtype, g.device

@@ -8,11 +8,12 @@ mechanism: other methods round differently.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unison import check
 from unison.clip.alternatives import (
@@ -27,10 +28,8 @@ from unison.clip.alternatives import (
     total_seconds,
 )
 from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import Layer, Use, describe
-from unison.clip.modes import AUTO, MODES, Choice
+from unison.clip.layers import AUTO, MODES, Choice, Layer, Use, describe
 from unison.clip.norms import NORM_METHODS
-from unison.clip.plan_table import details, table
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 
@@ -146,20 +145,11 @@ class Plan:
         planned = self._by_name.get(name)
         return 1 if planned is None else planned.chosen.choice.num_forwards
 
-    def known_choice(self, name: str, signature: Any) -> tuple[Choice, bool] | None:
-        """Return what was decided before for a parameter with records of these shapes, if it was.
-
-        To describe records takes longer than to hand them to a GPU.
-        """
-        return self._decided.get((name, signature))
-
-    def remember(self, name: str, signature: Any, decided: tuple[Choice, bool]) -> None:
-        """Remember a decision: the methods, and whether compiled kernels take the records."""
-        self._decided[name, signature] = decided
-
-    @cached_property
-    def _decided(self) -> dict[tuple[str, Any], tuple[Choice, bool]]:
-        return {}
+    def kinds(self, name: str) -> list[str] | None:
+        """Return the kinds of the uses that are planned for, sorted; None if they are not known."""
+        planned = self._by_name.get(name)
+        is_known = planned is not None and not planned.layer.is_variable
+        return sorted(use.kind for use in planned.layer.uses) if planned and is_known else None
 
     def choice_for(self, layer: Layer) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.
@@ -271,3 +261,121 @@ def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
 def _alternative(fields: dict[str, Any]) -> Alternative:
     choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
     return Alternative(**{**fields, "choice": choice, "cost": cost})
+
+
+if TYPE_CHECKING:
+    from unison.clip.plan import LayerPlan, Plan
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a block, in the middle of a name
+
+
+def table(plan: "Plan") -> str:
+    """Return one line for all layers of a kind, and a line about all of them.
+
+    Layers are of a kind if their names differ in numbers alone, and they record and do the same.
+    Times and bytes are those of all layers in the line together.
+    """
+    lines = [("layer", "layers", "records", "method", "kept MB", "predicted ms", "measured ms")]
+    for kind in _kinds(plan.layers):
+        first = kind[0]
+        name = first.layer.name if len(kind) == 1 else _NUMBER.sub("*", first.layer.name)
+        chosen = [each.chosen for each in kind]
+        lines.append(
+            (
+                name,
+                str(len(kind)),
+                _records(first.layer),
+                str(first.chosen.choice),
+                _megabytes(sum(each.cost.kept_bytes for each in chosen)),
+                _milliseconds(sum(each.seconds for each in chosen)),
+                _measured(chosen),
+            )
+        )
+    return _text(plan, lines, is_number={1, 4, 5, 6})
+
+
+def details(plan: "Plan") -> str:
+    """Return one line per layer and alternative, chosen marked with *."""
+    header = ("layer", "records", "", "method", "GFLOP", "moved MB", "kept MB")
+    lines: list[tuple[str, ...]] = [(*header, "predicted ms", "measured ms")]
+    for each in plan.layers:
+        heads = [(each.layer.name, _records(each.layer))]
+        heads += [("", "")] * (len(each.alternatives) - 1)
+        for head, option in zip(heads, each.alternatives, strict=True):
+            mark = "*" if option == each.chosen else ""
+            lines.append(
+                (
+                    *head,
+                    mark,
+                    str(option.choice),
+                    f"{option.cost.flops / 1e9:,.3f}",
+                    f"{option.cost.moved_bytes / 1e6:,.2f}",
+                    f"{option.cost.kept_bytes / 1e6:,.2f}",
+                    _milliseconds(option.seconds),
+                    _measured([option]),
+                )
+            )
+    return _text(plan, lines, is_number={4, 5, 6, 7, 8})
+
+
+def _text(plan: "Plan", lines: Sequence[Sequence[str]], is_number: set[int]) -> str:
+    if plan.timed_on is None:  # nothing stands in the last column
+        lines = [line[:-1] for line in lines]
+    return "\n".join([*_aligned(lines, is_number), "", *_about(plan)])
+
+
+def _kinds(layers: Iterable["LayerPlan"]) -> list[list["LayerPlan"]]:
+    """Group layers of a kind, in the order of the first of each."""
+    kinds: dict[tuple, list[LayerPlan]] = {}
+    for each in layers:
+        layer = each.layer
+        is_timed = each.chosen.measured is not None
+        name = _NUMBER.sub("*", layer.name)
+        key = (name, layer.batch, layer.itemsize, layer.uses, each.chosen.choice, is_timed)
+        kinds.setdefault(key, []).append(each)
+    return list(kinds.values())
+
+
+def _records(layer: Layer) -> str:
+    """Return samples, and tokens × rows × columns of every use."""
+    uses = [f"{use.kind} {use.tokens}×{use.rows}×{use.columns}" for use in layer.uses]
+    return f"{layer.batch} × ({', '.join(uses)})" if len(uses) > 1 else f"{layer.batch} × {uses[0]}"
+
+
+def _measured(chosen: Sequence[Alternative]) -> str:
+    seconds = [each.measured for each in chosen if each.measured is not None]
+    return _milliseconds(sum(seconds)) if seconds else "–"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f}"
+
+
+def _about(plan: "Plan") -> list[str]:
+    """Return what holds of all layers together."""
+    budget = "none" if plan.memory_budget is None else f"{_megabytes(plan.memory_budget)} MB"
+    lines = [
+        f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
+        f"{plan.num_forwards} forward, {plan.num_backwards} backward, "
+        f"{_megabytes(plan.bytes_needed)} MB, {_milliseconds(plan.seconds)} ms"
+    ]
+    if plan.timed_on is not None:
+        num_timed = sum(each.chosen.measured is not None for each in plan.layers)
+        lines.append(f"{num_timed} of {len(plan.layers)} layers timed on {plan.timed_on}")
+    return lines
+
+
+def _aligned(lines: Sequence[Sequence[str]], is_number: set[int]) -> list[str]:
+    """Return lines with columns one below the other, numbers at their right end."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in is_number else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from unison.capture import AxisTable, Capture, Surroundings, batch_size_of, learn_axes, resized
+from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
 from unison.capture.compiled_forward import CapturedPasses
 from unison.capture.users_compile import backend_of_caller
 from unison.dynamo import DynamoBackend
@@ -93,7 +93,7 @@ class Pass:
     inputs: tuple[tuple, dict[str, Any]]
     num_rows: int
     rows: BatchRows
-    surroundings: Surroundings
+    surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[PassPart]
 
@@ -124,7 +124,7 @@ class PassRecorder:
         self.backend: DynamoBackend | None = None
         self.is_paused = False
         self._num_rows = 0  # of all ranks in earlier batches of this step
-        self._surroundings: Surroundings | None = None
+        self._surroundings: RngAutocastState | None = None
         self._draws: tuple[BatchDraws, list[tuple[int, int]]] | None = None
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -158,7 +158,7 @@ class PassRecorder:
         if is_ours and torch.is_grad_enabled() and self._is_wanted():
             refuse_private(self._module)
             self.backend = backend_of_caller()
-            self._surroundings = Surroundings.here(module)
+            self._surroundings = RngAutocastState.here(module)
             draws = draws_of_pass((args, kwargs))
             self._draws = draws and (draws, draws.state())
 

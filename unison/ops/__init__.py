@@ -26,7 +26,7 @@ from unison.ops.records import (
     reshaped,
     transposed,
 )
-from unison.ops.registry import DIRECT, RULES, Builder, Rule, Tap, rule, rule_of
+from unison.ops.registry import RULES, Builder, Rule, Tap, rule, rule_of
 from unison.ops.streamed import Streamed
 
 # Importing them fills the table.
@@ -36,7 +36,6 @@ _FILES = (
 )
 
 __all__ = [
-    "DIRECT",
     "RULES",
     "Builder",
     "Dense",

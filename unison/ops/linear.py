@@ -48,7 +48,7 @@ def as_computed(x: Tensor, y: Tensor) -> Tensor:
     return x.to(y.dtype) if x.is_floating_point() and x.dtype != y.dtype else x
 
 
-@rule(F.linear, direct=F.linear)
+@rule(F.linear)
 def linear(tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
     """`F.linear`."""
     if tap.tracks(input):
@@ -84,7 +84,7 @@ def rmatmul(tap: Tap, right: Any, left: Any) -> Any:
     return matmul(tap, left, right)
 
 
-@rule(torch.addmm, Tensor.addmm, direct=torch.addmm)
+@rule(torch.addmm, Tensor.addmm)
 def addmm(
     tap: Tap,
     input: Any,  # noqa: A002

@@ -96,7 +96,7 @@ def _run_layer_norm(
     return torch.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-@rule(F.layer_norm, torch.layer_norm, direct=_run_layer_norm)
+@rule(F.layer_norm, torch.layer_norm)
 def layer_norm(
     tap: Tap,
     input: Any,  # noqa: A002
@@ -119,7 +119,7 @@ def layer_norm(
     return tap(y, saved=(input,), uses=[(weight, both.gain), (bias, both.offset)])
 
 
-@rule(F.rms_norm, torch.rms_norm, direct=torch.rms_norm)
+@rule(F.rms_norm, torch.rms_norm)
 def rms_norm(
     tap: Tap,
     input: Any,  # noqa: A002

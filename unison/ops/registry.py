@@ -72,20 +72,10 @@ class Tap(Protocol):
 Rule = Callable[..., Any]
 
 RULES: dict[Callable[..., Any], Rule] = {}
-DIRECT: dict[Callable[..., Any], Callable[..., Tensor]] = {}
-"""Functions whose rules only run them, each with what runs it on plain tensors; see `rule`."""
 
 
-def rule(
-    *functions: Callable[..., Any], direct: Callable[..., Tensor] | None = None
-) -> Callable[[Rule], Rule]:
+def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions.
-
-    Args:
-        functions: The functions.
-        direct: What runs them on plain tensors, given the same arguments, where the rule does no
-            more than that: if no input but one is a plain tensor, it hands that input and fresh
-            output to `tap`, once, with builders that may be used again for other passes.
 
     Raises:
         AssertionError: If one of them has a rule already.
@@ -95,8 +85,6 @@ def rule(
         for each in functions:
             assert each not in RULES, f"{each} has two rules"
             RULES[each] = function
-            if direct is not None:
-                DIRECT[each] = direct
         return function
 
     return register

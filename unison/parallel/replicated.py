@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
-from unison.capture.names import places
-from unison.capture.tracked import Source, Tracked
+from unison.capture.tracked import Source, Tracked, places
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import ParallelAdapter, ShardedParam, in_buckets
 from unison.shard.dtensors import local_part

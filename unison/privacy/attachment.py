@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unison.capture import Capture, Surroundings
-from unison.capture.names import Places
-from unison.capture.sites import Alike
+from unison.capture import Capture, RngAutocastState
+from unison.capture.tracked import ParamRegistry
 from unison.capture.users_compile import backend_of_caller, is_compiled, uncompile
 from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
@@ -85,7 +84,7 @@ class Attachment:
         add_sums: AddSums,
     ) -> None:
         self.module, self.settings = module, settings
-        self.places = Places(module)
+        self.params = ParamRegistry(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
         self._counted: tuple[Plan | None, int, int] = (None, 1, 1)  # passes that a plan takes
@@ -93,7 +92,7 @@ class Attachment:
         self._pass: RunningPass | None = None
         self._recorder, self._public_terms = recorder, public_terms
         self._follows_loss = True
-        self.trained = Trained(self.places, owner)
+        self.trained = Trained(self.params, owner)
         self._learning = Learning(module, settings, owner, self.trained)
         self._buffers = BufferWatch(self._learning.may_write)
         self._compiled: CompiledPasses | None = None
@@ -137,7 +136,7 @@ class Attachment:
         if not self._follows_loss:
             return
         backend = None
-        if is_compiled(self.places.held.attributes):
+        if is_compiled(list(map(vars, self.trained.modules))):
             backend = uncompile(self.module, self._handles)
         if self._compiled is None and not self._is_told:
             backend = backend or backend_of_caller()
@@ -145,7 +144,7 @@ class Attachment:
                 self._compile_with(backend)
 
     def _hooks(self) -> list[Any]:
-        names = {id(place.parameter): place.name for place in reversed(self.places.now())}
+        names = {id(place.parameter): place.name for place in reversed(self.params.places)}
         trained = [each for each in self.module.parameters() if each.requires_grad]
         return [
             *(hook for each in trained for hook in self._public_terms.hooks(names[id(each)], each)),
@@ -191,7 +190,7 @@ class Attachment:
         """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
-        self.places.forget()
+        self.params.clear()
         self._current = self._coefficients = self._add_sums = _refuse_detached
 
     def drop_pass(self) -> None:
@@ -302,7 +301,7 @@ class Attachment:
         inputs = self._inputs_of(args, kwargs, num_rows)
         self._refuse_other_kinds(inputs)
         learned = self._learning.learn(inputs)
-        self._buffers.begin(self.places.modules)
+        self._buffers.begin(self.params.modules)
         compiled = self._compiled
         plan = self.plan = self._learning.plan(
             learned,
@@ -323,11 +322,9 @@ class Attachment:
                 axes=learned.axes,
                 on_record=partial(self._take_record, rows.granule),
                 on_product=clipping.take_product if num_forwards == 2 else None,
-                known=self.places,
-                is_current=True,
+                known=self.params,
                 streams=num_forwards == 1,
                 is_light=num_forwards == num_backwards == 1,
-                alike=Alike((id(plan), num_rows), partial(self._clipping, rows.granule)),
             )
             capture.factored = plan.factored
             parts[rows.granule] = RunningPart(rows, clipping, capture)
@@ -339,7 +336,7 @@ class Attachment:
         running = RunningPass(batch, parts, context, num_backwards)
         if num_forwards == 2:
             self._refuse_to_repeat()
-            running.call = (args, kwargs, Surroundings.here(self.module, (args, kwargs)))
+            running.call = (args, kwargs, RngAutocastState.here(self.module, (args, kwargs)))
         return running
 
     def _refuse_other_kinds(self, inputs: Inputs) -> None:
@@ -472,7 +469,7 @@ class Attachment:
             part.clipping.begin_second_pass(part.coefficients)
 
     def _repeat_forward(self, running: RunningPass) -> None:
-        """Run the forward pass again where inputs were not kept; see `unison.capture.again`."""
+        """Run the forward pass again where inputs were not kept; see `unison.capture.recompute`."""
         parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
         if not parts or running.call is None:
             return
@@ -481,7 +478,7 @@ class Attachment:
             for part in parts:
                 assert part.coefficients is not None
                 part.clipping.begin_second_pass(part.coefficients)
-                stack.enter_context(part.capture.again(surroundings))
+                stack.enter_context(part.capture.recompute(surroundings))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
             self._follow(stack, running, args, kwargs)

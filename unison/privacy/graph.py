@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from unison.clip import NormTable, SampleNorms
-from unison.clip.factored import stacked
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid, stacked
 from unison.errors import BadInput
 from unison.kernels.many import combine
 from unison.kernels.many.table import Tables, tables_kept

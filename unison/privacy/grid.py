@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.errors import BadInput
 from unison.privacy.mechanism import FINER, Release
 from unison.rng import noise_spacing

@@ -20,7 +20,7 @@ from unison.capture import (
 )
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
-from unison.clip.learned import learn_layers, mode_of
+from unison.clip.functional import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.border import DerivativesRefused, leaves_of, refuse_leaves

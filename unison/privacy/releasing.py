@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unison.clip.kept import SharesByName
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.cut import Gradients
 from unison.privacy.given import Released
@@ -55,9 +53,6 @@ class Releasing:
     def __init__(self, owner: ParallelAdapter) -> None:
         self._owner = owner
         self._names = tuple(each.name for each in owner.params)
-        self._by_name = sorted(owner.params, key=attrgetter("name"))
-        self._blank = Shares.of(self._by_name, (), ())  # in order of names, of nothing as yet
-        self._are_whole = _are_whole(self._by_name)
 
     def gradients(self, own: Own | None, terms: Terms) -> Iterable[tuple[ShardedParam, Tensor]]:
         """Make the gradients of everything that this rank owns, as they are asked for.
@@ -72,10 +67,6 @@ class Releasing:
         return self._of_totals(terms)
 
     def _of_own(self, own: Own, terms: Terms) -> tuple[Sequence[ShardedParam], Sequence[Tensor]]:
-        shares = self._in_order_of(own)
-        if shares is not None:
-            gradients = _all_released(shares, terms)
-            return self._by_name, _as_gradients(self._by_name, gradients, self._are_whole)
         owned, values, weights = self._made_of_own(own)
         gradients = _all_released(Shares.of(owned, values, weights), terms)
         return owned, _as_gradients(owned, gradients, _are_whole(owned))
@@ -123,13 +114,6 @@ class Releasing:
             owned.parameter.grad = None  # what it held is trained on: nothing is added to it
             yield owned, owned.as_gradient(gradient)
 
-    def _in_order_of(self, own: Own) -> Shares | None:
-        """The shares in order of names, if that is the order of values which kernels know."""
-        asked = own.asked if isinstance(own, SharesByName) else None
-        if asked is None or tuple(own) != self._blank.names:
-            return None
-        return self._blank._replace(values=asked, weights=list(map(_weights_of, own.values())))
-
     def _made_of_own(self, own: Own) -> Made:
         """What this rank owns, and what the sums of it are made of: values and weights of each."""
         owned = self._owner.params
@@ -145,9 +129,6 @@ class Releasing:
         }
         totals = [total for _, total in found]
         return [each for each, _ in found], totals, [weights[total.device] for total in totals]
-
-
-_weights_of = itemgetter(1)
 
 
 def _all_released(shares: Shares, terms: Terms) -> Gradients:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unison.capture import Capture, Surroundings
+from unison.capture import Capture, RngAutocastState
 from unison.clip import Clipping, SampleNorms
-from unison.clip.kept import SharesByName
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.privacy.dealing import Part
 from unison.privacy.grid import Grid
@@ -73,7 +72,7 @@ class RunningPass:
     parts: dict[int, RunningPart]  # by granule
     context: ExitStack
     num_backwards: int  # backward passes that clipping takes
-    call: tuple[tuple, dict[str, Any], Surroundings] | None = None  # if it is to be run again
+    call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None  # if it is to be run again
     phase: Phase = Phase.FORWARD
 
     def __post_init__(self) -> None:
@@ -120,7 +119,7 @@ class PassSums:
         """Of the sums."""
         return self.grid.dtype
 
-    def shares(self) -> SharesByName | None:
+    def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Hand out what the sums are made of, if all rows were computed together.
 
         See `Clipping.shares`; None, if there are several granules.

@@ -7,8 +7,8 @@ from operator import attrgetter, is_, itemgetter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unison.capture.names import Places
 from unison.capture.parts import is_in_parts
+from unison.capture.tracked import ParamRegistry
 from unison.errors import BadInput
 from unison.parallel import ParallelAdapter
 
@@ -17,44 +17,32 @@ class Trained:
     """Looks at a module's parameters, once per pass, and refuses those that are others.
 
     Args:
-        places: Where the parameters lie.
+        params: The module's parameters.
         owner: Who holds those that are trained.
-
-    Attributes:
-        last: The names of all places of what is trained, as of the last look at all; another tuple
-            whenever parameters had changed: were not the same, or not alike.
     """
 
-    def __init__(self, places: Places, owner: ParallelAdapter) -> None:
-        self._places = places
-        self._private = _held_by(places, owner)
-        self.last: tuple[str, ...] | None = None
+    def __init__(self, params: ParamRegistry, owner: ParallelAdapter) -> None:
+        self._params = params
+        params.refresh()
+        self._private = _held_by(params, owner)
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """All modules, as of the last look."""
-        return self._places.held.modules
+        return [module for _, module in self._params.modules]
 
-    def check(self, *, is_quick: bool = False) -> tuple[str, ...]:
-        """Make sure that what is trained is what was made private, and return `last`.
-
-        Args:
-            is_quick: Whether a look at the parameters that were there the last time is enough for
-                now: a pass that follows looks at all.
+    def check(self) -> tuple[str, ...]:
+        """Make sure that what is trained is what was made private, and return its names.
 
         Raises:
             BadInput: Naming a parameter.
         """
-        if is_quick and self.last is not None and self._places.are_flags_kept():
-            return self.last
-        trained = self._places.trained()
-        if trained is not self.last:
-            self._refuse_others()
-            self.last = trained
+        trained = self._params.refresh()
+        self._refuse_others()
         return trained
 
     def _refuse_others(self) -> None:
-        for place in self._places.last:
+        for place in self._params.places:
             name, parameter = place.name, place.parameter
             if parameter.requires_grad != (name in self._private):
                 raise BadInput(
@@ -71,9 +59,9 @@ class Trained:
                 )
 
 
-def _held_by(places: Places, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:
+def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:
     """Return what an owner holds by name: the module's own parameter, or None if it has others."""
-    own = {id(place.parameter) for place in places.now()}
+    own = {id(place.parameter) for place in params.places}
     held: dict[str, nn.Parameter | None] = {}
     for each in owner.params:
         # A DTensor and the whole of it take turns in a module.

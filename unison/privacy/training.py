@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unison.clip import NormTable, Plan, SampleNorms
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.parallel import ParallelAdapter, ShardedParam
@@ -94,7 +94,6 @@ class PrivateTraining:
         self._uncommitted: int | None = None
         self._optimizer_params = OptimizerParams(optimizer, self._parameters)
         self._is_taken = False  # the step of the last release, by a graph
-        self._asked: tuple[object, bool] | None = None  # whether kernels take parameters, and which
         self._has_warned = False
         self._loss_check = LossCheck(
             batch_dim=settings.batch_dim,
@@ -167,7 +166,7 @@ class PrivateTraining:
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
-        self._attachment.trained.check(is_quick=True)
+        self._attachment.trained.check()
         self._optimizer_params.check()
         self._batch = LogicalBatch(
             release=self.mechanism.begin(step),
@@ -235,14 +234,7 @@ class PrivateTraining:
     def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
         """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
         is_only_pass = batch.is_last and running.next_pass == 0
-        return is_only_pass and self._owner.is_alone and self._is_taken_by_kernels()
-
-    def _is_taken_by_kernels(self) -> bool:
-        """Whether kernels take all parameters: asked again where one of them is another."""
-        trained = self._attachment.trained.last
-        if self._asked is None or self._asked[0] is not trained:
-            self._asked = trained, takes(*self._parameters.values())
-        return self._asked[1]
+        return is_only_pass and self._owner.is_alone and takes(*self._parameters.values())
 
     def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it.

@@ -9,7 +9,7 @@ inputs that are there again.
 That is right only if the second forward pass is the first one, to the bit: norms were measured on
 the records of the first. So nothing is taken on trust:
 
-* It runs as the first one did, with torch's generators and autocast as they were (`Surroundings`),
+* It runs as the first one did, with torch's generators and autocast as they were,
   and with gradients enabled: code may ask for that, and kernels are chosen by it, and by whether
   what they are given requires a gradient. So the result of every use does, as it did at first; but
   no graph lies behind it, and what is computed with it saves nothing.
@@ -22,11 +22,14 @@ Any difference raises, before a sum is given out.
 
 Reentrant activation checkpointing runs its part of the forward pass without gradients at first:
 those uses are seen in the backward pass only, and are never met again. Their records must be kept.
+
+`SavedBytes` counts what autograd holds for the backward pass, and how much of it was let go at a
+moment: memory that ordinary training has freed by then is memory that clipping may use.
 """
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -47,7 +50,7 @@ Place = tuple[int, int]  # which parameter of an operation, which source of it
 
 
 @dataclass(frozen=True, eq=False)
-class Surroundings:
+class RngAutocastState:
     """What a forward pass depends on beside its model and its batch: draws and autocast.
 
     Attributes:
@@ -65,7 +68,7 @@ class Surroundings:
     drawn: list[tuple[int, int]] | None
 
     @classmethod
-    def here(cls, module: nn.Module, batch: Any = None) -> "Surroundings":
+    def here(cls, module: nn.Module, batch: Any = None) -> "RngAutocastState":
         """What holds now, where a module and a batch lie."""
         values = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
         devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
@@ -120,7 +123,7 @@ class Waiting(NamedTuple):
     inputs: Tensor
 
 
-class Repeats:
+class RecomputeQueue:
     """The uses of a forward pass, in their order, and the gradients that wait for the next one."""
 
     def __init__(self) -> None:
@@ -240,3 +243,64 @@ def checkpointing_quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         yield
+
+
+class _Held:
+    """A tensor that autograd has saved; the count knows when it is gone."""
+
+    __slots__ = ("_saved", "key", "num_bytes", "tensor")
+
+    def __init__(self, saved: "SavedBytes", tensor: Tensor, key: int, num_bytes: int) -> None:
+        # Without its graph: some operations save their own output (log_softmax), whose graph holds
+        # this object. Nobody could free such a circle, nor the module that the graph leads to.
+        self._saved, self.tensor, self.key, self.num_bytes = saved, tensor.detach(), key, num_bytes
+        saved._holds[key] += 1
+        if saved._holds[key] == 1:
+            saved.held += num_bytes
+
+    def __del__(self) -> None:
+        saved = self._saved
+        saved._holds[self.key] -= 1
+        if saved._holds[self.key] == 0:
+            saved.held -= self.num_bytes
+            saved.freed += self.num_bytes
+
+
+class SavedBytes:
+    """Counts bytes of saved tensors, those that share memory once.
+
+    Args:
+        but: Tensors that live on anyway: parameters and buffers.
+
+    Attributes:
+        held: Bytes that are saved now.
+        freed: Bytes that were saved and are not any more.
+    """
+
+    def __init__(self, but: Iterable[Tensor]) -> None:
+        self.held = self.freed = 0
+        self._holds: Counter[int] = Counter()
+        self._others = {key for key, _ in map(_memory, but) if key}
+
+    @contextmanager
+    def counted(self) -> Iterator["SavedBytes"]:
+        """Count what operations in this block save, until it is freed, here or later."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield self
+
+    def _pack(self, tensor: Tensor) -> "Tensor | _Held":
+        key, num_bytes = _memory(tensor)
+        return tensor if not key or key in self._others else _Held(self, tensor, key, num_bytes)
+
+
+def _unpack(packed: "Tensor | _Held") -> Tensor:
+    return packed.tensor if isinstance(packed, _Held) else packed
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins and its length; 0 if it has none of its own."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # a wrapper around other tensors
+        return 0, 0

@@ -1,4 +1,4 @@
-"""Marks that stay: put in their places again, and made anew where anything has changed."""
+"""Tracked tensors in the places of parameters: put there for a pass, and nothing gets past them."""
 
 from typing import Any
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture, learn_axes
-from unison.capture.names import Places
-from unison.capture.tracked import Tracked
+from unison.capture.tracked import ParamRegistry, Tracked, places
 from unison.errors import UnsupportedOperation
 
 
@@ -34,10 +33,10 @@ def batch() -> Tensor:
 
 
 class Passes:
-    """Captures of one module that leave each other what they know."""
+    """Captures of one module, one after the other."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.places = model, Places(model)
+        self.model = model
 
     def marks(self) -> dict[str, Any]:
         """Run a pass, and return what lay in the places."""
@@ -47,7 +46,6 @@ class Passes:
             3,
             axes=learn_axes(self.model, run, batch()),
             on_record=lambda name, _: self.records.append(name),
-            known=self.places,
         )
         with capture.installed():
             found = {
@@ -64,16 +62,18 @@ class Passes:
 NAMES = {"first.weight", "first.bias", "second.weight", "second.bias"}
 
 
-def test_the_same_marks_are_put_again():
+def test_marks_lie_in_all_places_of_what_is_trained():
     passes = Passes(Model())
-    before = passes.marks()
-    expected = sorted(passes.records)
-    assert before.keys() == NAMES
-    assert before["first.weight"] is before["second.weight"]
     for _ in range(2):
-        after = passes.marks()
-        assert all(after[name] is before[name] for name in NAMES)
-        assert sorted(passes.records) == expected
+        found = passes.marks()
+        assert found.keys() == NAMES
+        assert found["first.weight"] is found["second.weight"]
+        assert sorted(passes.records) == [
+            "first.bias",
+            "first.weight",
+            "first.weight",
+            "second.bias",
+        ]
 
 
 def replace_values(model: Model) -> None:
@@ -122,7 +122,6 @@ def test_another_dtype_is_marked_anew():
         3,
         axes=learn_axes(model, run, batch().double()),
         on_record=lambda *_: None,
-        known=passes.places,
     )
     with capture.installed():
         found = model.first.__dict__["weight"]
@@ -147,16 +146,14 @@ def test_what_others_put_in_a_place_stays_there():
     before = passes.marks()
     other = model.first.bias.detach() + 1
     model.first.__dict__["bias"] = other
-    capture = Capture(
-        model, 3, axes=learn_axes(model, run, batch()), on_record=print, known=passes.places
-    )
+    capture = Capture(model, 3, axes=learn_axes(model, run, batch()), on_record=print)
     with capture.installed():
         found = model.first.__dict__["bias"]
         assert isinstance(found, Tracked)
         assert found is not before["first.bias"]
         assert torch.equal(found.value, other)
     assert model.first.__dict__.pop("bias") is other
-    assert passes.marks()["first.bias"] is before["first.bias"]
+    assert torch.equal(passes.marks()["first.bias"].value, before["first.bias"].value)
 
 
 class Past(torch.autograd.Function):
@@ -184,46 +181,24 @@ REFUSED = r"gradient reached 'first\.weight'"
 
 def capture_of(passes: Passes) -> Capture:
     axes = learn_axes(passes.model, run, batch())
-    return Capture(passes.model, 3, axes=axes, on_record=lambda *_: None, known=passes.places)
+    return Capture(passes.model, 3, axes=axes, on_record=lambda *_: None)
 
 
-def test_gradients_past_new_marks_are_refused_after_the_pass():
+def test_gradients_past_marks_are_refused_in_the_backward_pass():
     model = Model()
     passes = Passes(model)
-    with pytest.raises(UnsupportedOperation, match=REFUSED), capture_of(passes).installed():
-        past(model).backward()
-    passes.marks()  # what was refused leaves nothing on the mark
-    assert "first.weight" in passes.records
-
-
-def test_gradients_past_marks_that_stay_are_refused_in_the_backward_pass():
-    model = Model()
-    passes = Passes(model)
-    passes.marks()
     for _ in range(2):
         with capture_of(passes).installed():
             loss = past(model)
             with pytest.raises(UnsupportedOperation, match=REFUSED):
                 loss.backward()
-        passes.marks()
+        passes.marks()  # what was refused leaves nothing behind
         assert "first.weight" in passes.records
 
 
-def test_gradients_after_the_first_pass_are_refused_by_the_next():
+def test_gradients_after_a_pass_are_refused_as_they_come():
     model = Model()
     passes = Passes(model)
-    with capture_of(passes).installed():
-        loss = past(model)
-    loss.backward()
-    with pytest.raises(UnsupportedOperation, match=REFUSED):
-        passes.marks()
-    passes.marks()
-
-
-def test_gradients_between_passes_are_refused_as_they_come():
-    model = Model()
-    passes = Passes(model)
-    passes.marks()
     with capture_of(passes).installed():
         loss = past(model)
     with pytest.raises(UnsupportedOperation, match=REFUSED):
@@ -247,16 +222,18 @@ def test_gradients_past_marks_of_others_are_refused():
         past(model).backward()
 
 
-def test_marks_are_guarded_once():
+def test_a_tied_parameter_has_one_name_in_all_of_its_places():
     model = Model()
-    passes = Passes(model)
-    marks = passes.marks()
-    for is_trained in (True, False, True, True):
-        model.second.bias.requires_grad_(is_trained)  # those of the others stay
-        passes.marks()
-    kept = [marks[name] for name in NAMES - {"second.bias"}]
-    with torch._C.DisableTorchFunctionSubclass():
-        assert [len(mark._backward_hooks) for mark in kept] == [1, 1, 1]
+    found = [(each.name, each.attribute) for each in places(model) if each.module is model.second]
+    assert found == [("first.weight", "weight"), ("second.bias", "bias")]
+    registry = ParamRegistry(model)
+    assert registry.refresh() == ("first.weight", "first.bias", "first.weight", "second.bias")
+    model.second.weight = nn.Parameter(torch.zeros(4, 4))  # tied no more
+    assert registry.refresh()[2] == "second.weight"
+    model.second.append = nn.Linear(4, 4, bias=False)
+    assert registry.refresh()[-1] == "second.append.weight"
+    registry.clear()
+    assert not registry.places
 
 
 def compile_call(model: Model) -> None:
