@@ -19,7 +19,6 @@ row further down.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,21 +33,6 @@ from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
-
-
-class KroneckerSums(NamedTuple):
-    """Sums of one use of a matrix.
-
-    Attributes:
-        a: Σ ãã' [d_in, d_in], with a row and column of the bias where there is one; None if it was
-            not asked for.
-        g: Σ gg' [d_out, d_out]; None if it was not asked for.
-        num_tokens: How many were added, a scalar.
-    """
-
-    a: Tensor | None
-    g: Tensor | None
-    num_tokens: Tensor
 
 
 def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | None:
@@ -83,7 +67,7 @@ def kronecker_sums(
     has_bias: bool,
     wants_a: bool = True,
     wants_g: bool = True,
-) -> KroneckerSums:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Sums of ãã' and gg' over the tokens of one use.
 
     Args:
@@ -93,6 +77,10 @@ def kronecker_sums(
         has_bias: Whether ã ends with a 1 for the bias.
         wants_a: Whether to make the sum of ãã'.
         wants_g: Whether to make the sum of gg'.
+
+    Returns:
+        Σ ãã' [d_in, d_in], with a row and column of the bias where there is one; Σ gg'
+        [d_out, d_out]; None for one that is not wanted; the number of tokens [].
     """
     # Only what is asked for: the other side may be as large, and is not read.
     widened = _wide_or_half if sharing == "expand" else _wide
@@ -108,7 +96,7 @@ def kronecker_sums(
         g = None if g is None else g.sum(dim=1, keepdim=True)
     if a is not None and has_bias:
         a = torch.cat([a, ones.unsqueeze(-1).to(a.dtype)], dim=-1)
-    return KroneckerSums(_gram(a), _gram(g), ones.sum())
+    return _gram(a), _gram(g), ones.sum()
 
 
 def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tensor:
@@ -249,7 +237,7 @@ class PartSums:
             )
         weights = token_weights(self._mask, record.g.shape[1], layer.name)
         with phase("products"):
-            found = kronecker_sums(
+            a, g, num_tokens = kronecker_sums(
                 record,
                 weights,
                 sharing=self._config.sharing,
@@ -257,11 +245,11 @@ class PartSums:
                 wants_a=self._is_first,
                 wants_g=self._has_g,
             )
-        if found.a is not None:
-            self._add(layer.name, "a", found.a)
-            self._add(layer.name, "tokens", found.num_tokens)
-        if found.g is not None:
-            self._add(layer.name, "g", found.g)
+        if a is not None:
+            self._add(layer.name, "a", a)
+            self._add(layer.name, "tokens", num_tokens)
+        if g is not None:
+            self._add(layer.name, "g", g)
 
     def end_column(self) -> None:
         """End a backward pass: all uses of every parameter are there."""
