@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import unison
 from bench.runner import interleaved_pairs, wall_seconds, write_result
-from unison.kfac import cholesky
+from unison.kfac import linalg
 from unison.kfac.phases import observed
 from unison.models import ModelConfig, build, preset
 
@@ -138,13 +138,13 @@ def alternatives(side: Side, rows: Tensor) -> dict[str, Any]:
     kfac = side.kfac
     assert kfac is not None
     inverses = {}
-    chosen = cholesky._streams
+    chosen = linalg._streams
     for count in (1, 2, 4, 8):
         streams = tuple(torch.cuda.Stream() for _ in range(count))
-        cholesky._streams = lambda where, streams=streams: streams  # pyright: ignore
+        linalg._streams = lambda where, streams=streams: streams  # pyright: ignore
         wall_seconds(kfac._invert)
         inverses[count] = min(wall_seconds(kfac._invert) for _ in range(2)) * 1e3
-    cholesky._streams = chosen
+    linalg._streams = chosen
     side.backward(rows)
     gradients = kfac._routes.gradients()
     steps = {}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 BASE = {"errors", "check", "names", "modes", "dynamo"}
 SUBSTRATE = BASE | {"config", "rng", "kernels"}
-BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "kfac"}
+BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "parallel", "kfac"}
 LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
 
 # What each module or folder of unison may import. Among equals (rng, kernels, config) one
@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": SUBSTRATE,
     "capture": SUBSTRATE | {"ops"},
     "clip": SUBSTRATE | {"ops", "capture"},
-    "kfac": SUBSTRATE | {"ops", "capture"},
+    "parallel": SUBSTRATE | {"ops", "capture", "shard"},
+    "kfac": SUBSTRATE | {"ops", "capture", "parallel"},
     "privacy": BELOW_PRIVACY,
     "shard": SUBSTRATE,
     "models": SUBSTRATE,
@@ -52,16 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 # `from unison.data.rows import X`.
 PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 
-# Where privacy or kfac must know who owns parameters, deals batches and writes checkpoints, small
-# files of their own may import it: one per owner, and those that the owners share.
-OWNERS = ("base", "sums", "buckets", "replicated", "units", "fsdp2", "fsdp2_group")
-OWNERS += ("tensor_parallel", "__init__")
-KFAC_OWNERS = ("base", "batches", "exchange", "gather", "messages", "routes", "sums")
-KFAC_OWNERS += ("replicated", "units", "fsdp2", "__init__")
+# Where somebody else must know what batches are dealt, what is sharded and how checkpoints are
+# written, single files may import it.
 ADAPTERS: dict[str, set[str]] = {
-    **{f"unison/privacy/owners/{name}.py": {"shard"} for name in OWNERS},
-    **{f"unison/kfac/owners/{name}.py": {"shard"} for name in KFAC_OWNERS},
-    "unison/kfac/checkpoint.py": {"shard"},
+    "unison/kfac/state.py": {"shard"},
     "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/capture/torch_compile.py": {"shard"},

@@ -151,7 +151,7 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     found["digest"] = None if how == "hsdp" else unison.digest(model)
     found["layers"] = [layer.as_dict() for layer in kfac.layers]
     found["usage"] = kfac.memory_usage()
-    found["calls"] = dict(kfac._owner.ranks.num_calls)
+    found["calls"] = dict(kfac._adapter.ranks.num_calls)
     found["shown"] = repr(kfac)
     compiled = kfac._compiled
     found["compiled"] = compiled and (compiled.refusal, compiled.num_graphs)

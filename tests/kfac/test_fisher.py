@@ -7,7 +7,7 @@ from torch import nn
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.likelihood import LIKELIHOOD, Categorical, drawn_classes
+from unison.kfac.fisher import LIKELIHOOD, CategoricalLikelihood, drawn_classes
 from unison.rng import Key, Stream
 
 STREAM = Stream(Key.from_seed(7), "labels", purpose="kfac")
@@ -41,7 +41,7 @@ def test_many_classes_are_drawn_as_few_are(classes):
     found = drawn_classes(p, u)
     assert torch.equal(found, expected.squeeze(-1).clamp(max=classes - 1))
     z = torch.randn(2, 3, classes)
-    gradient = Categorical().drawn(z, STREAM, 0)
+    gradient = CategoricalLikelihood().drawn(z, STREAM, 0)
     drawn = torch.softmax(z, dim=-1) - gradient
     assert relative(drawn.sum(dim=-1), torch.ones(2, 3)) <= 1e-5
     assert relative(drawn.amax(dim=-1), torch.ones(2, 3)) <= 1e-5

@@ -5,13 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.kfac.common import relative, settings
-from unison.kfac.inverse import (
-    Inverse,
-    NotInvertible,
-    damping_of,
-    invert_diagonal,
-    invert_kronecker,
-)
+from unison.kfac import KFACConfig, NotInvertible
+from unison.kfac.inverse import Inverse, _dampings, _stats_of, invert
 
 FORMS = [
     ("pi", "eigen"),
@@ -20,6 +15,19 @@ FORMS = [
     ("factored", "cholesky"),
     ("joint", "eigen"),
 ]
+
+
+def invert_kronecker(a: Tensor, g: Tensor | None, config: KFACConfig, name: str) -> Inverse:
+    return invert({name: {"a": a} if g is None else {"a": a, "g": g}}, config)[name]
+
+
+def invert_diagonal(diagonal: Tensor, config: KFACConfig, name: str) -> Inverse:
+    return invert({name: {"d": diagonal}}, config)[name]
+
+
+def damping_of(a: Tensor, g: Tensor, config: KFACConfig) -> tuple[float, float]:
+    found = _dampings(_stats_of({"": {"a": a, "g": g}}, config)[""], config)
+    return found["a"], found["g"]
 
 
 def factor(n: int, rank: int | None = None) -> Tensor:

@@ -8,9 +8,8 @@ from torch import nn
 
 import unison
 from tests.kfac.common import CLASSES, loss, relative, settings
-from unison.kfac import KFACConfig, device
-from unison.kfac.precondition import Preconditioner
-from unison.kfac.stacks import Plan
+from unison.kfac import KFACConfig, linalg
+from unison.kfac.precondition import StackedPreconditioner, StackPlan
 
 
 class Alike(nn.Module):
@@ -68,7 +67,7 @@ def gradients_of(model) -> dict:
     ],
 )
 def test_together_is_one_by_one(monkeypatch, changes, is_gpu):
-    monkeypatch.setattr(device, "is_gpu", lambda value: is_gpu)
+    monkeypatch.setattr(linalg, "is_gpu", lambda value: is_gpu)
     model = Alike().double()
     kfac = after_one_step(model, settings(**changes))
     gradients = gradients_of(model)
@@ -76,7 +75,7 @@ def test_together_is_one_by_one(monkeypatch, changes, is_gpu):
     found = []
     for is_together in (True, False):
         graft = copy.deepcopy(kfac._graft)
-        steps = Preconditioner(states, graft).steps(gradients, is_together=is_together)
+        steps = StackedPreconditioner(states, graft).steps(gradients, is_together=is_together)
         assert steps.keys() == gradients.keys()
         found.append(steps)
     for name, step in found[0].items():
@@ -90,7 +89,7 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     kfac = after_one_step(model, settings())
     states = list(kfac._states.values())
     before = kfac.memory_usage()
-    plan = Plan(states, is_together=True)
+    plan = StackPlan(states, is_together=True)
     sizes = {stack.layers[0].name: len(stack.layers) for stack in plan.stacks}
     assert sizes["equal.0.weight"] == 3
     assert sizes["plain.0.weight"] == 2
@@ -108,7 +107,7 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     assert plan.is_of(states, is_together=True)
     assert not plan.is_of(states, is_together=False)
     assert not plan.is_of(states[1:], is_together=True)
-    assert {len(each.layers) for each in Plan(states, is_together=False).stacks} == {1}
+    assert {len(each.layers) for each in StackPlan(states, is_together=False).stacks} == {1}
 
 
 def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
@@ -116,20 +115,20 @@ def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
     kfac = after_one_step(model, settings(graft="sgd"))
     gradients = gradients_of(model)
     states, graft = list(kfac._states.values()), kfac._graft
-    whole = Preconditioner(states, graft).steps(gradients, is_together=True)
+    whole = StackedPreconditioner(states, graft).steps(gradients, is_together=True)
     some = {name: each for name, each in gradients.items() if not name.startswith("equal.1")}
-    found = Preconditioner(states, graft).steps(some, is_together=True)
+    found = StackedPreconditioner(states, graft).steps(some, is_together=True)
     assert found.keys() == some.keys()
     for name, step in found.items():
         assert relative(step, whole[name]) <= 1e-12
 
 
 def test_what_is_not_finite_does_not_outlive_its_step(monkeypatch):
-    monkeypatch.setattr(device, "is_gpu", lambda value: True)  # pads
+    monkeypatch.setattr(linalg, "is_gpu", lambda value: True)  # pads
     model = Alike().double()
     kfac = after_one_step(model, settings(graft="none"))
     gradients = gradients_of(model)
-    steps = Preconditioner(list(kfac._states.values()), kfac._graft)
+    steps = StackedPreconditioner(list(kfac._states.values()), kfac._graft)
     expected = {k: v.clone() for k, v in steps.steps(gradients, is_together=True).items()}
     broken = {name: torch.full_like(each, torch.inf) for name, each in gradients.items()}
     steps.steps(broken, is_together=True)

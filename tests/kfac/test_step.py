@@ -10,8 +10,8 @@ import unison
 from tests.kfac.common import CLASSES, Transformer, flat_gradient, loss, relative, settings
 from unison.errors import BadInput
 from unison.kfac import KFACConfig, NotInvertible
-from unison.kfac.graft import Adam
 from unison.kfac.inverse import Inverse
+from unison.kfac.state import Graft
 
 
 def batches(count: int) -> list:
@@ -100,7 +100,7 @@ def test_without_curvature_the_grafted_optimizer_steps_to_the_bit(graft):
     assert not kfac.wants_statistics
     train(model, kfac, optimizer, batches(6))
     behind = torch.optim.SGD(twin.parameters(), lr=1e-2, weight_decay=0.1)
-    grafted = Adam(config)
+    grafted = Graft(config)
     for x, y in batches(6):
         behind.zero_grad()
         loss(twin(x), y).backward()
@@ -139,7 +139,7 @@ def test_identity_factors_with_sgd_grafted_are_sgd_to_the_bit():
     for state in kfac._states.values():
         m, n = state.layer.d_in, state.layer.d_out
         held = {"a": torch.eye(m), "g": torch.eye(n)}
-        state._inverse = Inverse(held)
+        state.inverse = Inverse(held)
     kfac._last_update = kfac._last_inverse = 10**6  # no more statistics
     model.zero_grad()
     loss(model(x), y).backward()

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput
-from unison.privacy.owners.base import Owned
+from unison.parallel import ShardedParam
 from unison.privacy.param_check import GivenGradients
 
 NAMES = ["a", "b", "c"]
 
 
-def make() -> tuple[dict[str, nn.Parameter], list[Owned]]:
+def make() -> tuple[dict[str, nn.Parameter], list[ShardedParam]]:
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in NAMES}
-    return parameters, [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
+    return parameters, [ShardedParam.whole(name, each) for name, each in parameters.items()]
 
 
-def released(owned: Sequence[Owned]) -> Iterator[tuple[Owned, Tensor]]:
+def released(owned: Sequence[ShardedParam]) -> Iterator[tuple[ShardedParam, Tensor]]:
     """Gradients of ones."""
     return ((each, torch.ones(3)) for each in owned)
 
@@ -86,7 +86,7 @@ def test_gradients_are_not_held():
 
 def test_a_parameter_of_two_parts_gets_both():
     parameter = nn.Parameter(torch.zeros(3))
-    owned = [Owned("a", parameter, (3,), 0, 3), Owned("a", parameter, (3,), 0, 3)]
+    owned = [ShardedParam.whole("a", parameter), ShardedParam.whole("a", parameter)]
     GivenGradients().give(released(owned))
     assert parameter.grad is not None
     assert (parameter.grad == 2).all()

@@ -11,11 +11,11 @@ from torch import nn
 
 from tests.harness import assert_same_bits
 from unison.kernels import many
+from unison.parallel import ShardedParam
 from unison.privacy import noise as noises
 from unison.privacy.cut import Cut
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import GradientReleaser, ReleaseTerms, Shares
-from unison.privacy.owners.base import Owned
 from unison.privacy.sampling import Poisson
 from unison.rng import Key
 
@@ -32,7 +32,7 @@ WITHOUT_NOISE = Release(
 class Alone:
     """As much of an owner as releasing needs, if it has no sums."""
 
-    owned: list[Owned]
+    params: list[ShardedParam]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -40,7 +40,7 @@ class Alone:
 def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtype):
     """Also where no kernel takes them: one sample's would have the shape of a sum."""
     parameter, unused = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3))
-    owner: Any = Alone([Owned("w", parameter, (4, 2), 0, 8), Owned("v", unused, (3,), 0, 3)])
+    owner: Any = Alone([ShardedParam.whole("w", parameter), ShardedParam.whole("v", unused)])
     values = torch.randn(num_samples, 4, 2).to(dtype)
     weights = torch.rand(num_samples, dtype=torch.float64) / 2
     terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 8.0, num_samples)
@@ -92,7 +92,7 @@ def test_what_kernels_know_of_gradients(shapes):
 def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
     """A module that is cast while it is trained has gradients of its new dtype."""
     linear = nn.Linear(4, 2)
-    owned = [Owned(n, p, tuple(p.shape), 0, p.numel()) for n, p in linear.named_parameters()]
+    owned = [ShardedParam.whole(n, p) for n, p in linear.named_parameters()]
     releasing = GradientReleaser(cast(Any, Alone(owned)))
     terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     one = torch.ones(1, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_weights_of_sums_and_of_samples_fill_a_table():
 
 def test_every_parameter_gets_its_own_whatever_the_order():
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("b", "c", "a")}
-    owned = [Owned(name, each, (3,), 0, 3) for name, each in parameters.items()]
+    owned = [ShardedParam.whole(name, each) for name, each in parameters.items()]
     one = torch.ones(1, dtype=torch.float64)
     values = [torch.full((1, 3), float(i)) for i in range(3)]
     own = dict(zip("abc", [(value, one) for value in values], strict=True))

@@ -14,7 +14,7 @@ from unison.kfac import KFACConfig
 from unison.kfac.config import DAMPING_FORMS as KNOWN_DAMPING_FORMS
 from unison.kfac.config import FISHERS as KNOWN_FISHERS
 from unison.kfac.config import GRAFTS as KNOWN_GRAFTS
-from unison.kfac.sample import MOST_EXACT as KNOWN_MOST_EXACT
+from unison.kfac.fisher import MOST_EXACT as KNOWN_MOST_EXACT
 from unison.train import TrainResult, resumed_config, run_on_local_ranks, train
 from unison.train.checkpoint import check_hash, read_state, write_state
 from unison.train.loop import MOST_EXACT, check_before_launch

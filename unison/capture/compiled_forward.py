@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from unison.shard.dtensors import fsdp2_modules
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
 from unison.shard.unit import unit_of, units_of
+
+T = TypeVar("T")
 
 
 class CompiledForward:
@@ -348,6 +350,39 @@ class CapturedPasses:
         finally:
             self.is_trying = False
         self._refuse(first or _NO_BLOCKS)
+
+    def _compare(
+        self,
+        run: Callable[[], T],
+        difference: Callable[[T], str | None],
+        *,
+        skips_inner: bool = False,
+    ) -> str | None:
+        """Why compiled passes are not what they should be, on all ranks or on none.
+
+        What the user's backend makes may round differently, by more than is right to ask, or draw
+        other masks of dropout: then the same graphs are compared in the kernels of an eager pass.
+
+        Args:
+            run: Runs a compiled pass, and returns what came out of it.
+            difference: Says why that is not what it should be; None if it is.
+            skips_inner: Whether the kernels of an eager pass are all that is compared.
+        """
+        eager = torch._dynamo.lookup_backend("aot_eager")
+        reason: str | None = None
+        for backend in [eager] if skips_inner else [self._inner, eager]:
+            has_failed = False
+            try:
+                with self._compiling_by(backend):
+                    reason = difference(run())
+            except Exception as error:  # of compiled code, or of a checkpoint around it
+                reason, has_failed = reason_of(error), True
+            # All ranks run the module again, or none does: its passes may be collectives.
+            if not self._agree(reason is not None):
+                return None
+            if self._agree(has_failed):
+                break
+        return reason or "it is not the same on another rank"
 
     def _refuse(self, reason: str) -> None:
         """Let the module run as it is from now on, and say why."""

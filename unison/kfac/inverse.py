@@ -1,4 +1,4 @@
-"""Inverses of damped curvature, as what is needed to multiply with them (multiply.py).
+"""Inverses of damped curvature, as what is needed to multiply with them.
 
 | held | damped | applied to Y [d_out, d_in] |
 |---|---|---|
@@ -16,202 +16,245 @@ growing jitter; what is left raises with the layer, the smallest eigenvalue and 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import Diverged
-from unison.kfac import device
-from unison.kfac.blocks import inverses_of_positive
-from unison.kfac.cholesky import (
-    full_float32,
-    inverse_of_positive,
-    largest_elements,
-    side_by_side,
-)
+from unison.kfac import linalg
 from unison.kfac.config import KFACConfig
-from unison.kfac.multiply import Inverse
 
 FIRST_JITTER, MOST_JITTERS = 1e-10, 6  # of the largest diagonal entry; each 10 times the last
+
+Factors = Mapping[str, Tensor]
+"""A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`."""
 
 
 class NotInvertible(Diverged):
     """A layer's curvature has no inverse; the message names the layer and the remedy."""
 
 
+class Inverse:
+    """What to multiply a layer's gradient [d_out, d_in] with.
+
+    Args:
+        tensors: `a` and `g` (inverses), or `q_a`, `q_g` and `scale` (eigenvectors), or `scale`
+            alone (diagonal). Without `g` or `q_g` the identity is meant.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._held = dict(tensors)
+        self._d_in = 0
+        if "a" in tensors:
+            self._d_in = len(tensors["a"])
+            self._held["a"] = _aligned(tensors["a"])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it was made of."""
+        if "a" not in self._held:
+            return dict(self._held)
+        return {**self._held, "a": self._held["a"][..., : self._d_in, : self._d_in]}
+
+    @property
+    def width(self) -> int | None:
+        """Columns that products like best, zeros in those after d_in; None for any."""
+        return self._held["a"].shape[-1] if "a" in self._held else None
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether it multiplies entry by entry."""
+        return self._held.keys() == {"scale"}
+
+    @property
+    def shapes(self) -> tuple[tuple[str, torch.Size], ...]:
+        """Of what it holds: inverses of equal shapes can be `stacked`."""
+        return tuple((key, value.shape) for key, value in self._held.items())
+
+    def apply(self, y: Tensor) -> Tensor:
+        """Precondition a gradient [..., d_out, d_in or `width`], or as many as are stacked."""
+        return self.apply_parts(y, [y.shape[-1]])[0]
+
+    def apply_parts(self, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
+        """The same, some columns after others, each part contiguous where that costs nothing.
+
+        Args:
+            y: The gradient, or as many as inverses are stacked.
+            columns: How many each part has; others that are left at the end are left out.
+        """
+        held = self._held
+        if "a" not in held:
+            return _parts(self._by_eigen(y) if "q_a" in held else y * held["scale"], columns)
+        # As A⁻¹Y', transposed: both are symmetric, and so both products have the sum over the
+        # contiguous dimension of both sides, the one layout that is fast in TF32.
+        n = y.shape[-1]
+        parts = _parts(torch.matmul(held["a"][..., :n, :n], y.mT).mT, columns)
+        return [torch.matmul(held["g"], part) for part in parts] if "g" in held else parts
+
+    def _by_eigen(self, y: Tensor) -> Tensor:
+        held = self._held
+        y = y @ held["q_a"]
+        if "q_g" in held:
+            y = held["q_g"] @ ((held["q_g"].mT @ y) * held["scale"])
+        else:
+            y = y * held["scale"]
+        return y @ held["q_a"].mT
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(iter(self._held.values())).device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(value.nbytes for value in self._held.values())
+
+
+def stacked(inverses: Sequence[Inverse]) -> Inverse:
+    """One inverse for as many gradients, of equal shapes; each is a view of it afterwards."""
+    whole = copy(inverses[0])
+    whole._held = {}
+    for key, first in inverses[0]._held.items():
+        # One side after the other: only one is there twice.
+        values = [each._held[key] for each in inverses]
+        value = torch.stack(values) if len(values) > 1 else first.unsqueeze(0)
+        for place, each in enumerate(inverses):
+            each._held[key] = value[place]
+        whole._held[key] = value
+    return whole
+
+
+def _parts(y: Tensor, columns: Sequence[int]) -> list[Tensor]:
+    return list(y[..., : sum(columns)].split(list(columns), dim=-1))
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """With rows and columns of zeros where that is faster: the bias's makes most sizes odd."""
+    extra = linalg.padding_of(len(matrix), matrix)
+    return F.pad(matrix, (0, extra, 0, extra)) if extra else matrix
+
+
 # --- many layers ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Curvature:
-    """What is to be inverted.
-
-    Attributes:
-        name: The layer's, for errors.
-        factors: A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
-    """
-
-    name: str
-    factors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Facts:
+class FactorStats(NamedTuple):
     """What must be known of a factor before it is inverted.
 
     Attributes:
-        is_finite: Whether all of its elements are.
+        size: Of its largest element; finite only if all are.
         mean: Of its diagonal; of all elements of a diagonal.
         smallest: Element of a diagonal; 0 for a matrix.
         largest: Element of a diagonal; an upper bound of a matrix's eigenvalues, 0 where no
             condition number is bounded.
     """
 
-    is_finite: bool
+    size: float
     mean: float
     smallest: float
     largest: float
 
 
 def invert(
-    curvatures: Sequence[Curvature], config: KFACConfig, *, is_together: bool = False
-) -> list[Inverse]:
+    curvatures: Mapping[str, Factors], config: KFACConfig, *, is_together: bool = False
+) -> dict[str, Inverse]:
     """Invert the damped curvature of many layers; a GPU is waited for twice.
 
     Args:
-        curvatures: Of layers.
+        curvatures: The factors of layers, by the layer's name.
         config: Form and size of the damping, and the way to invert.
-        is_together: Whether factors of one size may be inverted together; see stacks.py.
+        is_together: Whether factors of one size may be inverted together; see
+            [Note: who goes together] in precondition.py.
 
     Raises:
         NotInvertible: Naming a layer, the smallest eigenvalue and the remedy.
     """
-    facts = _facts_of(curvatures, config)
-    found: dict[int, Inverse] = {}
+    found: dict[str, Inverse] = {}
     jobs: list[_Job] = []
-    for place, (each, known) in enumerate(zip(curvatures, facts, strict=True)):
-        _refuse_not_finite(each, known)
-        if "d" in each.factors:
-            found[place] = _of_diagonal(each, known["d"], config)
+    for name, stats in _stats_of(curvatures, config).items():
+        factors = curvatures[name]
+        _refuse_not_finite(name, stats)
+        if "d" in factors:
+            found[name] = _of_diagonal(name, factors["d"], stats["d"], config)
             continue
-        dampings = _dampings(known, config)
+        dampings = _dampings(stats, config)
         if config.uses_eigen:
-            found[place] = _by_eigen(each, dampings, config)
+            found[name] = _by_eigen(name, factors, dampings, config)
             continue
-        for side, factor in each.factors.items():
-            least = _least_damping(known[side].largest, config)
-            jobs.append(_Job(place, side, each.name, factor, max(dampings[side], least)))
-    sides: dict[int, dict[str, Tensor]] = {}
+        for side, factor in factors.items():
+            least = _least_damping(stats[side].largest, config)
+            jobs.append(_Job(name, side, factor, max(dampings[side], least)))
+    sides: dict[str, dict[str, Tensor]] = {}
     for job, inverse in zip(jobs, _by_cholesky(jobs, is_together=is_together), strict=True):
-        sides.setdefault(job.place, {})[job.side] = inverse
-    found |= {place: Inverse(tensors) for place, tensors in sides.items()}
-    return [found[place] for place in range(len(curvatures))]
+        sides.setdefault(job.name, {})[job.side] = inverse
+    return found | {name: Inverse(tensors) for name, tensors in sides.items()}
 
 
-def invert_kronecker(a: Tensor, g: Tensor | None, config: KFACConfig, name: str) -> Inverse:
-    """The inverse of one layer's G ⊗ A, damped; without G the identity stands in its place.
-
-    Args:
-        a: A [d_in, d_in].
-        g: G [d_out, d_out]; None for the identity.
-        config: Form and size of the damping, and the way to invert.
-        name: The layer's, for errors.
-
-    Raises:
-        NotInvertible: Naming the layer, the smallest eigenvalue and the remedy.
-    """
-    return invert([Curvature(name, {"a": a} if g is None else {"a": a, "g": g})], config)[0]
-
-
-def invert_diagonal(diagonal: Tensor, config: KFACConfig, name: str) -> Inverse:
-    """The inverse of one layer's damped diagonal, of any shape.
-
-    Raises:
-        NotInvertible: Naming the layer.
-    """
-    return invert([Curvature(name, {"d": diagonal})], config)[0]
+def _stats_of(
+    curvatures: Mapping[str, Factors], config: KFACConfig
+) -> dict[str, dict[str, FactorStats]]:
+    """What is known of all factors, by layer and side; a GPU is waited for once."""
+    all_sides = [(side, each) for own in curvatures.values() for side, each in own.items()]
+    if not all_sides:
+        return {name: {} for name in curvatures}
+    zero = all_sides[0][1].new_zeros(())
+    columns = [
+        linalg.largest_elements([factor for _, factor in all_sides]),
+        [(factor if side == "d" else factor.diagonal()).mean() for side, factor in all_sides],
+        [factor.min() if side == "d" and factor.numel() else zero for side, factor in all_sides],
+        [_largest(side, factor, zero, config) for side, factor in all_sides],
+    ]
+    rows = iter(torch.stack([torch.stack(each) for each in columns], dim=1).tolist())
+    return {
+        name: {side: FactorStats(*next(rows)) for side in factors}
+        for name, factors in curvatures.items()
+    }
 
 
-def _facts_of(curvatures: Sequence[Curvature], config: KFACConfig) -> list[dict[str, Facts]]:
-    """Facts of all factors, by layer and side; a GPU is waited for once."""
-    sides = [(side, factor) for each in curvatures for side, factor in each.factors.items()]
-    if not sides:
-        return [{} for _ in curvatures]
-    factors = [factor for _, factor in sides]
-    zero = factors[0].new_zeros(())
-    bounds = [_bounds(side, factor, zero, config) for side, factor in sides]
-    columns = (
-        largest_elements(factors),
-        [(factor if side == "d" else factor.diagonal()).mean() for side, factor in sides],
-        [smallest for smallest, _ in bounds],
-        [largest for _, largest in bounds],
-    )
-    rows = iter(torch.stack([torch.stack(list(each)) for each in columns], dim=1).tolist())
-    found = []
-    for each in curvatures:
-        of_layer = {}
-        for side in each.factors:
-            largest_element, *others = next(rows)
-            of_layer[side] = Facts(math.isfinite(largest_element), *others)
-        found.append(of_layer)
-    return found
+def _largest(side: str, factor: Tensor, zero: Tensor, config: KFACConfig) -> Tensor:  # []
+    """`largest` of `FactorStats`, still on the device."""
+    if factor.numel() == 0:
+        return zero
+    if side == "d":
+        return factor.max()
+    return zero if config.max_condition_number is None else factor.abs().sum(dim=1).max()
 
 
-def _bounds(
-    side: str, factor: Tensor, zero: Tensor, config: KFACConfig
-) -> tuple[Tensor, Tensor]:  # [], []
-    """`smallest` and `largest` of `Facts`, still on the device."""
-    if side == "d" and factor.numel():
-        smallest, largest = torch.aminmax(factor)
-        return smallest, largest
-    if config.max_condition_number is not None and factor.numel():
-        return zero, factor.abs().sum(dim=1).max()
-    return zero, zero
-
-
-def _refuse_not_finite(each: Curvature, known: Mapping[str, Facts]) -> None:
-    for side, facts in known.items():
-        if facts.is_finite:
+def _refuse_not_finite(name: str, stats: Mapping[str, FactorStats]) -> None:
+    for side, known in stats.items():
+        if math.isfinite(known.size):
             continue
         if side == "d":
             raise NotInvertible(
-                f"the diagonal of {each.name!r} holds values that are not finite: gradients "
+                f"the diagonal of {name!r} holds values that are not finite: gradients "
                 "overflowed. Lower the learning rate, or compute in a wider dtype"
             )
         raise NotInvertible(
-            f"{side.upper()} of {each.name!r} holds values that are not finite: the activations or "
-            "the gradients of its last update overflowed. Lower the learning rate, or compute in a "
+            f"{side.upper()} of {name!r} holds values that are not finite: the activations or the "
+            "gradients of its last update overflowed. Lower the learning rate, or compute in a "
             "wider dtype"
         )
 
 
-def _of_diagonal(each: Curvature, known: Facts, config: KFACConfig) -> Inverse:
-    damped = each.factors["d"] + config.joint_damping
+def _of_diagonal(name: str, diagonal: Tensor, known: FactorStats, config: KFACConfig) -> Inverse:
+    damped = diagonal + config.joint_damping
     smallest = known.smallest + config.joint_damping
     if config.max_condition_number is not None:
         least = (known.largest + config.joint_damping) / config.max_condition_number
         damped, smallest = damped.clamp(min=least), max(smallest, least)
     if not smallest > 0:
-        raise NotInvertible(_not_positive(f"the diagonal of {each.name!r}", smallest))
+        raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest))
     return Inverse({"scale": damped.reciprocal()})
 
 
 # --- damping --------------------------------------------------------------------------------------
 
 
-def damping_of(a: Tensor, g: Tensor | None, config: KFACConfig) -> tuple[float, float]:
-    """What is added to the diagonals of A and of G.
-
-    Without G, λ alone is added to A.
-    """
-    curvature = Curvature("", {"a": a} if g is None else {"a": a, "g": g})
-    found = _dampings(_facts_of([curvature], config)[0], config)
-    return found["a"], found["g"]
-
-
-def _dampings(known: Mapping[str, Facts], config: KFACConfig) -> dict[str, float]:
+def _dampings(known: Mapping[str, FactorStats], config: KFACConfig) -> dict[str, float]:
     if "g" not in known:
         return {"a": config.joint_damping, "g": 0.0}
     on_a, on_g = config.dampings
@@ -232,8 +275,9 @@ def _least_damping(largest: float, config: KFACConfig) -> float:
 # --- eigenvectors ---------------------------------------------------------------------------------
 
 
-def _by_eigen(each: Curvature, dampings: Mapping[str, float], config: KFACConfig) -> Inverse:
-    factors, name = each.factors, each.name
+def _by_eigen(
+    name: str, factors: Factors, dampings: Mapping[str, float], config: KFACConfig
+) -> Inverse:
     values, vectors = {}, {}
     for side, factor in factors.items():
         values[side], vectors[side] = _eigen(factor, side, name)
@@ -276,13 +320,11 @@ def _eigen(factor: Tensor, side: str, name: str) -> tuple[Tensor, Tensor]:
 # --- Cholesky -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One factor of a layer, and what is added to its diagonal."""
 
-    place: int
-    side: str
     name: str
+    side: str
     factor: Tensor
     damping: float
 
@@ -293,13 +335,13 @@ def _by_cholesky(jobs: Sequence[_Job], *, is_together: bool) -> list[Tensor]:
         return []
     groups: dict[object, list[int]] = {}
     for number, job in enumerate(jobs):
-        goes_along = is_together and device.is_gpu(job.factor) and len(job.factor) > 0
+        goes_along = is_together and linalg.is_gpu(job.factor) and len(job.factor) > 0
         groups.setdefault(len(job.factor) if goes_along else (number,), []).append(number)
     # The largest first: small ones fill what is idle at the end.
     places = sorted(groups.values(), key=lambda own: -len(jobs[own[0]].factor))
-    with full_float32():
+    with linalg.full_float32():
         tries = [partial(_try_all, [jobs[number] for number in own]) for own in places]
-        found = side_by_side(tries, jobs[0].factor.device)
+        found = linalg.side_by_side(tries, jobs[0].factor.device)
         is_inverted = torch.cat([is_right for _, is_right in found]).tolist()
         order = [number for own in places for number in own]
         inverses = [each for of_group, _ in found for each in of_group]
@@ -315,7 +357,7 @@ def _try_all(jobs: Sequence[_Job]) -> tuple[Sequence[Tensor], Tensor]:
     if len(jobs) == 1:
         inverse, is_right = _try(jobs[0])
         return [inverse], is_right.reshape(1)
-    inverses, is_right = inverses_of_positive(
+    inverses, is_right = linalg.inverses_of_positive(
         [job.factor for job in jobs], [job.damping for job in jobs]
     )
     # Copies, since layers keep them: one of them must not keep all the others.
@@ -326,7 +368,7 @@ def _try(job: _Job, dtype: torch.dtype | None = None, jitter: float = 0.0) -> tu
     """An inverse, and whether it is one."""
     damped = job.factor.to(dtype or job.factor.dtype, copy=True)
     damped.diagonal().add_(job.damping + jitter)
-    inverse, is_right = inverse_of_positive(damped)
+    inverse, is_right = linalg.inverse_of_positive(damped)
     return inverse.to(job.factor.dtype), is_right
 
 

@@ -14,37 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unison.capture.parts import is_in_parts
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.dynamo import DynamoBackend
-from unison.errors import BadInput
-from unison.kfac.assignment import Assignment, assign
-from unison.kfac.checkpoint import (
+from unison.errors import BadInput, UnsupportedOperation
+from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
+from unison.kfac.factors import vector_size
+from unison.kfac.fisher import Sampled, refuse_missing
+from unison.kfac.layers import Assignment, Layer, Method, assign, cost, without_curvature
+from unison.kfac.passes import Collector, CompiledStatistics, Pass, PassRecorder, refuse_private
+from unison.kfac.phases import phase
+from unison.kfac.precondition import Routes, StackedPreconditioner
+from unison.kfac.state import (
+    Graft,
+    LayerState,
+    counts_of,
     gathered_state,
+    invert_layers,
     load_into,
     open_layers,
     read_layers,
     save_layers,
-    with_prefix,
 )
-from unison.kfac.collect import Collector, kinds_of
-from unison.kfac.compiled import CompiledStatistics
-from unison.kfac.config import Every, KFACConfig
-from unison.kfac.graft import graft_of
-from unison.kfac.inverse import NotInvertible
-from unison.kfac.layers import Layer, cost, unfactored
-from unison.kfac.optimizers import refuse_adaptive, watch_optimizers
-from unison.kfac.owners import owner_of
-from unison.kfac.owners.gather import value_from
-from unison.kfac.owners.messages import first_message, largest, summed
-from unison.kfac.owners.routes import Routes
-from unison.kfac.owners.sums import FactorSums
-from unison.kfac.packing import Packing
-from unison.kfac.passes import Pass, Watch, asker, refuse_private
-from unison.kfac.phases import phase
-from unison.kfac.precondition import Preconditioner, products_of
-from unison.kfac.sample import Keep, Sampled, what_is_missing
-from unison.kfac.state import LayerState, counts_of, invert_layers
-from unison.kfac.view import table
+from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of
+from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
 
 
 class KFAC:
@@ -103,23 +96,27 @@ class KFAC:
                 "optimizer: KFAC(module, config, optimizer)"
             )
         self._module, self._optimizer = module, optimizer
-        self._owner = owner_of(module)
-        if not self._owner.held:
+        self._adapter = _adapter_of(module)
+        if not self._adapter.params:
             raise BadInput(f"{type(module).__name__} has no parameters to train")
-        self._device = self._owner.device
-        self._shapes = {each.name: each.shape for each in self._owner.held}
+        self._device = self._adapter.device
+        self._shapes = {each.name: each.shape for each in self._adapter.params}
         self.layers: list[Layer] = []
         self.num_steps = 0
         self._last_update: int | None = None
         self._last_inverse: int | None = None
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
-        self._collector = Collector(self._owner, config)
+        self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
-        self._graft = graft_of(config)
-        self._watch = Watch(module, self._owner, asker(self))
-        handle = watch_optimizers([each.parameter for each in self._owner.held], config.graft)
+        self._graft = Graft(config)
+        # The module has hooks that ask; they must not keep this object.
+        own = weakref.ref(self)
+        self._recorder = PassRecorder(
+            module, self._adapter, lambda: (kfac := own()) is not None and kfac.wants_statistics
+        )
+        handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
 
     # --- statistics ------------------------------------------------------------------------------
@@ -151,16 +148,21 @@ class KFAC:
         Raises:
             BadInput: If there was no forward pass, or the logits are of another one.
         """
-        if self._watch.current is None:
+        if self._recorder.current is None:
             why = "the module has not run since" if self.wants_statistics else "it is not due"
             raise BadInput(
                 f"no forward pass to draw labels for ({why}); call the module, then "
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
-        keep = Keep(
-            self._watch.current, logits, mask, self.config, self.num_steps, divisor, self._passes
+        return Sampled(
+            self._recorder.current,
+            logits,
+            mask,
+            self.config,
+            self.num_steps,
+            divisor,
+            self._passes,
         )
-        return Sampled(keep)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class KFAC:
             self._update()
             self._precondition()
         self.num_steps += 1
-        self._watch.forget()
+        self._recorder.forget()
 
     def _update(self) -> None:
         """Factors and inverses, where they are due."""
@@ -193,7 +195,7 @@ class KFAC:
             self._invert()
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
-            self._take_layers(unfactored(self._shapes, "policy"))
+            self._take_layers(without_curvature(self._shapes, self.config))
 
     def _precondition(self) -> None:
         with phase("gradients"):
@@ -209,63 +211,60 @@ class KFAC:
     ) -> None:
         """Shorten the step where its predicted change is too large; a collective."""
         assert self._optimizer is not None
-        counted = {i: state.layer for i, state in self._states.items() if self._is_first_owner(i)}
-        products = products_of(counted, len(self.layers), steps, gradients, self._device)
+        products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        for index, layer in enumerate(self.layers):
+            for name in layer.parameters if self._is_first_owner(index) else ():
+                if name in steps:
+                    step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
+                    products[index] += step.double() @ gradient.double()
         # Each product has one owner, all others add 0.0: exact, and then added in order.
         rate = max(group["lr"] for group in self._optimizer.param_groups)
-        change = rate**2 * sum(summed(self._owner.ranks, products).tolist())
+        change = rate**2 * sum(self._adapter.ranks.sum_(products).tolist())
         if change > bound:
             for step in steps.values():
                 step.mul_((bound / change) ** 0.5)
 
     def _update_factors(self) -> None:
-        ranks = self._owner.ranks
-        missing = first_message(ranks, what_is_missing(self._passes), self._device)
-        if missing:
-            self._passes.clear()
-            raise BadInput(f"step {self.num_steps} updates the factors, and {missing}")
+        ranks = self._adapter.ranks
         passes, self._passes = self._passes, []
-        self._watch.is_paused = True
+        together(ranks, lambda: refuse_missing(passes, self.num_steps))
+        self._recorder.is_paused = True
         try:
             with ExitStack() as undo:
-                backend = uncompile(self._module, undo) or self._watch.backend
+                backend = uncompile(self._module, undo) or self._recorder.backend
                 num_parts = sum(len(each.parts) for each in passes)
                 most, is_plain = largest(ranks, self._device, num_parts, int(backend is None))
-                undo.enter_context(self._owner.observing())
+                undo.enter_context(self._adapter.observing())
                 if not self.layers:
-                    layers = [each.as_dict() for each in self._collector.find_layers(passes[0])]
-                    layers = value_from(ranks, 0, layers)
-                    self._take_layers([Layer.from_dict(each) for each in layers])
+                    found = self._collector.find_layers(passes[0])
+                    self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
-                packing = Packing(is_folded=not self._is_together)
                 has_g = self.config.fisher != "forward"
-                sizes = [each.vector_size(has_g=has_g, packing=packing) for each in self.layers]
-                sums = FactorSums(sizes, self._assignment, ranks, like, edges)
+                sizes = [vector_size(each, has_g=has_g) for each in self.layers]
+                sums = OwnerSums(sizes, self._assignment.owners, ranks, like, edges)
                 compiled = None
                 if backend is not None and not is_plain:  # on any rank
                     compiled = self._compiled_by(backend)
-                    undo.enter_context(compiled.attached(kinds_of(passes)))
+                    undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    for each in self._collector.run(
-                        passes, self.layers, most, like, packing, compiled
-                    ):
+                    for each in self._collector.run(passes, self.layers, most, like, compiled):
                         sums.take(*each)
         finally:
-            self._watch.is_paused = False
+            self._recorder.is_paused = False
         with phase("factors"):
             totals = sums.finish()
             counts = counts_of(totals.values())
             for (index, total), own in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, *own, packing)
+                self._states[index].update(total, *own)
         self._last_update = self.num_steps
 
     def _compiled_by(self, backend: DynamoBackend) -> CompiledStatistics:
         """What compiles passes for statistics with the user's backend."""
-        known, ranks, device = self._compiled, self._owner.ranks, self._device
+        known, ranks, device = self._compiled, self._adapter.ranks, self._device
         if known is None or known.settings != (backend, self._is_ordered):
             known = self._compiled = CompiledStatistics(
-                self._owner.module,
+                self._adapter.module,
                 backend,
                 is_granular=self._is_ordered,
                 agree=lambda is_so: bool(largest(ranks, device, int(is_so))[0]),
@@ -275,38 +274,35 @@ class KFAC:
 
     def _invert(self) -> None:
         """Invert this rank's layers; what fails on one rank raises on all, with the same words."""
-        message = ""
-        try:
-            with phase("inverses"):
-                invert_layers(self._states.values(), self.config, is_together=self._is_together)
-        except NotInvertible as error:
-            message = str(error)
-        found = first_message(self._owner.ranks, message, self._device)
-        if found:
-            raise NotInvertible(found)
+        states, is_together = self._states.values(), self._is_together
+        with phase("inverses"):
+            together(
+                self._adapter.ranks,
+                lambda: invert_layers(states, self.config, is_together=is_together),
+            )
         self._last_inverse = self.num_steps
 
     # --- layers and their owners -----------------------------------------------------------------
 
     def _take_layers(self, layers: list[Layer]) -> None:
         self.layers = layers
-        ranks = self._owner.ranks
+        ranks = self._adapter.ranks
         costs = [cost(layer) for layer in layers]
         self._assignment: Assignment = assign(costs, ranks.size, self.config.owner_fraction)
-        self._routes = Routes(self._owner, layers, self._assignment)
+        self._routes = Routes(self._adapter, layers, self._assignment)
         self._states = {
-            index: LayerState(layer, self.config)
+            index: LayerState(layer, self.config, self._graft)
             for index, layer in enumerate(layers)
             if self._assignment.owns(ranks.rank, index)
         }
-        self._preconditioner = Preconditioner(self._states.values(), self._graft)
+        self._preconditioner = StackedPreconditioner(self._states.values(), self._graft)
 
     @property
-    def _is_together(self) -> bool:  # layers of equal shape are; see stacks.py
-        return self._owner.ranks.size == 1 and not self._is_ordered
+    def _is_together(self) -> bool:  # layers of equal shape are; see precondition.py
+        return self._adapter.ranks.size == 1 and not self._is_ordered
 
     def _is_first_owner(self, index: int) -> bool:
-        return self._assignment.owners[index][0] == self._owner.ranks.rank
+        return self._assignment.owners[index][0] == self._adapter.ranks.rank
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -317,27 +313,15 @@ class KFAC:
     def memory_usage(self) -> dict[str, int]:
         """Bytes that this rank holds: factors, inverses, grafting, and all together."""
         totals = {"factors": 0, "inverses": 0, "grafting": 0}
-        for of_layer in self._bytes().values():
-            for what, count in of_layer.items():
+        for state in self._states.values():
+            for what, count in state.nbytes.items():
                 totals[what] += count
         return {**totals, "total": sum(totals.values())}
-
-    def _bytes(self) -> dict[int, dict[str, int]]:
-        """Bytes of each layer that this rank owns, by what for."""
-        return {
-            index: {
-                **state.nbytes,
-                "grafting": sum(
-                    value.nbytes for value in self._graft.tensors(state.layer.parameters).values()
-                ),
-            }
-            for index, state in self._states.items()
-        }
 
     def __repr__(self) -> str:
         if not self.layers:
             return f"KFAC({self.config}; layers are found at the first step)"
-        return table(self.layers, self._assignment, self._bytes(), self.memory_usage())
+        return _table(self.layers, self._assignment, self._states, self.memory_usage())
 
     # --- storage ---------------------------------------------------------------------------------
 
@@ -349,7 +333,9 @@ class KFAC:
         """
         layers: list[dict[str, Any]] = []
         if self.layers:
-            layers = gathered_state(self.layers, self._assignment, self._own(), self._owner.ranks)
+            layers = gathered_state(
+                self.layers, self._assignment.owners, self._states, self._adapter.ranks
+            )
         return {**self._progress(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -359,7 +345,7 @@ class KFAC:
             BadInput: If it is of another model.
         """
         self._take_stored([each["layer"] for each in state["layers"]])
-        load_into(self._states, self._graft, dict(enumerate(state["layers"])), self._routes.like)
+        load_into(self._states, dict(enumerate(state["layers"])), self._routes.like)
         self._go_on(state)
 
     def save(self, folder: str | Path) -> None:
@@ -372,9 +358,9 @@ class KFAC:
             BadInput: On every rank, if something else has the name.
             CheckpointFailed: On every rank, if any could not write.
         """
-        first = {i: tensors for i, tensors in self._own().items() if self._is_first_owner(i)}
+        first = [state for i, state in self._states.items() if self._is_first_owner(i)]
         extra = {**self._progress(), "layers": [each.as_dict() for each in self.layers]}
-        save_layers(Path(folder), self.layers, first, extra, self._owner.ranks)
+        save_layers(Path(folder), first, extra, self._adapter.ranks)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote on any number of ranks, each reads its layers; a collective.
@@ -383,20 +369,13 @@ class KFAC:
             BadInput: On every rank, if it is damaged or of another model.
             CheckpointFailed: On every rank, if any could not read.
         """
-        manifest = open_layers(Path(folder), self._owner.ranks)
+        manifest = open_layers(Path(folder), self._adapter.ranks)
         self._take_stored(manifest.extra["layers"])
         found = read_layers(
-            Path(folder), manifest, self._states, self._routes.like, self._owner.ranks
+            Path(folder), manifest, self._states, self._routes.like, self._adapter.ranks
         )
-        load_into(self._states, self._graft, found, self._routes.like)
+        load_into(self._states, found, self._routes.like)
         self._go_on(manifest.extra)
-
-    def _own(self) -> dict[int, dict[str, Tensor]]:
-        """What is stored of the layers that this rank owns."""
-        return {
-            index: state.tensors() | with_prefix(self._graft.tensors(state.layer.parameters))
-            for index, state in self._states.items()
-        }
 
     def _progress(self) -> dict[str, int | None]:
         return {
@@ -412,7 +391,7 @@ class KFAC:
         if layers and names != set(self._shapes):
             missing = sorted(set(self._shapes) ^ names)[:3]
             raise BadInput(f"the state is of another model: {missing} are not in both")
-        self._graft = graft_of(self.config)
+        self._graft = Graft(self.config)
         self._take_layers(layers)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
@@ -420,9 +399,79 @@ class KFAC:
         self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
         self._is_ordered = bool(state.get("is_ordered", True))
         self._passes.clear()
-        self._watch.forget()
+        self._recorder.forget()
 
     def detach(self) -> None:
         """Leave the module as it was."""
-        self._watch.detach()
+        self._recorder.detach()
         self._unwatch()
+
+
+def _adapter_of(module: nn.Module) -> ParallelAdapter:
+    """Return the adapter of a module.
+
+    Raises:
+        UnsupportedOperation: If its parameters are spread in a way that K-FAC does not know.
+    """
+    if adapter_class(module) is TensorParallel:
+        name = next(name for name, each in module.named_parameters() if is_in_parts(each))
+        raise UnsupportedOperation(
+            f"{name} is cut for tensor parallelism, which K-FAC does not know yet; leave the "
+            "module out of the parallel plan, or shard it with unison.fully_shard"
+        )
+    adapter = adapter_of(module)
+    adapter.params = [each for each in adapter.params if each.parameter.requires_grad]
+    return adapter
+
+
+# --- how it shows itself --------------------------------------------------------------------------
+
+
+def _table(
+    layers: Sequence[Layer],
+    assignment: Assignment,
+    states: Mapping[int, LayerState],
+    usage: Mapping[str, int],
+) -> str:
+    """Method, size, owners and bytes of every layer.
+
+    Args:
+        layers: All layers.
+        assignment: Who owns them.
+        states: Of those that this rank owns.
+        usage: Bytes that it holds of all of them, by what for.
+    """
+    rows = [("layer", "method", "size", "owner", "bytes here", "")]
+    for index, layer in enumerate(layers):
+        own = assignment.owners[index]
+        whose = "all" if len(own) == assignment.num_ranks else ", ".join(map(str, sorted(own)))
+        size = _size(sum(states[index].nbytes.values())) if index in states else "-"
+        name = layer.name if layer.bias is None else f"{layer.name} + bias"
+        rows.append((name, layer.method.value, _sides(layer), whose, size, layer.why))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]
+        ).rstrip()
+        for row in rows
+    ]
+    total = ", ".join(f"{what} {_size(count)}" for what, count in usage.items())
+    return "\n".join(["KFAC(", *(f"  {line}" for line in lines), f"  here: {total}", ")"])
+
+
+def _sides(layer: Layer) -> str:
+    if layer.method is Method.KRONECKER:
+        return f"G {layer.d_out} x A {layer.d_in}"
+    return f"{layer.numel}"
+
+
+def _size(count: int) -> str:
+    """Bytes, for people.
+
+    >>> [_size(count) for count in (0, 1500, 2_500_000)]
+    ['0 B', '1.5 kB', '2.5 MB']
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

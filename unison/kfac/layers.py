@@ -2,8 +2,10 @@
 
 Layers are found from one small pass under the capture, not from classes of modules: a matrix is
 what was multiplied with. Every rank runs such a pass; what the first one finds counts for all.
+Then `assign` says which ranks invert and apply which layer.
 """
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from unison.kfac.config import KFACConfig
-from unison.kfac.packing import FOLDED, Packing
 from unison.ops import Dense, Lookup, Product, Record
 
 
@@ -70,17 +71,6 @@ class Layer:
         """Elements of the layer's gradient."""
         return self.d_in * self.d_out
 
-    def vector_size(self, *, has_g: bool, packing: Packing = FOLDED) -> int:
-        """Elements that ranks add up for it: packed sums, then numbers of tokens and labels."""
-        match self.method:
-            case Method.KRONECKER:
-                return packing.size(self.d_in) + has_g * packing.size(self.d_out) + 2
-            case Method.DIAGONAL:
-                return self.numel + 1
-            case Method.IDENTITY:
-                return 0
-        raise AssertionError(self.method)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {**asdict(self), "method": self.method.value, "shape": list(self.shape)}
@@ -110,9 +100,8 @@ class Survey:
 
     def layers(self, shapes: Mapping[str, tuple[int, ...]], config: KFACConfig) -> list[Layer]:
         """Every parameter's layer, in the order of `shapes`."""
-        weights = {
-            name: self._pairs.get(name) for name in shapes if self._is_factored(name, config)
-        }
+        reasons = {name: self._reason(name, config) for name in shapes}
+        weights = {name: self._pairs.get(name) for name in shapes if not reasons[name]}
         biases = {
             weight: bias for weight, bias in weights.items() if bias and self._belongs(weight, bias)
         }
@@ -122,11 +111,8 @@ class Survey:
             if name in weights:
                 found.append(self._kronecker(name, biases.get(name), shape))
             elif name not in joined:
-                found.append(self._other(name, shape, config))
+                found.append(_unfactored(name, shape, reasons[name], config))
         return found
-
-    def _is_factored(self, name: str, config: KFACConfig) -> bool:
-        return not self._reason(name, config)
 
     def _reason(self, name: str, config: KFACConfig) -> str:
         """Why a parameter is not factored, in words; nothing if it is."""
@@ -171,19 +157,16 @@ class Survey:
         rows, columns = use.g.shape[-1], use.a.shape[-1]
         return Layer(name, bias, Method.KRONECKER, shape, rows, columns, use.is_transposed, why)
 
-    def _other(self, name: str, shape: tuple[int, ...], config: KFACConfig) -> Layer:
-        why = self._reason(name, config)
-        is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
-        method = Method.IDENTITY if is_left else Method.DIAGONAL
-        return Layer(name, None, method, shape, math.prod(shape), 1, False, why)
+
+def _unfactored(name: str, shape: tuple[int, ...], why: str, config: KFACConfig) -> Layer:
+    is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
+    method = Method.IDENTITY if is_left else Method.DIAGONAL
+    return Layer(name, None, method, shape, math.prod(shape), 1, False, why)
 
 
-def unfactored(shapes: Mapping[str, tuple[int, ...]], why: str) -> list[Layer]:
-    """One layer without curvature per parameter."""
-    return [
-        Layer(name, None, Method.IDENTITY, shape, math.prod(shape), 1, False, why)
-        for name, shape in shapes.items()
-    ]
+def without_curvature(shapes: Mapping[str, tuple[int, ...]], config: KFACConfig) -> list[Layer]:
+    """One layer per parameter, under `policy="identity"`."""
+    return [_unfactored(name, shape, "policy", config) for name, shape in shapes.items()]
 
 
 def _is_sum(added: Tensor, g: Tensor) -> bool:
@@ -224,6 +207,60 @@ def cost(layer: Layer) -> float:
     return float(layer.numel)
 
 
-def by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
-    """Layers by their names."""
-    return {layer.name: layer for layer in layers}
+# --- owners of layers -----------------------------------------------------------------------------
+#
+# One number goes from one owner per layer (least memory) to all ranks (least traffic). All of it is
+# arithmetic on sizes that every rank knows, so that all come to the same answer.
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The owners of each layer.
+
+    Attributes:
+        owners: For each layer, its ranks; the first one adds up what all ranks send.
+        num_ranks: How many ranks there are.
+    """
+
+    owners: tuple[tuple[int, ...], ...]
+    num_ranks: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank owns every layer."""
+        return all(len(own) == self.num_ranks for own in self.owners)
+
+    def owns(self, rank: int, layer: int) -> bool:
+        """Whether a rank owns a layer."""
+        return rank in self.owners[layer]
+
+    def source(self, rank: int, layer: int) -> int:
+        """From whom a rank gets a layer's step: itself where it can."""
+        own = self.owners[layer]
+        return rank if rank in own else own[rank % len(own)]
+
+
+def assign(costs: Sequence[float], num_ranks: int, owner_fraction: float) -> Assignment:
+    """Give each layer its owners, the dearest layers first, each to the ranks with least to do.
+
+    Args:
+        costs: Of each layer.
+        num_ranks: How many ranks there are.
+        owner_fraction: Share of them that own a layer: 0 for one, 1 for all.
+
+    >>> assign([4.0, 1.0, 3.0], num_ranks=2, owner_fraction=0.0).owners
+    ((0,), (1,), (1,))
+    """
+    num_owners = min(num_ranks, max(1, round(owner_fraction * num_ranks)))
+    load = [(0.0, rank) for rank in range(num_ranks)]
+    heapq.heapify(load)
+    owners: list[tuple[int, ...]] = [()] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+        chosen = [heapq.heappop(load) for _ in range(num_owners)]
+        # The first owner adds up the factors; let it not always be the same rank.
+        turn = index % num_owners
+        ranks = sorted(rank for _, rank in chosen)
+        owners[index] = (*ranks[turn:], *ranks[:turn])
+        for busy, rank in chosen:
+            heapq.heappush(load, (busy + costs[index], rank))
+    return Assignment(tuple(owners), num_ranks)

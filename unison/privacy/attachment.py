@@ -29,6 +29,7 @@ from unison.clip import Clipping, Plan
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
+from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.dealing import BatchDealer, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
@@ -42,7 +43,6 @@ from unison.privacy.inputs import (
 from unison.privacy.learning import Learning
 from unison.privacy.loss_check import LabelCheck
 from unison.privacy.loss_program import LossRecorder, refuse_unseen
-from unison.privacy.owners.base import Owner
 from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import BufferWatch, PublicTerms
@@ -129,7 +129,7 @@ class Attachment:
         module: nn.Module,
         settings: ClippingSettings,
         *,
-        owner: Owner,
+        owner: ParallelAdapter,
         dealing: BatchDealer,
         recorder: LossRecorder,
         public_terms: PublicTerms,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unison.capture import Capture, state_kept
-from unison.capture.compiled_forward import CapturedPasses, reason_of
+from unison.capture.compiled_forward import CapturedPasses
 from unison.clip import Clipping, Learned, Plan
 from unison.dynamo import DynamoBackend
 from unison.privacy.inputs import Inputs, OutputDims, probe_losses
@@ -101,29 +101,18 @@ class CompiledPasses(CapturedPasses):
     ) -> str | None:
         """Why compiled passes are not what they should be; None if they are.
 
-        What the user's backend makes may round differently, by more than is right to ask: then the
-        same graphs are compared in the kernels of an eager pass. In granules that is all that is
-        compared: their graphs are others, with draws in them.
+        In granules, the user's backend is not compared: its graphs are others, with draws in them.
         """
-        eager = torch._dynamo.lookup_backend("aot_eager")
-        reason: str | None = None
         with outside_draws(), state_kept(self._module, inputs.samples) as state:
             expected = self._norms(inputs, learned, plan, num_rows, is_compiled=False)
-            for backend in [eager] if self._is_granular else [self._inner, eager]:
+
+            def run() -> Mapping[str, Tensor]:
                 state.restore()
-                has_failed = False
-                try:
-                    with self._compiling_by(backend):
-                        found = self._norms(inputs, learned, plan, num_rows, is_compiled=True)
-                    reason = _difference(found, expected)
-                except Exception as error:  # of compiled code, or of a checkpoint around it
-                    reason, has_failed = reason_of(error), True
-                # All ranks run the module again, or none does: its passes may be collectives.
-                if not self._agree(reason is not None):
-                    return None
-                if self._agree(has_failed):
-                    break
-        return reason or "it is not the same on another rank"
+                return self._norms(inputs, learned, plan, num_rows, is_compiled=True)
+
+            return self._compare(
+                run, lambda found: _difference(found, expected), skips_inner=self._is_granular
+            )
 
     def _norms(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int, *, is_compiled: bool

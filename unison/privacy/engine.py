@@ -16,6 +16,7 @@ from unison import check
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
 from unison.errors import BadInput
+from unison.parallel import adapter_of
 from unison.privacy.accounting import check_accountant, check_delta
 from unison.privacy.arguments import (
     batch_size_of,
@@ -34,7 +35,6 @@ from unison.privacy.graph import LossOf
 from unison.privacy.ledger import DataSalt, Ledger, Session
 from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Grid, Mechanism, Schedule
-from unison.privacy.owners import full_shapes, owner_of
 from unison.privacy.sampling import Sampling, steps_per_epoch, usual_batch_size
 from unison.privacy.step_graph import StepGraph
 from unison.privacy.step_state import ClippingSettings, LogicalBatch
@@ -272,8 +272,9 @@ class PrivacyEngine:
             parameters = trainable(own)
             refuse_second_engine(parameters)
             check_optimizer(optimizer, parameters)
-            owner = owner_of(own, is_ordered=granule is not None)
+            owner = adapter_of(own, is_ordered=granule is not None)
             undo.callback(owner.detach)
+            owner.attach()
             if owner.is_ordered and granule is None:
                 raise BadInput(
                     "the module's reducer is 'ordered', which adds granules up in one order at "
@@ -290,7 +291,7 @@ class PrivacyEngine:
                 max_grad_norm=max_grad_norm,
                 expected_batch_size=expected_batch_size or batch_size_of(data_loader),
                 adaptive=adaptive_clipping,
-                rounded_elements=sum(each.numel for each in owner.owned),
+                rounded_elements=sum(each.numel for each in owner.params),
                 is_chosen=self.accountant == "odometer",
             )
             ranks = owner.ranks
@@ -308,7 +309,7 @@ class PrivacyEngine:
             padding = None if padding_row is None else loader.collate_fn([padding_row])
             loader.rows = RowShapes(row_shape, padding)
             compiled = check_compile(compile, backend)
-            device = owner.owned[0].parameter.device if owner.owned else torch.device("cpu")
+            device = owner.params[0].parameter.device if owner.params else torch.device("cpu")
             ledger = open_on_ranks(
                 self._ledger_path,
                 mechanism,
@@ -411,7 +412,9 @@ class PrivacyEngine:
             steps=steps,
             accountant=self.accountant,
             count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
-            rounded_elements=sum(math.prod(shape) for shape in full_shapes(module)),
+            rounded_elements=sum(
+                math.prod(each.shape) for each in module.parameters() if each.requires_grad
+            ),
         )
         settings.setdefault(
             "budget", Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)

@@ -22,6 +22,7 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
+from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
     DerivativesRefused,
     Inputs,
@@ -31,7 +32,6 @@ from unison.privacy.inputs import (
     probe_losses,
     refuse_leaves,
 )
-from unison.privacy.owners.base import Owner
 from unison.privacy.param_check import Trained
 from unison.privacy.step_state import ClippingSettings
 from unison.rng.draw_mode import outside_draws
@@ -54,7 +54,11 @@ class Learning:
     """
 
     def __init__(
-        self, module: nn.Module, settings: ClippingSettings, owner: Owner, trained: Trained
+        self,
+        module: nn.Module,
+        settings: ClippingSettings,
+        owner: ParallelAdapter,
+        trained: Trained,
     ) -> None:
         self._module, self._settings = module, settings
         self._owner, self._trained = owner, trained

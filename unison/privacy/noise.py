@@ -18,9 +18,9 @@ from unison.kernels import many
 from unison.kernels.many.table import sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
+from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.mechanism import Grid, Release
-from unison.privacy.owners.base import Owned, Owner
 from unison.rng import (
     Box,
     Key,
@@ -138,7 +138,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(
-        cls, owned: Sequence[Owned], values: Sequence[Tensor], weights: Sequence[Tensor]
+        cls, owned: Sequence[ShardedParam], values: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> "Shares":
         """Return the shares of what a rank owns, given values and weights of each."""
         names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)
@@ -244,11 +244,13 @@ class GradientReleaser:
         owner: Who holds the parameters.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ParallelAdapter) -> None:
         self._owner = owner
-        self._names = tuple(each.name for each in owner.owned)
+        self._names = tuple(each.name for each in owner.params)
 
-    def gradients(self, own: Own | None, terms: ReleaseTerms) -> Iterator[tuple[Owned, Tensor]]:
+    def gradients(
+        self, own: Own | None, terms: ReleaseTerms
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Make the gradients of everything that this rank owns, as they are asked for.
 
         Args:
@@ -258,10 +260,10 @@ class GradientReleaser:
         if own is None:
             all_owned, shares = self._totals(terms.grid)
             # Parts that are cut in other ways than flat ones draw their noise one by one.
-            at_once = all(type(each) is Owned for each in all_owned) and many.is_fast(shares.values)
+            at_once = all(not each.is_dtensor for each in all_owned) and many.is_fast(shares.values)
         else:
             # Per-sample gradients, which are yet to be clipped.
-            all_owned, shares, at_once = self._owner.owned, self._own_shares(own), True
+            all_owned, shares, at_once = self._owner.params, self._own_shares(own), True
         if at_once:
             for owned, gradient in zip(all_owned, release_all(shares, terms), strict=True):
                 yield owned, owned.as_gradient(gradient)
@@ -281,7 +283,7 @@ class GradientReleaser:
 
     def step(
         self, graph: "StepGraph", own: Own, terms: ReleaseTerms
-    ) -> Iterator[tuple[Owned, Tensor]]:
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
         """The same by a graph that takes the optimizer's step as well.
 
         Args:
@@ -300,10 +302,10 @@ class GradientReleaser:
 
     def _own_shares(self, own: Own) -> Shares:
         """What the sums of all that this rank owns are made of, where it has them itself."""
-        made = [own.get(each.name) or _unused(each) for each in self._owner.owned]
-        return Shares.of(self._owner.owned, *zip(*made, strict=True))
+        made = [own.get(each.name) or _unused(each) for each in self._owner.params]
+        return Shares.of(self._owner.params, *zip(*made, strict=True))
 
-    def _totals(self, grid: Grid) -> tuple[list[Owned], Shares]:
+    def _totals(self, grid: Grid) -> tuple[list[ShardedParam], Shares]:
         """The sums over passes and ranks, as integers of which each weighs a spacing."""
         found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
         weights = {
@@ -314,7 +316,7 @@ class GradientReleaser:
         return owned, Shares.of(owned, totals, [weights[total.device] for total in totals])
 
 
-def _unused(owned: Owned) -> tuple[Tensor, Tensor]:
+def _unused(owned: ShardedParam) -> tuple[Tensor, Tensor]:
     """No sample used it, and its noise must not tell."""
     device = owned.parameter.device
     weights = torch.zeros(1, dtype=torch.float64, device=device)

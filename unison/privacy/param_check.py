@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unison.capture.parts import is_in_parts
 from unison.capture.tracked import ParamRegistry
 from unison.errors import BadInput
-from unison.privacy.owners.base import Owned, Owner
+from unison.parallel import ParallelAdapter, ShardedParam
 
 
 class Trained:
@@ -24,7 +24,7 @@ class Trained:
         owner: Who holds those that are trained.
     """
 
-    def __init__(self, params: ParamRegistry, owner: Owner) -> None:
+    def __init__(self, params: ParamRegistry, owner: ParallelAdapter) -> None:
         self._params = params
         params.refresh()
         self._private = _held_by(params, owner)
@@ -62,11 +62,11 @@ class Trained:
                 )
 
 
-def _held_by(params: ParamRegistry, owner: Owner) -> dict[str, nn.Parameter | None]:
+def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:
     """Return what an owner holds by name: the module's own parameter, or None if it has others."""
     own = {id(place.parameter) for place in params.places}
     held: dict[str, nn.Parameter | None] = {}
-    for each in owner.owned:
+    for each in owner.params:
         # A DTensor and the whole of it take turns in a module.
         is_own = id(each.parameter) in own
         held[each.name] = None if is_in_parts(each.parameter) or not is_own else each.parameter
@@ -122,13 +122,13 @@ class GivenGradients:
         # Torch's own weak references are for those who keep what they get; here it is compared.
         self._given: dict[str, ref[Tensor]] = {}
 
-    def give(self, gradients: Iterable[tuple[Owned, Tensor]]) -> None:
+    def give(self, gradients: Iterable[tuple[ShardedParam, Tensor]]) -> None:
         """Put gradients where the optimizer finds them.
 
         As torch does: added to what is there, whose own noise was drawn and counted.
 
         Args:
-            gradients: As `Owned.as_gradient` returns them.
+            gradients: As `ShardedParam.as_gradient` returns them.
         """
         for owned, gradient in gradients:
             before = owned.parameter.grad

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unison.errors import UnsupportedOperation
+from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.owners.base import Owned, Owner
 
 
 class PublicTerms:
@@ -31,7 +31,7 @@ class PublicTerms:
         loss_check: Knows whether the loss of the running pass has such terms.
     """
 
-    def __init__(self, owner: Owner, loss_check: LossCheck) -> None:
+    def __init__(self, owner: ParallelAdapter, loss_check: LossCheck) -> None:
         self._owner, self._loss_check = owner, loss_check
         self._kept: dict[str, Tensor] = {}
         self._without_grad: set[int] = set()
@@ -75,7 +75,7 @@ class PublicTerms:
         if parameter.grad is None:
             self._without_grad.add(id(parameter))
 
-    def add(self, owned: Sequence[Owned]) -> None:
+    def add(self, owned: Sequence[ShardedParam]) -> None:
         """Add what was kept to the noisy gradients, and forget it."""
         kept, self._kept = self._kept, {}
         for each in owned if kept else ():

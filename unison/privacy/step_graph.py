@@ -19,8 +19,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from unison.errors import UnsupportedOperation
 from unison.kernels.many.table import Tables, tables_kept
+from unison.parallel import ShardedParam
 from unison.privacy.noise import Shares, erase, release_by
-from unison.privacy.owners import Owned
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class StepGraph:
         has_begun: Whether a step was taken without the graph.
     """
 
-    def __init__(self, optimizer: Optimizer, owned: Sequence[Owned]) -> None:
+    def __init__(self, optimizer: Optimizer, owned: Sequence[ShardedParam]) -> None:
         _refuse_unfit(optimizer)
         self._optimizer, self._owned = optimizer, owned
         self._recordings: dict[int, _Recording] = {}
@@ -73,7 +73,7 @@ class StepGraph:
         *,
         recipes: Tensor | None,
         divisor: float,
-    ) -> Iterator[tuple[Owned, Tensor]]:
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Take the step, and return the gradients that it was taken with.
 
         Args:

@@ -18,6 +18,7 @@ from unison.clip import NormTable, Plan, SampleNorms
 from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
+from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.attachment import Attachment
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.dealing import (
@@ -37,7 +38,6 @@ from unison.privacy.loss_program import LossRecorder, refuse_unseen
 from unison.privacy.loss_tape import FollowedNumber
 from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
 from unison.privacy.noise import GradientReleaser, ReleaseTerms, noisy_count
-from unison.privacy.owners import Owned, Owner
 from unison.privacy.param_check import GivenGradients, OptimizerParams
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import PublicTerms
@@ -74,7 +74,7 @@ class PrivateTraining:
         optimizer: Optimizer,
         loader: PrivateLoader,
         *,
-        owner: Owner,
+        owner: ParallelAdapter,
         dealing: BatchDealer,
         key: Key,
         mechanism: Mechanism,
@@ -88,8 +88,8 @@ class PrivateTraining:
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
         self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
-        self._owner, self.owned, self._dealing = owner, owner.owned, dealing
-        self._parameters = {each.name: each.parameter for each in owner.owned}
+        self._owner, self.owned, self._dealing = owner, owner.params, dealing
+        self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
         self._last: BatchNorms | None = None
         self._given = GivenGradients()
@@ -315,7 +315,7 @@ class PrivateTraining:
         self,
         running: LogicalBatch,
         num_samples: int,
-        gradients: Iterable[tuple[Owned, Tensor]],
+        gradients: Iterable[tuple[ShardedParam, Tensor]],
     ) -> None:
         """Put private gradients where the optimizer finds them; the logical batch is over.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.errors import BadInput
+from unison.parallel.exchange import wire_device
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws
 from unison.shard.deal import BatchPlan, current_plan
@@ -17,7 +18,7 @@ from unison.shard.ranks import Ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class BatchRows:
     """The rows of one pass, cut as they are computed.
 
     Attributes:
@@ -33,7 +34,7 @@ class Rows:
     is_real: tuple[Tensor | None, ...]
 
 
-def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[Rows, int]:
+def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[BatchRows, int]:
     """Say which rows a pass has; a collective where batches are not dealt.
 
     Args:
@@ -57,17 +58,18 @@ def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[
             )
         is_real = (plan.sample_ids >= 0).split(plan.granule)
         first = tuple(num_before + granule * plan.granule for granule in plan.granule_ids)
-        return Rows(plan.granule_ids, plan.edges, first, tuple(is_real)), _after(plan, num_before)
+        return BatchRows(plan.granule_ids, plan.edges, first, tuple(is_real)), _after(
+            plan, num_before
+        )
     if plan is not None and not plan.is_granular and len(plan.sample_ids) == num_rows:
         real, first = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
-        return Rows(None, (), (first,), (real,)), _after(plan, num_before)
+        return BatchRows(None, (), (first,), (real,)), _after(plan, num_before)
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = num_rows
     if ranks.size > 1:
-        device = _wire(ranks)
-        counts = ranks.sum_(counts.to(device)).cpu()
+        counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
     before = num_before + int(counts[: ranks.rank].sum())
-    return Rows(None, (), (before,), (None,)), num_before + int(counts.sum())
+    return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
 
 
 def draws_of_pass(inputs: Any) -> BatchDraws | None:
@@ -101,8 +103,3 @@ def tensors_of(value: Tensor) -> list[Tensor]:
 def requires_grad(value: Any) -> bool:
     """Whether a value is a tensor that gradients reach; of granules, whether the granules are."""
     return isinstance(value, Tensor) and all(each.requires_grad for each in tensors_of(value))
-
-
-def _wire(ranks: Ranks) -> torch.device:
-    backend = torch.distributed.get_backend(ranks.group)
-    return torch.device("cuda" if "nccl" in str(backend) else "cpu")

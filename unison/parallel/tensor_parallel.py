@@ -20,8 +20,7 @@ alone.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,20 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 from unison.capture import Capture
 from unison.capture.parts import is_in_parts, local, span_of
 from unison.capture.torch_compile import refuse_compiled
-from unison.capture.tracked import places
-from unison.clip import SampleNorms
-from unison.clip.layers import Layer
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.dealing import device_of
-from unison.privacy.owners.base import MakeSums, Owned
-from unison.privacy.owners.buckets import BucketedSums, Held
-from unison.privacy.owners.units import capture_of
+from unison.parallel.adapter import MakeSums, ParallelAdapter, ShardedParam, capture_of, in_buckets
+from unison.parallel.exchange import broadcast_object
+from unison.parallel.replicated import are_equal, trained_params
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
+from unison.shard.fsdp2.attach import set_attribute
 from unison.shard.granules import num_granules_of
 from unison.shard.leaves import PLAIN, RECOMPUTE
-from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,38 +53,11 @@ LARGEST_DIFFERENCE = 1e-3  # of a parameter's squares between replicas; kernels 
 LARGEST_ROUNDING = 1e-9  # of all squares of a sample: what is left of gradients that cancel
 
 
-@dataclass(frozen=True, eq=False)
-class Part(Owned):
-    """This rank's part of a distributed tensor, or all of it; `start` and `stop` only count.
-
-    Attributes:
-        cut: Which elements of the parameter these are.
-    """
-
-    cut: Box
-
-    @property
-    def box(self) -> Box:
-        """Which elements of the parameter these are."""
-        return self.cut
-
-    def as_gradient(self, values: Tensor) -> Tensor:
-        """A distributed tensor that is cut as the parameter is."""
-        from torch.distributed.tensor import DTensor
-
-        parameter: Any = self.parameter
-        return DTensor.from_local(
-            values.view(self.cut.sides).to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+T = TypeVar("T")
 
 
-class TensorParallel:
-    """A module whose parameters are cut along a tensor axis; see `Owner`.
+class TensorParallel(ParallelAdapter):
+    """A module whose parameters are cut along a tensor axis.
 
     Args:
         module: The module; `parallelize_module` has made it what it is. The other axis of the
@@ -98,12 +67,11 @@ class TensorParallel:
             with, and so the bits.
 
     Raises:
-        BadInput: Ranks that should hold the same values do not, or the mesh leaves ranks out.
+        BadInput: The mesh leaves ranks out.
         UnsupportedOperation: Parameters lie on the ranks in a way that is not known.
     """
 
     can_repeat = True
-    runs_together = True
     why_uncompiled: str | None = (
         "what parallelize_module has cut computes with distributed tensors, whose parts no rule "
         "takes while a graph is traced"
@@ -111,26 +79,32 @@ class TensorParallel:
 
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         refuse_compiled(module.named_modules())
-        self.module, self.is_ordered = module, is_ordered
-        self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
-        self.owned: Sequence[Owned] = _owned(module)
-        cut = [each for each in self.owned if each.box.numel() < each.numel]
-        whole = [each for each in self.owned if each.box.numel() == each.numel]
-        self._check_same(whole)
-        self._is_cut = {each.name: each.box.numel() < each.numel for each in self.owned}
-        self._of_cut, self._of_whole = (
-            BucketedSums([_held(each) for each in some], self.ranks) for some in (cut, whole)
-        )
+        super().__init__(module, is_ordered=is_ordered)
+        self._everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
+        self.params = [_part(name, each) for name, each in trained_params(module).items()]
+        self.device = self.params[0].parameter.device
+        self._is_cut = {each.name: each.is_part for each in self.params}
+        cut = [each for each in self.params if each.is_part]
+        self._whole = [each for each in self.params if not each.is_part]
+        self._of_cut = in_buckets(cut, self.ranks)
+        self._sums = self._of_cut + in_buckets(self._whole, self.ranks)
         self._num_checked = 0
         self._captures: Mapping[int, Capture] | None = None  # of the granules of a pass under way
-        self._own_forward = module.__dict__.get("forward")
-        if is_ordered:
-            module.forward = _granule_by_granule(self)  # type: ignore[method-assign]
 
-    def _check_same(self, whole: Sequence[Owned]) -> None:
-        """Compare parts along the data axis, and replicated parameters along the tensor axis."""
-        found = [not _is_same(self.ranks, self.owned), not _is_same(self._tensor, whole)]
-        flags = torch.tensor(found, device=self.owned[0].parameter.device).long()
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks that train together."""
+        return self._everyone
+
+    def attach(self) -> None:
+        """See `ParallelAdapter`.
+
+        Raises:
+            BadInput: Ranks that should hold the same values do not.
+        """
+        # Parts along the data axis, and replicated parameters along the tensor axis.
+        found = [not are_equal(self.ranks, self.params), not are_equal(self._tensor, self._whole)]
+        flags = torch.tensor(found, device=self.device).long()
         self.everyone.sum_(flags)  # all ranks raise, or none
         for axis, num_ranks in zip(("data", "tensor"), flags.tolist(), strict=True):
             if num_ranks:
@@ -139,15 +113,12 @@ class TensorParallel:
                     "build the module from one seed on every rank before parallelize_module, or "
                     "broadcast it"
                 )
-
-    @property
-    def captures(self) -> Mapping[int, Capture] | None:
-        """The captures of the granules of a pass under way."""
-        return self._captures
+        if self.is_ordered:
+            set_attribute(self._undo, self.module, "forward", self._granule_by_granule())
 
     @contextmanager
     def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
-        """Put tracked parameters in place; see `Owner`."""
+        """Put tracked parameters in place; see `ParallelAdapter`."""
         if list(captures) == [PLAIN]:
             with captures[PLAIN].installed():
                 yield
@@ -160,22 +131,39 @@ class TensorParallel:
         finally:
             self._captures = None
 
-    def agreed(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """What clipping is planned for: the first rank's parts, which are the largest."""
-        if self._tensor.size == 1:
-            return layers
-        told = [list(layers)]
-        dist.broadcast_object_list(
-            told, group=self._tensor.group, group_src=0, device=device_of(self._tensor)
-        )
-        return told[0]
+    def _granule_by_granule(self) -> Any:
+        """The module's forward, run once per granule where there are some.
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank's own sums are all there is; see `Owner`."""
-        return False
+        Distributed tensors do not go through values that are one tensor per granule; the fallback
+        that is always right does not need them to.
+        """
+        run = self.module.forward
 
-    def whole_norms(self, norms: Mapping[str, SampleNorms]) -> Mapping[str, SampleNorms]:
+        @functools.wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if num_granules_of((args, kwargs)) == 0:
+                return run(*args, **kwargs)
+            captures = list((self._captures or {}).values())
+            if not captures:
+                raise BadInput(
+                    "a batch of the private loader, cut into granules, outside of training; "
+                    "evaluate with a loader of your own"
+                )
+
+            def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+                with captures[index].installed():
+                    return run(*own_args, **own_kwargs)
+
+            name = type(self.module).__name__
+            return call_each_granule(name, self.module, call, len(captures), args, kwargs)
+
+        return forward
+
+    def agreed(self, value: T) -> T:
+        """The first tensor rank's value: what is planned for its parts, which are the largest."""
+        return broadcast_object(self._tensor, 0, value)
+
+    def whole_norms(self, norms: Mapping[str, T]) -> Mapping[str, T]:
         """The norms of samples over all parts, replicated ones once: see [Note: whose squares].
 
         Guarantees:
@@ -184,7 +172,8 @@ class TensorParallel:
         """
         if not norms or self._tensor.size == 1:
             return norms
-        mine = torch.stack([torch.stack([each.squared, each.upper]) for each in norms.values()])
+        own: Any = norms.values()
+        mine = torch.stack([torch.stack([each.squared, each.upper]) for each in own])
         every = mine.new_empty(self._tensor.size * mine.numel())
         self._tensor.gather(every, mine.view(-1)).wait()
         every = every.view(self._tensor.size, *mine.shape)  # [ranks, parameters, 2, rows]
@@ -193,8 +182,7 @@ class TensorParallel:
         is_cut = torch.tensor([self._is_cut[name] for name in norms], device=mine.device)
         total = torch.where(is_cut[:, None, None], added, every[0])
         return {
-            name: SampleNorms(squared, upper)
-            for name, (squared, upper) in zip(norms, total, strict=True)
+            name: type(each)(*both) for (name, each), both in zip(norms.items(), total, strict=True)
         }
 
     def _check_replicas(self, names: list[str], every: Tensor) -> None:
@@ -216,45 +204,23 @@ class TensorParallel:
                 )
 
     def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
-        """Add the clipped sums of a pass over the data axis; see `Owner`."""
+        """Add the clipped sums of a pass over the data axis; see `ParallelAdapter`."""
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
-            self._tensor.sum_(torch.zeros(1, device=self.owned[0].parameter.device))
-        self._of_cut.add(make_sums, plan, granules)
-        self._of_whole.add(make_sums, plan, granules)
+            self._tensor.sum_(torch.zeros(1, device=self.device))
+        super().add(make_sums, plan, granules)
 
-    def totals(self) -> Iterator[tuple[Owned, Tensor]]:
-        """Hand out the sums of this rank's parts; see `Owner`."""
-        yield from self._of_cut.totals()
-        for bucket in self._of_whole.totals_by_bucket():
-            yield from self._as_first(bucket)
-
-    def _as_first(self, bucket: list[tuple[Owned, Tensor]]) -> Iterator[tuple[Owned, Tensor]]:
-        """The sums of the first rank on the tensor axis: see [Note: replicas stay equal]."""
-        if self._tensor.size > 1:
-            flat = torch.cat([total for _, total in bucket])
-            dist.broadcast(flat, group=self._tensor.group, group_src=0)
-            parts = flat.split([len(total) for _, total in bucket])
-            bucket = [(owned, part) for (owned, _), part in zip(bucket, parts, strict=True)]
-        yield from bucket
-
-    def drop(self) -> None:
-        """Forget the sums; see `Owner`."""
-        self._of_cut.drop()
-        self._of_whole.drop()
-
-    def detach(self) -> None:
-        """Leave the module as it was."""
-        if self.is_ordered:
-            self.module.__dict__.pop("forward", None)
-            if self._own_forward is not None:
-                self.module.__dict__["forward"] = self._own_forward
-
-
-def is_tensor_parallel(module: nn.Module) -> bool:
-    """Whether a module has distributed tensors as parameters."""
-    return any(is_in_parts(parameter) for parameter in module.parameters())
+    def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""
+        for group in self._sums:
+            found = list(group.take_totals())
+            if self._tensor.size > 1 and group not in self._of_cut:
+                flat = torch.cat([total for _, total in found])
+                dist.broadcast(flat, group=self._tensor.group, group_src=0)
+                parts = flat.split([len(total) for _, total in found])
+                found = [(each, part) for (each, _), part in zip(found, parts, strict=True)]
+            yield from found
 
 
 def _shared_mesh(module: nn.Module) -> "DeviceMesh":
@@ -336,20 +302,12 @@ def _axes(mesh: "DeviceMesh") -> tuple[Ranks, Ranks, Ranks]:
     return Ranks.of(None), Ranks(root.get_group(other)), tensor
 
 
-def _owned(module: nn.Module) -> list[Owned]:
-    found: dict[str, Owned] = {}
-    for place in places(module):
-        parameter = place.parameter
-        if parameter.requires_grad and place.name not in found:
-            found[place.name] = _owned_part(place.name, parameter)
-    return list(found.values())
-
-
-def _owned_part(name: str, parameter: nn.Parameter) -> Owned:
-    shape = tuple(parameter.shape)
+def _part(name: str, parameter: nn.Parameter) -> ShardedParam:
+    """What this rank holds of a parameter, distributed or not."""
     value = parameter.detach()
     if not is_in_parts(value):
-        return Owned(name, parameter, shape, 0, parameter.numel())
+        return ShardedParam.whole(name, parameter)
+    shape = tuple(parameter.shape)
     start, stop = [0] * len(shape), list(shape)
     span = span_of(value)
     if span is not None:
@@ -357,44 +315,4 @@ def _owned_part(name: str, parameter: nn.Parameter) -> Owned:
         start[dim], stop[dim] = first, first + size
     cut = Box(shape, tuple(start), tuple(stop))
     assert cut.sides == tuple(local(value).shape), f"{name}: torch cuts otherwise than expected"
-    return Part(name, parameter, shape, 0, cut.numel(), cut)
-
-
-def _held(owned: Owned) -> Held:
-    return owned, owned.cut.sides if isinstance(owned, Part) else owned.shape
-
-
-def _is_same(ranks: Ranks, owned: Sequence[Owned]) -> bool:
-    if ranks.size == 1 or not owned:
-        return True
-    sums = torch.stack([checksum(local(each.parameter.detach())) for each in owned])
-    return same_on_every_rank(ranks, sums.to(owned[0].parameter.device))
-
-
-def _granule_by_granule(owner: TensorParallel) -> Any:
-    """The module's forward, run once per granule where there are some.
-
-    Distributed tensors do not go through values that are one tensor per granule; the fallback that
-    is always right does not need them to.
-    """
-    run = owner.module.forward
-
-    @functools.wraps(run)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if num_granules_of((args, kwargs)) == 0:
-            return run(*args, **kwargs)
-        captures = list((owner.captures or {}).values())
-        if not captures:
-            raise BadInput(
-                "a batch of the private loader, cut into granules, outside of training; evaluate "
-                "with a loader of your own"
-            )
-
-        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
-            with captures[index].installed():
-                return run(*own_args, **own_kwargs)
-
-        name = type(owner.module).__name__
-        return call_each_granule(name, owner.module, call, len(captures), args, kwargs)
-
-    return forward
+    return ShardedParam(name, parameter, shape, ((0, cut.numel()),), cut=cut)

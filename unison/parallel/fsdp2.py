@@ -1,0 +1,411 @@
+"""Parameters under torch's own FSDP2, `torch.distributed.fsdp.fully_shard`.
+
+[Note: FSDP2 without gradients] FSDP2 goes on gathering, prefetching and freeing parameters as in
+ordinary training. Where it lets modules see a group's full parameters, tracked tensors are put
+before them, and taken away where it lets them see shards again; so they are there in the backward
+pass too, for what activation checkpointing computes again. Autograd brings the full parameters no
+gradients, so that FSDP2 has none to sum. When the coefficients are known, the clipped sums of one
+group after the other are made, and summed over ranks: one reduce-scatter per group, of as many
+bytes as FSDP2's own.
+
+[Note: lines] FSDP2 cuts every parameter into runs of rows (of dimension 0), one per rank, of equal
+length but for the last ones, which may be short or empty. Rows of a contiguous tensor are a run of
+its elements. The sums of a group are laid out as FSDP2 lays gradients out: one line per rank, with
+its rows of each parameter, padded to the length of the first rank's. To the reducers, all lines
+together are one flat parameter, cut into as many parts as there are ranks.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unison.capture import Capture
+from unison.capture.capture import PLACING
+from unison.capture.tracked import Source, Tracked
+from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
+from unison.parallel.adapter import GroupSums, MakeSums, ParallelAdapter, ShardedParam, capture_of
+from unison.parallel.replicated import trained_params
+from unison.shard.attributes import Attributes, Hidden
+from unison.shard.deal import BatchPlan
+from unison.shard.dtensors import element_ranges, fsdp2_modules, is_dtensor, show_shards
+from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
+from unison.shard.flat_group import Use
+from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
+from unison.shard.fsdp2.attach import set_attribute, wrap_hook
+from unison.shard.fsdp2.checks import param_groups_of
+from unison.shard.fsdp2.model import ordered_model_of
+from unison.shard.fsdp2.parts import after_forward, before_forward
+from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
+from unison.shard.layout import FlatLayout, Slot
+from unison.shard.leaves import PLAIN, RECOMPUTE
+from unison.shard.ranks import Axes
+from unison.shard.reducers import Parts
+
+
+class FSDP2(ParallelAdapter):
+    """The parameters of a module under FSDP2, which holds all that are trained.
+
+    Raises:
+        BadInput: FSDP2 does not hold all trainable parameters, or not on one mesh.
+        UnsupportedOperation: Parameters are cut in any other way than by rows.
+    """
+
+    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+        show_shards(module)
+        self._ordered = [each for each in module.modules() if ordered_model_of(each) is not None]
+        super().__init__(module, is_ordered=is_ordered or bool(self._ordered))
+        trained = trained_params(module)
+        mesh = _shared_mesh(trained, [child for _, child in fsdp2_modules(module)])
+        axes = Axes.of(mesh)
+        self.ranks, self.num_places = axes.all, axes.shard.size
+        self.device = torch.device(mesh.device_type)
+        self.params = [
+            ShardedParam(
+                name,
+                each,
+                tuple(each.shape),
+                tuple(element_ranges(each, axes.shard.size)),
+                axes.shard.rank,
+            )
+            for name, each in trained.items()
+        ]
+        by_id = {id(each.parameter): each for each in self.params}
+        # Of several modules that were given to fully_shard at once, all have the same group.
+        self._of_module: list[tuple[str, Any, list[FSDP2Group]]] = []
+        made: dict[int, FSDP2Group] = {}
+        for path, child in fsdp2_modules(module):
+            new = [each for each in param_groups_of(child) if id(each) not in made]
+            has_children = _has_children(child)
+            for each in new:
+                made[id(each)] = FSDP2Group(each, by_id, axes, has_children=has_children)
+            groups = [made[id(each)] for each in new if made[id(each)].rows]
+            self._of_module.append((canonical_name(path) or "root", child, groups))
+        # The backward pass reaches the last modules first, and so did their gradients before.
+        self._groups = [each for _, _, groups in self._of_module for each in groups][::-1]
+        self._sums = [each.sums for each in self._groups]
+
+    def attach(self) -> None:
+        """See `ParallelAdapter`.
+
+        Raises:
+            BadInput: Somebody else has.
+            UnsupportedOperation: A module cannot be run in granules.
+        """
+        if PLACING in self.module.__dict__:
+            raise BadInput("the module is trained privately already; detach() the other engine")
+        self._stop_ordered(self._undo)
+        for name, child, groups in self._of_module:
+            for group in groups:
+                group.follow(self._undo)
+                refuse = _both(group.refuse_gradients, group.fsdp.post_backward)
+                set_attribute(self._undo, group.fsdp, "post_backward", refuse)
+            if self.is_ordered:
+                _run_in_granules(name, child, groups, self._undo)
+        self._let_captures_place(self._undo)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """See `ParallelAdapter`; before and after, FSDP2 is as it was."""
+        with ExitStack() as undo:
+            self._stop_ordered(undo)
+            show_shards(self.module)
+            undo.callback(show_shards, self.module)
+            for group in self._groups:
+                group.follow(undo)
+            self._let_captures_place(undo)
+            yield
+
+    def _stop_ordered(self, undo: ExitStack) -> None:
+        for each in self._ordered:  # which would wait for gradients
+            stop_ordered_reduction(each)
+            undo.callback(use_ordered_reduction, each)
+
+    @contextmanager
+    def _placing(self, capture: Capture) -> Iterator[None]:
+        try:
+            with self.installed({PLAIN: capture}):
+                yield
+        except BaseException:
+            for _, child in fsdp2_modules(self.module):  # let FSDP2 forget the pass
+                if child._get_fsdp_state()._is_root and hasattr(child, "reset_iter_state"):
+                    child.reset_iter_state()
+            raise
+        show_shards(self.module)  # a pass without a backward pass leaves the root's full
+
+    @contextmanager
+    def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
+        """Let FSDP2's modules compute with tracked parameters; see `ParallelAdapter`."""
+        before = [group.begin(captures) for group in self._groups]
+        try:
+            yield
+        finally:
+            for group, others in zip(self._groups, before, strict=True):
+                group.begin(others)
+
+    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+        """Add the clipped sums of a pass; see `ParallelAdapter`."""
+        for group in self._groups:
+            group.refuse_gradients()
+        super().add(make_sums, plan, granules)
+
+
+class FSDP2Group:
+    """One of FSDP2's groups of parameters: what its modules see of them.
+
+    Args:
+        fsdp: The `FSDPParamGroup`.
+        params: What is trained, by the parameter's id.
+        axes: The ranks.
+        has_children: Whether there are FSDP2 modules inside of the group's module.
+
+    Attributes:
+        rows: Its trainable parameters, with FSDP2's record of each (an `FSDPParam`).
+    """
+
+    def __init__(
+        self, fsdp: Any, params: Mapping[int, ShardedParam], axes: Axes, *, has_children: bool
+    ) -> None:
+        self.fsdp = fsdp
+        infos = [(each, each._module_info) for each in fsdp.fsdp_params]
+        held = [(info.module._parameters[info.param_name], each) for each, info in infos]
+        self.rows = [(params[id(own)], each) for own, each in held if id(own) in params]
+        self.sums = RowSums([each for each, _ in self.rows], axes, fsdp.device)
+        self._has_children = has_children
+        self._attributes = Attributes([[_uses(each._module_info) for _, each in self.rows]])
+        self._captures: Mapping[int, Capture] = {}  # of the pass under way
+        self._tracked: dict[int, list[Tracked]] = {}  # by granule
+        self._hidden: Hidden | None = None  # while tracked tensors are in place
+
+    def follow(self, undo: ExitStack) -> None:
+        """Follow what FSDP2 lets its modules see, until `undo` is closed."""
+        fsdp, show_full = self.fsdp, self.fsdp._to_unsharded
+
+        def show_full_and_place() -> None:
+            show_full()
+            self._place()
+
+        set_attribute(undo, fsdp, "_to_unsharded", show_full_and_place)
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            set_attribute(undo, fsdp, name, _both(self._take_away, getattr(fsdp, name)))
+        if hasattr(fsdp, "reduce_scatter_unused_params"):  # torch 2.13: it would sum zeros
+            set_attribute(undo, fsdp, "reduce_scatter_unused_params", False)
+
+    def begin(self, captures: Mapping[int, Capture]) -> Mapping[int, Capture]:
+        """Use other captures; returns those before."""
+        self._take_away()
+        before, self._captures, self._tracked = self._captures, captures, {}
+        self._place()
+        return before
+
+    def _place(self) -> None:
+        """Let modules see tracked parameters, if there are full ones and a capture."""
+        if self._captures and self._hidden is None and self.fsdp.is_unsharded:
+            self._hidden = self._attributes.shadow([self._seen()])
+
+    def _take_away(self) -> None:
+        """Let modules see what FSDP2 shows them."""
+        if self._hidden is not None:
+            self._attributes.restore(self._hidden)
+            self._hidden = None
+
+    def _seen(self) -> Sequence[Tensor]:
+        if PLAIN in self._captures:
+            return self._of(PLAIN)
+        if self._has_children:
+            granules = [self._of(granule) for granule in self._captures]
+            return [PerGranule.of(each) for each in zip(*granules, strict=True)]
+        # Modules without others inside run granule by granule and see `of_granule`; this is for
+        # what checkpointing computes again inside of them.
+        return self._of(RECOMPUTE)
+
+    def of_granule(self, index: int) -> AbstractContextManager[None]:
+        """Let modules see what one granule of the batch computes with."""
+        if not self._captures or PLAIN in self._captures:
+            return nullcontext()
+        return self._attributes.shadowed([self._of(list(self._captures)[index])])
+
+    def _of(self, granule: int) -> list[Tracked]:
+        if granule not in self._tracked:
+            capture = capture_of(self._captures, granule)
+            # FSDP2 gives the memory of full parameters back and fills it again; the tensors stay.
+            self._tracked[granule] = [
+                Tracked.of(fsdp.unsharded_param, (Source(each.name, each.shape),), capture)
+                for each, fsdp in self.rows
+            ]
+        return self._tracked[granule]
+
+    def refuse_gradients(self) -> None:
+        """Refuse gradients that autograd brought.
+
+        Raises:
+            UnsupportedOperation: Naming the parameter.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (each, fsdp) in enumerate(self.rows):
+                full = getattr(fsdp, "_unsharded_param", None)  # None before the first pass
+                seen = [full, *(tracked[index] for tracked in self._tracked.values())]
+                reached = [tensor for tensor in seen if tensor is not None]
+                if any(tensor.grad is not None for tensor in reached):
+                    for tensor in reached:
+                        tensor.grad = None
+                    raise UnsupportedOperation(
+                        f"a gradient reached {each.name!r} itself, where it would be neither "
+                        "clipped nor noised. It came from a pass in evaluation mode, from a custom "
+                        "autograd.Function, or from code that kept the parameter elsewhere than in "
+                        "its module. Train in training mode, and use torch functions on the "
+                        "module's attribute"
+                    )
+
+
+class _Lines(FlatLayout):
+    """Lines of equal length, one per rank; FSDP2 does not align them."""
+
+    def shard_length(self, world_size: int) -> int:
+        return self.length // world_size
+
+
+class RowSums(GroupSums):
+    """The sums of one of FSDP2's groups; see [Note: lines]."""
+
+    def __init__(self, params: Sequence[ShardedParam], axes: Axes, device: torch.device) -> None:
+        self._columns: list[tuple[int, int]] = []  # of each parameter: [low, high) of every line
+        for each in params:
+            low = self._columns[-1][1] if self._columns else 0
+            self._columns.append((low, low + each.ranges[0][1]))
+        length = axes.shard.size * (self._columns[-1][1] if params else 0)
+        super().__init__(params, axes, _Lines((Slot("lines", (length,), 0),), length), device)
+
+    def _make(self, granule: int, make_sums: MakeSums) -> Parts:
+        """All lines, as one tensor [ranks * length of a line]; zeros where nothing was used."""
+        lines = torch.zeros(self.layout.length, dtype=make_sums.dtype, device=self.device)
+        by_rank = lines.view(self.ranks.size, self.layout.shard_length(self.ranks.size))
+        sums = make_sums(granule, self.names)
+        for (low, high), total in zip(self._columns, sums, strict=True):
+            if total is None or total.numel() == 0:
+                continue
+            flat, width = total.reshape(-1), high - low
+            num_full, rest = divmod(len(flat), width)  # ranks that have all their rows
+            columns = by_rank[:, low:high]
+            columns[:num_full] = flat[: num_full * width].view(num_full, width)
+            if rest:
+                columns[num_full, :rest] = flat[num_full * width :]
+        return [lines]
+
+    def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """This rank's rows of the sums over ranks, parameter by parameter."""
+        (line,) = self._taken()
+        for each, (low, _) in zip(self.params, self._columns, strict=True):
+            yield each, line[low : low + each.stop - each.start]
+
+
+def _uses(info: Any) -> list[Use]:
+    """Where modules hold a parameter."""
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [Use(info.module, info.param_name), *(Use(*place) for place in shared)]
+
+
+def _both(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
+    def both(*args: Any) -> None:
+        first()
+        then(*args)
+
+    return both
+
+
+def _has_children(module: Any) -> bool:
+    """Whether there are other FSDP2 modules inside of one."""
+    return len(fsdp2_modules(module)) > 1
+
+
+# --- what is taken --------------------------------------------------------------------------------
+
+
+def _shared_mesh(trained: Mapping[str, Any], modules: Sequence[Any]) -> Any:
+    """The mesh of all parameters that FSDP2 holds.
+
+    Raises:
+        BadInput: A trainable parameter is outside, or meshes differ.
+        UnsupportedOperation: Parameters are cut in any other way than by rows.
+    """
+    groups = [group for module in modules for group in param_groups_of(module)]
+    infos = [(each, each._module_info) for group in groups for each in group.fsdp_params]
+    held = {id(info.module._parameters[info.param_name]): each for each, info in infos}
+    meshes: dict[Any, str] = {}
+    for name, parameter in trained.items():
+        if id(parameter) not in held or not is_dtensor(parameter):
+            raise BadInput(
+                f"parameter {name!r} is trained and not sharded, while others are under FSDP2; "
+                "call torch.distributed.fsdp.fully_shard on the whole model too, without "
+                "ignored_params"
+            )
+        _check_rows(name, parameter, held[id(parameter)])
+        meshes.setdefault(parameter.device_mesh, name)
+    if len(meshes) != 1:
+        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
+        raise BadInput(f"expected all trained parameters on one mesh, found {found}")
+    return next(iter(meshes))
+
+
+def _check_rows(name: str, parameter: Any, fsdp: Any) -> None:
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    is_by_rows = placements[-1].is_shard(0) and not fsdp.is_dtensor
+    is_hybrid = mesh.ndim == 2 and placements[0].is_replicate()
+    if not is_by_rows or not (mesh.ndim == 1 or is_hybrid):
+        raise UnsupportedOperation(
+            f"parameter {name!r} has the placements {placements} on a mesh of shape "
+            f"{tuple(mesh.shape)}; private training and K-FAC under FSDP2 take parameters that are "
+            "cut by rows, on a mesh of one dimension or with copies along a first one, and not cut "
+            "for tensor parallelism too"
+        )
+    if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
+        raise UnsupportedOperation(
+            f"{name} gathers as a {type(parameter._local_tensor).__name__}; only plain tensors "
+            "can be trained privately or with K-FAC"
+        )
+
+
+# --- granules -------------------------------------------------------------------------------------
+
+
+def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo: ExitStack) -> None:
+    """Let a module take values per granule, and FSDP2's hooks see their parts.
+
+    As in `unison.use_ordered_reduction`: a module with others inside runs each operation granule by
+    granule, any other one its whole forward.
+    """
+    state = module._get_fsdp_state()
+    if len(state._modules) > 1:
+        raise UnsupportedOperation(
+            f"{name} is one of several modules in one fully_shard call, which cannot be run in "
+            "granules; call fully_shard once per module"
+        )
+    own, has_children = module.forward, _has_children(module)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        num_granules, run = num_granules_of((args, kwargs)), getattr(forward, CALLED_BY_GRANULE)
+        if num_granules == 0:
+            return run(*args, **kwargs)
+        if has_children:
+            output = run(*args, **kwargs)
+            check_not_bypassed(output, name)
+            return output
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with ExitStack() as stack:
+                for group in groups:
+                    stack.enter_context(group.of_granule(index))
+                return run(*own_args, **own_kwargs)
+
+        return call_each_granule(name, module, call, num_granules, args, kwargs)
+
+    setattr(forward, CALLED_BY_GRANULE, own)  # or what is compiled of it
+    set_attribute(undo, module, "forward", forward)
+    handle = state._pre_forward_hook_handle
+    wrap_hook(undo, module._forward_pre_hooks, handle.id, wrapper=before_forward)
+    wrap_hook(undo, module._forward_hooks, state._post_forward_hook_handle.id, after_forward)
