@@ -1,19 +1,15 @@
 """From what sums are made of to gradients."""
 
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.harness import assert_same_bits
-from unison.kernels import many
 from unison.parallel import ShardedParam
 from unison.privacy import noise as noises
-from unison.privacy.cut import Cut
 from unison.privacy.mechanism import Release
 from unison.privacy.noise import GradientReleaser, ReleaseTerms, Shares
 from unison.privacy.sampling import Poisson
@@ -49,44 +45,6 @@ def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtyp
     expected = (weights.view(-1, 1, 1) * values.double()).sum(0) / 8
     torch.testing.assert_close(gradients["w"].view(4, 2).double(), expected, rtol=1e-6, atol=1e-7)
     assert not gradients["v"].any()
-
-
-SHAPES = [(3,), (8, 8), (), (64,), (5, 8), (16, 8), (2, 3), (0, 8), (4, 2, 8), (2, 2, 8), (65,)]
-
-
-@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float32]], ids=str)
-def test_memories_of_gradients(dtypes):
-    """In the parameters' shapes, at multiples of 64 elements, and none over another."""
-    every = [dtypes[i % len(dtypes)] for i in range(len(SHAPES))]
-    parameters = [nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(SHAPES, every, strict=True)]
-    cut = Cut(parameters)
-    assert cut.is_for(parameters)
-    assert not cut.is_for(parameters[1:])
-    assert not cut.is_for([each.double() for each in parameters])
-    found = cut.empty(torch.device("cpu"))
-    for i, (gradient, parameter) in enumerate(zip(found, parameters, strict=True)):
-        assert gradient.shape == parameter.shape
-        assert gradient.dtype == parameter.dtype
-        assert gradient.is_contiguous()
-        assert gradient.storage_offset() % 64 == 0
-        gradient.fill_(i)
-    assert all((gradient == i).all() for i, gradient in enumerate(found))
-
-
-@pytest.mark.parametrize("shapes", [SHAPES, [(7,)], [(8, 8)], [(2, 3)], [()], [(0,)]], ids=str)
-def test_what_kernels_know_of_gradients(shapes):
-    """As if each had been asked."""
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    cut = Cut(parameters)
-    for _ in range(2):
-        found = cut.empty(torch.device("cpu"))
-        assert [each.shape for each in found] == [torch.Size(shape) for shape in shapes]
-        assert found.facts == many.Facts(list(found))
-        addresses = np.frombuffer(found.addresses, np.int64).tolist()
-        is_there = [each.numel() > 0 for each in found]
-        asked = [each.data_ptr() for each in found]
-        assert list(compress(addresses, is_there)) == list(compress(asked, is_there))
-        assert found.home == torch.device("cpu")
 
 
 def test_gradients_are_like_their_parameters_whatever_becomes_of_them():

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
-from unison.capture.facts import FACTS, UNFOLLOWED
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.recompute import (
     NOBODY,
@@ -37,6 +36,8 @@ from unison.capture.tap import (
 )
 from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import (
+    FACTS,
+    UNFOLLOWED,
     ParamRegistry,
     Source,
     Tracked,

@@ -31,10 +31,9 @@ from torch.fx import Graph, GraphModule
 
 from unison.capture.axes import Axes, AxisTable, Call
 from unison.capture.capture import Capture
-from unison.capture.facts import FACTS
 from unison.capture.tap import Use, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
-from unison.capture.tracked import Source, Tracked, all_plain
+from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed

@@ -19,7 +19,6 @@ from unison.kernels.many.table import sent, to_send
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
 from unison.parallel import ParallelAdapter, ShardedParam
-from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.mechanism import Grid, Release
 from unison.rng import (
     Box,
@@ -145,7 +144,7 @@ class Shares(NamedTuple):
         return cls(names, values, weights, [each.parameter for each in owned], starts)
 
 
-def release_all(shares: Shares, terms: ReleaseTerms) -> Gradients:
+def release_all(shares: Shares, terms: ReleaseTerms) -> list[Tensor]:
     """Turn many clipped sums into private gradients at once: see [Note: finalise].
 
     Args:
@@ -153,7 +152,7 @@ def release_all(shares: Shares, terms: ReleaseTerms) -> Gradients:
         terms: Noise and division.
 
     Returns:
-        Gradients in the order given; those of vectors, or of matrices as wide, in one memory.
+        Gradients in the order given.
     """
     device = shares.values[0].device
     recipes = recipes_for(shares.names, terms, device)
@@ -179,7 +178,7 @@ def erase(recipes: Tensor, on_device: Tensor) -> None:
         recipes.copy_(on_device, non_blocking=True)
 
 
-def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradients:
+def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[Tensor]:
     """The part of `release_all` that the device does.
 
     Args:
@@ -188,7 +187,8 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradie
         divisor: A public constant.
     """
     noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
-    outs = empty_gradients(shares.like, shares.values[0].device)
+    device = shares.values[0].device
+    outs = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in shares.like]
     many.release(shares.values, _weights(shares), noise, divisor, outs)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
