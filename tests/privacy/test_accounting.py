@@ -34,8 +34,8 @@ from unison.privacy.ledger import Ledger
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.privacy.schedules import Cosine, Exponential, Stairs
 from unison.privacy.spending import ADJACENCY, Event, Spending, spending_of
-from unison.rng.distributions import drawn_probability
 from unison.rng.secure import DRAW_DISTANCE
+from unison.rng.streams import drawn_probability
 
 # ---- the ledger's ε is dp-accounting's -------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.harness import assert_same_bits
 from unison.clip.kept import SharesByName
-from unison.kernels import many
+from unison.kernels import multi_tensor
 from unison.privacy import noise as noises
 from unison.privacy.cut import Cut
 from unison.privacy.mechanism import Release
@@ -83,7 +83,7 @@ def test_what_kernels_know_of_gradients(shapes):
     for _ in range(2):
         found = cut.empty(torch.device("cpu"))
         assert [each.shape for each in found] == [torch.Size(shape) for shape in shapes]
-        assert found.facts == many.Facts(list(found))
+        assert found.facts == multi_tensor.TensorMeta(list(found))
         addresses = np.frombuffer(found.addresses, np.int64).tolist()
         is_there = [each.numel() > 0 for each in found]
         asked = [each.data_ptr() for each in found]
@@ -102,7 +102,7 @@ def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
         {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)},
     )
     values = [value for value, _ in own.values()]
-    own.asked = many.Asked(values, many.Facts(values), False)
+    own.asked = multi_tensor.TensorBatch(values, multi_tensor.TensorMeta(values), False)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
         linear.to(dtype)
         for each, gradient in releasing.gradients(own, terms):
@@ -141,7 +141,7 @@ def test_values_that_are_known_are_released_in_their_order():
     one = torch.ones(1, dtype=torch.float64)
     values = [torch.full((1, 3), float(i)) for i in range(3)]
     own = SharesByName(zip("abc", [(value, one) for value in values], strict=True))
-    own.asked = many.Asked(values, many.Facts(values), False)
+    own.asked = multi_tensor.TensorBatch(values, multi_tensor.TensorMeta(values), False)
     releasing = Releasing(cast(Any, Alone(owned)))
     terms = Terms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}

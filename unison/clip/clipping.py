@@ -32,7 +32,7 @@ from unison.clip.storage import Storage
 from unison.clip.sum_grid import SumGrid
 from unison.clip.used import UsedParameter
 from unison.clip.waiting import Kept
-from unison.kernels.many import Asked, combine
+from unison.kernels.multi_tensor import TensorBatch, combine
 from unison.ops import Dense, Layout, Product, Record, Streamed
 
 
@@ -70,7 +70,7 @@ class Clipping:
         self._kept = self._no_kept()
         self._makers: list[KeptMaker] = []
         # All that was measured at once, until it is handed out.
-        self._measured: tuple[KeptSet, Found, Asked] | None = None
+        self._measured: tuple[KeptSet, Found, TensorBatch] | None = None
         self._coefficients: Mapping[str, Tensor] | None = None  # in the second pass
 
     def take(self, name: str, record: Record | Streamed) -> None:

@@ -22,8 +22,7 @@ from unison.clip.measured import bound_grams
 from unison.clip.modes import MODES, Choice
 from unison.clip.sum_grid import SumGrid
 from unison.kernels import factored
-from unison.kernels.many import Asked, Facts
-from unison.kernels.many.asked import ADDRESS
+from unison.kernels.multi_tensor import ADDRESS, TensorBatch, TensorMeta
 from unison.ops import Product, Record, Streamed
 
 CHOICE = MODES["ghost_bk"]
@@ -90,8 +89,8 @@ class Group:
     def __init__(self, names: Sequence[str], found: Mapping[str, Factors]) -> None:
         mine = [found[name] for name in names]
         self.names = names
-        self._lefts = Facts([each.left for each in mine])
-        self._rights = Facts([each.right for each in mine])
+        self._lefts = TensorMeta([each.left for each in mine])
+        self._rights = TensorMeta([each.right for each in mine])
         self._features = max(each.left.shape[2] + each.right.shape[2] for each in mine)
         self._shapes = [(1, *each.shape) for each in mine]
         self._sizes = [math.prod(each.shape) for each in mine]
@@ -122,7 +121,7 @@ class Group:
         pieces = torch.unsafe_split_with_sizes(memory, self._sizes)  # views, unknown to autograd
         made = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         at = (self._starts + memory.data_ptr()).tobytes()
-        outs = Asked(made, _NO_FACTS, True, at)  # of outputs only addresses are asked for
+        outs = TensorBatch(made, _NO_FACTS, True, at)  # of outputs only addresses are asked for
         factored.weighted_sums(lefts, rights, weights, outs)
         return made
 
@@ -144,17 +143,17 @@ class Group:
         lefts, rights = self._sides(found)
         factored.weighted_sums(lefts, rights, stacked(coefficients, grid), totals, add=True)
 
-    def _sides(self, found: Mapping[str, Factors]) -> tuple[Asked, Asked]:
+    def _sides(self, found: Mapping[str, Factors]) -> tuple[TensorBatch, TensorBatch]:
         lefts, rights = [], []
         for name in self.names:
             each = found[name]
             each.check()
             lefts.append(each.left)
             rights.append(each.right)
-        return Asked(lefts, self._lefts, True), Asked(rights, self._rights, True)
+        return TensorBatch(lefts, self._lefts, True), TensorBatch(rights, self._rights, True)
 
 
-_NO_FACTS = Facts(())
+_NO_FACTS = TensorMeta(())
 
 
 def groups_of(found: Mapping[str, Factors]) -> list[Group]:

@@ -16,8 +16,13 @@ from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.factored import Factors, groups_of
 from unison.clip.measured import bound
 from unison.clip.sum_grid import SumGrid
-from unison.kernels.many import Asked, Facts, is_fast, squares
-from unison.kernels.many.table import Sent
+from unison.kernels.multi_tensor import (
+    DeviceTableCache,
+    TensorBatch,
+    TensorMeta,
+    is_fast,
+    squares,
+)
 
 _MOST_KNOWN = 16  # sets; each has a few facts of every parameter
 
@@ -29,7 +34,7 @@ class SharesByName(dict[str, tuple[Tensor, Tensor]]):
         asked: All X in the order of the names, where kernels know them already.
     """
 
-    asked: Asked | None = None
+    asked: TensorBatch | None = None
 
 
 class Found(NamedTuple):
@@ -55,24 +60,24 @@ class KeptSet:
         gradients = sorted(found.gradients)
         values = [found.gradients[name] for name in gradients]
         self._gradients, self._pick = gradients, _picker(gradients)
-        self._facts, self._is_fast = Facts(values), is_fast(values)
+        self._facts, self._is_fast = TensorMeta(values), is_fast(values)
         self._numel = max((value.numel() for value in values), default=0)
         self._groups = groups_of(found.factors)
         measured = [*gradients, *[name for group in self._groups for name in group.names]]
         self.names = sorted(measured)
         self._pick_all = _picker(self.names)
-        self._all_facts: dict[bool, tuple[Facts, bool]] = {}  # of shares, on a grid or not
+        self._all_facts: dict[bool, tuple[TensorMeta, bool]] = {}  # of shares, on a grid or not
         place = {name: i for i, name in enumerate(measured)}
         # Of every name: which of those that are measured one after the other it is.
         self._order = torch.tensor([place[name] for name in self.names])
         self._is_in_order = measured == self.names
-        self._orders = Sent(most=1)
+        self._orders = DeviceTableCache(most=1)
 
-    def asked(self, found: Found) -> Asked:
+    def asked(self, found: Found) -> TensorBatch:
         """Return the per-sample gradients of such a set in order of names."""
-        return Asked(self._pick(found.gradients), self._facts, self._is_fast)
+        return TensorBatch(self._pick(found.gradients), self._facts, self._is_fast)
 
-    def measure(self, found: Found, asked: Asked, num_samples: int) -> NormTable:
+    def measure(self, found: Found, asked: TensorBatch, num_samples: int) -> NormTable:
         """Return the norms of all parameters, in order of names.
 
         Args:
@@ -95,7 +100,7 @@ class KeptSet:
     def shares(
         self,
         found: Found,
-        asked: Asked,
+        asked: TensorBatch,
         coefficients: Mapping[str, Tensor],
         grid: SumGrid | None = None,
     ) -> SharesByName:
@@ -123,11 +128,11 @@ class KeptSet:
         in_order = self._pick_all(values)
         facts = self._all_facts.get(grid is None)
         if facts is None:
-            facts = self._all_facts[grid is None] = Facts(in_order), is_fast(in_order)
+            facts = self._all_facts[grid is None] = TensorMeta(in_order), is_fast(in_order)
         made = SharesByName(
             zip(self.names, zip(in_order, self._pick_all(weights), strict=True), strict=True)
         )
-        made.asked = Asked(in_order, *facts)
+        made.asked = TensorBatch(in_order, *facts)
         return made
 
 

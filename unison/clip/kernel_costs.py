@@ -25,7 +25,7 @@ from unison.clip.costs import (
 )
 from unison.clip.layers import Layer, Use
 from unison.clip.modes import MODES, Choice
-from unison.kernels.cross_entropy.chunks import rows_per_chunk
+from unison.kernels.cross_entropy import rows_per_chunk
 
 GRAM_FACTOR = 1.6
 TILE_FACTOR = 1.25

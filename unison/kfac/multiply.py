@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.kernels import many
+from unison.kernels import multi_tensor
 from unison.kfac.device import padding_of
 
 
@@ -100,8 +100,8 @@ def stacked(inverses: Sequence[Inverse]) -> Inverse:
 def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
     """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
     flat = [value.view(1, -1) for value in values if value.is_contiguous()]
-    if len(flat) == len(values) and scales.dtype == torch.float32 and many.is_fast(flat):
-        many.combine(flat, scales[:, None], flat)  # one launch for all
+    if len(flat) == len(values) and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
+        multi_tensor.combine(flat, scales[:, None], flat)  # one launch for all
     else:
         torch._foreach_mul_(list(values), list(scales.unbind()))
 

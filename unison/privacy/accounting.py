@@ -20,8 +20,8 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, TruncatedPoisson
 from unison.privacy.spending import Event, Source, Spending, has_passes, spending_of
-from unison.rng.distributions import drawn_probability
 from unison.rng.secure import DRAW_DISTANCE
+from unison.rng.streams import drawn_probability
 
 if TYPE_CHECKING:
     import dp_accounting

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from unison.capture.facts import TensorFacts
-from unison.kernels.many.asked import ADDRESS, Asked, Facts
+from unison.kernels.multi_tensor import ADDRESS, TensorBatch, TensorMeta
 
 
-class Gradients(Asked):
+class Gradients(TensorBatch):
     """Gradients that a `Cut` has made.
 
     Attributes:
@@ -65,7 +65,7 @@ class Cut:
         self._memory_of = np.array(memory_of, np.int64)
         # What kernels have to know of the gradients: facts, and where they lie in their memories,
         # known when they were made for the first time; and where they lay the last time.
-        self._facts: tuple[Facts, np.ndarray] | None = None
+        self._facts: tuple[TensorMeta, np.ndarray] | None = None
         self._last: tuple[list[int], bytes] = ([], b"")
 
     def is_for(self, like: Sequence[Tensor]) -> bool:
@@ -85,7 +85,7 @@ class Cut:
             gradients[i] = gradients[i].view(self._shapes[i])
         if self._facts is None:
             offsets = [each.storage_offset() * each.element_size() for each in gradients]
-            self._facts = Facts(gradients), np.array(offsets, ADDRESS)
+            self._facts = TensorMeta(gradients), np.array(offsets, ADDRESS)
         facts, offsets = self._facts
         if begins != self._last[0]:
             # To ask hundreds of tensors for their addresses takes longer.

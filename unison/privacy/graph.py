@@ -18,8 +18,7 @@ from unison.clip import NormTable, SampleNorms
 from unison.clip.factored import stacked
 from unison.clip.sum_grid import SumGrid
 from unison.errors import BadInput
-from unison.kernels.many import combine
-from unison.kernels.many.table import Tables, tables_kept
+from unison.kernels.multi_tensor import Tables, combine, tables_kept
 from unison.privacy.attachment import Attachment
 from unison.privacy.dealing import FixedRows, Part
 from unison.privacy.grid import Grid

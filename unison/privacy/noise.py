@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.kernels import many
-from unison.kernels.many.table import Sent, sent, to_send
-from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
+from unison.kernels import multi_tensor
+from unison.kernels.multi_tensor import DeviceTableCache, empty_table, to_device
+from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
 from unison.privacy.cut import Gradients, empty_gradients
 from unison.privacy.grid import Grid
 from unison.privacy.mechanism import Release
@@ -103,7 +102,7 @@ class Shares(NamedTuple):
 
 def can_release(shares: Shares) -> bool:
     """Whether compiled kernels take all of these."""
-    return many.is_fast(shares.values)
+    return multi_tensor.is_fast(shares.values)
 
 
 def release_all(
@@ -130,7 +129,7 @@ def release_all(
     recipes = recipes_for(shares.names, key, release, num_samples, device)
     if recipes is None:
         return release_by(shares, None, divisor)
-    on_device = sent(recipes, device)
+    on_device = to_device(recipes, device)
     made = release_by(shares, on_device, divisor)
     erase(recipes, on_device)
     return made
@@ -158,9 +157,9 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> Gradie
         recipes: See `recipes_of`, on the device; zeros afterwards. None for no noise.
         divisor: A public constant.
     """
-    noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
+    noise = None if recipes is None else multi_tensor.NoiseDraw(recipes, shares.starts)
     outs = empty_gradients(shares.like, shares.values[0].device)
-    many.release(shares.values, _weights(shares), noise, divisor, outs)
+    multi_tensor.release(shares.values, _weights(shares), noise, divisor, outs)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
     return outs
@@ -197,7 +196,7 @@ def recipes_of(
     """
     cipher = Cipher.CHACHA20
     words = words_of_streams(key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
-    made = to_send((len(names), RECIPE_LENGTH), device)
+    made = empty_table((len(names), RECIPE_LENGTH), device)
     table = made.numpy()
     table[:] = _blank_recipe(release.noise_std, cipher)
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
@@ -230,7 +229,7 @@ def _weights(shares: Shares) -> Tensor:
     return table[_indices.table(which, table.device, lambda _: torch.tensor(which))]
 
 
-_indices = Sent()  # of rows of weights: the same ones in every step
+_indices = DeviceTableCache()  # of rows of weights: the same ones in every step
 
 
 def noisy_count(statistic: float, *, key: Key, release: Release) -> float:
