@@ -24,11 +24,9 @@ from bench.kernel_errors import (
     same_bits,
 )
 from unison.clip import clipped_gradients
-from unison.kernels import many
-from unison.kernels.cross_entropy import rows as logit_rows
-from unison.kernels.many import reference as many_reference
-from unison.kernels.random import Cipher, Distribution, Recipe, using_backend
-from unison.kernels.random.recipe import secure_floats
+from unison.kernels import multi_tensor
+from unison.kernels.cross_entropy import statistics
+from unison.kernels.random import Cipher, Distribution, Recipe, secure_floats, using_backend
 from unison.rng import Key, Stream, noise_spacing
 
 HEAD_LIMIT = 1e-6  # of the chunked head, in float32
@@ -40,7 +38,7 @@ IGNORED = -100
 
 def lookup(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     """Check rows of tables that samples look up: squared, added to tables, and weighted."""
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     runs, generator, num_rows = Runs(setting, dtype), setting.generator(), 37
     sizes = [(3, 77, 257), (3, 1, 257), (4, 1024, 1280)]
@@ -76,7 +74,7 @@ def lookup(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
 
 def affine(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     """Check per-sample sums of layer norm, RMS norm and biases."""
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     runs, generator = Runs(setting, dtype), setting.generator()
     sizes = [(3, 77, 257), (3, 1, 257), (4, 1024, 1280)]
@@ -109,7 +107,7 @@ def _check_many_affine(
     runs: Runs, shape: str, given: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor]
 ) -> None:
     """Check the same sums of several tensors at once, of different widths too."""
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     x, g = given
     xs, gs = [x, x.flip(1).contiguous(), x], [g, g, g.flip(0).contiguous()]
@@ -145,7 +143,7 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     name = f"{batch} × {shapes}".replace(", ", ",").replace(",)", ")")
     exact = [x.double() for x in values]
 
-    (found,), is_same = runs.repeat(lambda: (many.squares(values),))
+    (found,), is_same = runs.repeat(lambda: (multi_tensor.squares(values),))
     expected = torch.stack([x.flatten(1).square().sum(1) for x in exact])
     limit = LIMITS[torch.float32]  # the numbers that lie there are squared, whatever their dtype
     runs.add("many: norms", name, norm_error(found, expected), "norm", is_same, limit)
@@ -155,7 +153,7 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
 
     def combine() -> tuple[Tensor, ...]:
         outs = outputs()
-        many.combine(values, weights, outs)
+        multi_tensor.combine(values, weights, outs)
         return tuple(outs)
 
     sums, is_same = runs.repeat(combine)
@@ -169,23 +167,19 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     for has_noise in (False, True):
         noise = None
         if has_noise:
-            noise = many.NoiseDraw(recipes.to(setting.device), [0] * len(values))
+            noise = multi_tensor.NoiseDraw(recipes.to(setting.device), [0] * len(values))
 
-        def release(noise: many.NoiseDraw | None = noise) -> tuple[Tensor, ...]:
+        def release(noise: multi_tensor.NoiseDraw | None = noise) -> tuple[Tensor, ...]:
             outs = outputs()
-            many.release(values, weights, noise, 8.0, outs)
+            multi_tensor.release(values, weights, noise, 8.0, outs)
             return tuple(outs)
 
         outs, is_same = runs.repeat(release)
         there = [torch.empty(x.shape[1:]) for x in values]
         with using_backend("reference"):
-            many_reference.release(
-                [x.cpu() for x in values],
-                weights.cpu(),
-                recipes if has_noise else None,
-                [0] * len(values),
-                8.0,
-                there,
+            plain = multi_tensor.NoiseDraw(recipes, [0] * len(values)) if has_noise else None
+            multi_tensor.release_reference(
+                [x.cpu() for x in values], weights.cpu(), plain, 8.0, there
             )
         num_other = sum(not same_bits(a.cpu(), b) for a, b in zip(outs, there, strict=True))
         what = "released with noise" if has_noise else "released"
@@ -229,7 +223,7 @@ def cross_entropy(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         logits = (4 * torch.randn(num_rows, vocab, **place)).to(dtype)
         labels = torch.randint(0, vocab, (num_rows,), **place)
         (_, losses), is_same = runs.repeat(
-            lambda logits=logits, labels=labels: logit_rows.statistics(logits, labels, IGNORED)
+            lambda logits=logits, labels=labels: statistics(logits, labels, IGNORED)
         )
         expected = F.cross_entropy(logits.double(), labels, reduction="none")
         error, shape = largest_error(losses, expected), f"{num_rows}×{vocab}"

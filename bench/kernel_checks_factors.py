@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.kernel_errors import LIMITS, Outcome, Runs, Setting, largest_error, norm_error
 from unison.clip import measured
-from unison.kernels import factored, many
+from unison.kernels import factored, multi_tensor
 from unison.ops import Product
 
 
@@ -48,7 +48,7 @@ def _mass(left: Tensor, right: Tensor) -> Tensor:
 
 def products(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     """Check per-sample products: stored, squared, and added up with weights."""
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     runs = Runs(setting, dtype)
     for shape, left, right, cancels in _draw_factors(setting, dtype):
@@ -96,7 +96,7 @@ def _check_kept(runs: Runs, shape: str, left: Tensor, right: Tensor, squares: Te
 
     def kept() -> tuple[Tensor, Tensor]:
         x = measured.materialize([product])
-        return x, many.squares([x])
+        return x, multi_tensor.squares([x])
 
     if not measured.is_taken([product]):  # on the CPU
         return
@@ -112,7 +112,7 @@ def _check_kept(runs: Runs, shape: str, left: Tensor, right: Tensor, squares: Te
 
 def gram(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     """Check squared norms from inner products of tokens, and the mass."""
-    from unison.kernels.gram import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     runs = Runs(setting, dtype)
     for shape, left, right, cancels in _draw_factors(setting, dtype):

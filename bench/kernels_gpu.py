@@ -28,7 +28,7 @@ from bench.kernel_checks import FAMILIES, NEED_TRITON
 from bench.kernel_errors import LIMITS, Outcome, Setting
 from bench.runner import interleaved_pairs, write_result
 from unison.clip import choose, measured
-from unison.kernels import many
+from unison.kernels import multi_tensor
 from unison.ops import Product
 
 WIDTH, LONG, SHORT = 4096, 131_072, 32_768
@@ -88,7 +88,7 @@ def draw_layer(tokens: int) -> Product:
 def kept_norm(product: Product) -> tuple[Tensor, Tensor]:
     """Return the per-sample gradient, which is kept, and its squared norm: what `auto` does."""
     x = measured.materialize([product])
-    return x, many.squares([x])
+    return x, multi_tensor.squares([x])
 
 
 def tile_norm(product: Product) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Build the tables of the normal distribution: its inverse, and its upper tail.
 
-    python -m bench.make_normal_table            # writes unison/kernels/random/normal_table.txt
+    python -m bench.make_normal_table            # writes unison/kernels/normal_table.txt
     python -m bench.make_normal_table --check    # only compares with the file
     python -m bench.make_normal_table --bounds   # what docs/rng.md proves, from the file's numbers
 
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from unison.kernels.random.recipe import FAR_UPPER, NEAR
-from unison.kernels.random.tables import (
+from unison.kernels.random import (
+    FAR_UPPER,
+    NEAR,
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
@@ -31,7 +32,7 @@ from unison.kernels.random.tables import (
     TABLE_FILE,
     TAIL_STEPS,
     TableShape,
-    table,
+    inverse_table,
 )
 
 UNIT = 2.0**-53  # what rounding to float64 changes, at most, relative to the number
@@ -134,7 +135,7 @@ def inverse_error(shape: TableShape, segment: int) -> Any:
     interpolated = 2 * (half / 2) ** n * derivative / mp.factorial(n)
     # Horner's scheme rounds a coefficient when it is stored, when it is added, and twice for each
     # power of u.
-    row = table(shape, torch.device("cpu"))[:, segment].tolist()
+    row = inverse_table(shape, torch.device("cpu"))[:, segment].tolist()
     rounded = sum((2 * i + 2) * abs(mp.mpf(c)) * half**i for i, c in enumerate(row))
     return interpolated + rounded * UNIT * (1 + mp.mpf(2) ** -40)
 

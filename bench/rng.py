@@ -291,7 +291,7 @@ def overlap(
 
 def tune(total: int) -> None:
     """Print the time of other tile sizes."""
-    from unison.kernels.random.triton import LAUNCH
+    from unison.kernels.random_triton import LAUNCH
 
     out = torch.empty(total, device="cuda")
     for cipher, fn in (

@@ -22,8 +22,8 @@ from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import MODES, SampleNorms, clipped_gradients, flat, measured
 from unison.clip.coefficients import SMALLEST_MAX_NORM
-from unison.kernels import many
-from unison.kernels.cross_entropy import Head
+from unison.kernels import multi_tensor
+from unison.kernels.cross_entropy import ChunkedHead
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 ROWS, COLUMNS, BATCH, TOKENS = 12, 20, 3, 5
@@ -97,7 +97,7 @@ def measured_by(method: str, records: Sequence[Record]) -> tuple[SampleNorms, Se
         return measured.squared_norms(records, method), records
     kept = measured.materialize(records)
     numel = math.prod(kept.shape[1:])
-    norms = measured.bound(many.squares([kept]), len(kept), numel)
+    norms = measured.bound(multi_tensor.squares([kept]), len(kept), numel)
     return SampleNorms(norms.squared[0], norms.upper[0]), [Dense(kept)]
 
 
@@ -240,7 +240,7 @@ def streamed(dtype: torch.dtype) -> Streamed:
     weight = torch.randn(37, 8, generator=gen).to(dtype)
     labels = torch.randint(0, 37, (BATCH, TOKENS), generator=gen)
     labels[1, 2] = -100
-    head = Head(
+    head = ChunkedHead(
         hidden=hidden, weight=weight, bias=None, labels=labels, ignore_index=-100, chunk=TOKENS
     )
     return Streamed(head, head.losses()[1], torch.randn(BATCH, TOKENS, generator=gen).to(dtype))

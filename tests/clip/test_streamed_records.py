@@ -17,7 +17,7 @@ from tests.harness.oracle import norms_of, per_sample_gradients
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import clipped_gradients, describe, measured, plan_clipping
 from unison.clip.functional import learn
-from unison.kernels.cross_entropy import Head
+from unison.kernels.cross_entropy import ChunkedHead
 from unison.models import build
 from unison.ops import Lookup, Streamed
 
@@ -28,7 +28,7 @@ def head_record(dtype: torch.dtype = torch.float32, chunk: int = TOKENS) -> Stre
     gen = torch.Generator().manual_seed(5)
     labels = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=gen)
     labels[1, 2] = -100
-    head = Head(
+    head = ChunkedHead(
         hidden=torch.randn(BATCH, TOKENS, WIDTH, generator=gen).to(dtype),
         weight=torch.randn(VOCAB, WIDTH, generator=gen).to(dtype),
         bias=None,

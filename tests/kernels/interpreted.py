@@ -99,7 +99,7 @@ def _end() -> None:
 def as_on_cuda() -> Iterator[None]:
     """Let the library use its kernels for tensors on the CPU."""
     from unison.clip import clipping, measured
-    from unison.kernels import affine, factored, many
+    from unison.kernels import affine, factored, multi_tensor
     from unison.kernels.available import is_suited
 
     def takes(*tensors: Tensor) -> bool:
@@ -108,7 +108,7 @@ def as_on_cuda() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (measured, affine, factored):
             stack.enter_context(mock.patch.object(module, "takes", takes))
-        stack.enter_context(mock.patch.object(many, "_are_on_cuda", return_value=True))
+        stack.enter_context(mock.patch.object(multi_tensor, "_are_on_cuda", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
         assert clipping.is_taken is measured.is_taken
         yield

@@ -20,7 +20,7 @@ def draw(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tup
 
 
 def check(x: Tensor, g: Tensor, eps: float = 1e-5) -> None:
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     wide, shape = x.double(), x.shape[2:]
     for is_centred in (True, False):
@@ -58,7 +58,7 @@ def test_an_eps_of_0():
 
 @interpreted
 def test_a_mean_far_from_0():
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     x, g = draw((2, 5, 64))
     x = x + 1000
@@ -69,7 +69,7 @@ def test_a_mean_far_from_0():
 
 @interpreted
 def test_what_is_not_finite_stays_with_its_sample():
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     x, g = draw((3, 17, 20))
     x[1, 16, 3] = torch.nan
@@ -98,7 +98,7 @@ def test_what_the_kernel_takes():
 @interpreted
 def test_columns_of_many(widths, dtype):
     """Every number of tensors, each with programs of its own: the bits of single launches."""
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     for samples, tokens in ((3, 17), (1, 1), (2, 40)):
         gs = [torch.randn(samples, tokens, width).to(dtype) for width in widths]
@@ -123,7 +123,7 @@ def test_columns_of_many(widths, dtype):
 )
 @interpreted
 def test_sums_of_many(count, is_centred, has_offset):
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     options = {"is_centred": is_centred, "has_offset": has_offset}
     for shape in ((2, 17, 20), (1, 1, 5)):
@@ -139,7 +139,7 @@ def test_sums_of_many(count, is_centred, has_offset):
 
 @interpreted
 def test_many_of_no_samples():
-    from unison.kernels.affine import triton as kernels
+    from unison.kernels import affine as kernels
 
     x = torch.randn(0, 4, 5)
     found = kernels.sums_of_many([x], [x], 1e-5, is_centred=True, has_offset=True)

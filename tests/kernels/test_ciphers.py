@@ -3,7 +3,7 @@ import struct
 import pytest
 import torch
 
-from unison.kernels.random.ciphers import (
+from unison.kernels.random import (
     CHACHA_CONSTANTS,
     chacha20,
     chacha20_blocks,

@@ -44,47 +44,41 @@ def compiled(kernel, options, types=(), **constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 def many_cases():
-    from unison.kernels.many import launch, triton as k
-    plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": launch._SAMPLES_AT_ONCE}
+    from unison.kernels import multi_tensor_triton as k
+    plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": k._SAMPLES_AT_ONCE}
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
-            "ALIGNED": aligned, "TILE": launch._SQUARE_TILE}
+            "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
         for name, is_noisy in (("sum", False), ("noisy", True)):
             yield f"release {name} {aligned}", k.release_kernel, {
                 "num_warps": 4 if is_noisy else 8, **plain}, {}, {
                 "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
                 "ALIGNED": aligned,
-                "TILE": launch._NOISY_TILE if is_noisy else launch._COMBINE_TILE, **at_once}
+                "TILE": k._NOISY_TILE if is_noisy else k._COMBINE_TILE, **at_once}
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
         "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
-        "TILE": launch._COMBINE_TILE, **at_once}
+        "TILE": k._COMBINE_TILE, **at_once}
     yield "add integers", k.release_kernel, {"num_warps": 8, **plain}, {}, {
         "NOISY": False, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
-        "TILE": launch._COMBINE_TILE, **at_once}
+        "TILE": k._COMBINE_TILE, **at_once}
     yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
 
 def other_cases():
     import torch
-    from unison.kernels.affine import triton as affine
-    from unison.kernels.gram import triton as gram
-    from unison.kernels.lookup import triton as lookup
-    from unison.kernels.products import triton as products
+    from unison.kernels import affine_triton as affine
+    from unison.kernels import lookup_triton as lookup
+    from unison.kernels import products_triton as products
     for add in (True, False):
         yield f"rows {add}", lookup.rows_kernel, {"num_warps": 4}, {
             "table": "*bf16" if add else "*fp32"}, {"ADD": add, "FEATURES": 2048}
     for name, kind in (("weighted rows", "*fp32"), ("weighted rows integers", "*i32")):
         yield name, lookup.weighted_kernel, {"num_warps": 4}, {"out": kind}, {"FEATURES": 2048}
-    for name, kernel in (
-        ("affine", affine._sums_kernel), ("affine many", affine._many_sums_kernel)
-    ):
-        yield name, kernel, {"num_warps": 8}, {}, {
+    yield "affine", affine._sums_kernel, {"num_warps": 8}, {}, {
             "CENTRED": True, "OFFSET": True, "TOKENS": affine._TOKENS, "ROWS": affine._ROWS,
             "FEATURES": 2048}
-    for name, kernel in (
-        ("columns", affine._columns_kernel), ("columns many", affine._many_columns_kernel)
-    ):
-        yield name, kernel, {"num_warps": 8}, {}, {
-            "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
+    for name, is_many in (("columns", False), ("columns many", True)):
+        yield name, affine._columns_kernel, {"num_warps": 8}, {}, {
+            "MANY": is_many, "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         sides = {"left": pointer, "right": pointer}
         config = products.choose_config(1280, 5120, dtype)
@@ -98,23 +92,23 @@ def other_cases():
             yield f"weighted {pointer} {kind}", products._weighted_kernel, options, {
                 **sides, "out": kind}, {**tiles, "ADD": kind == "*i32"}
         is_half = dtype == torch.bfloat16
-        yield f"gram {pointer}", gram._gram_kernel, {"num_warps": 8 if is_half else 4}, {
+        yield f"gram {pointer}", products._gram_kernel, {"num_warps": 8 if is_half else 4}, {
             **sides, "squares": "*fp64"}, {
-            "PRECISION": "ieee", "RUN": gram.run_of(dtype), "BT": 128 if is_half else 64,
+            "PRECISION": "ieee", "RUN": products.run_of(dtype), "BT": 128 if is_half else 64,
             "BK": 64 if is_half else 32}
 
 def factored_cases():
-    from unison.kernels.factored import launch, triton as k
-    tiles = {"BM": launch._ROWS, "BN": launch._COLUMNS, "BK": launch._TOKENS}
+    from unison.kernels import factored_triton as k
+    tiles = {"BM": k._ROWS, "BN": k._COLUMNS, "BK": k._TOKENS}
     for total, add in ((tl.float32, False), (tl.int32, False), (tl.int32, True)):
-        yield f"factored weighted {total} {add}", k.weighted_kernel, {
+        yield f"factored weighted {total} {add}", k._weighted_kernel, {
             "num_warps": 8, "num_stages": 3}, {}, {
             "DTYPE": tl.bfloat16, "TOTAL": total, "ADD": add, **tiles}
     wide = {"parts": "*fp64"}
     for tokens, num_warps in ((128, 8), (64, 4)):
         options = {"num_warps": num_warps, "num_stages": 4}
-        yield f"factored gram {tokens}", k.gram_kernel, options, wide, {
-            "DTYPE": tl.bfloat16, "BT": tokens, "BK": launch._STEP}
+        yield f"factored gram {tokens}", k._gram_kernel, options, wide, {
+            "DTYPE": tl.bfloat16, "BT": tokens, "BK": k._STEP}
 
 found, wanted = {}, sys.argv[1:]
 for cases in (many_cases, other_cases, factored_cases):
@@ -154,7 +148,7 @@ def test_aligned_tensors_are_read_wide():
         "squares True",
         "release sum True",
         "release noisy True",
-        "affine many",
+        "affine",
         "columns many",
     )
     assert len(found) == 5
@@ -169,7 +163,7 @@ def test_aligned_tensors_are_read_wide():
         (("squares*", "total", "add*"), 5),
         (("release*",), 4),
         (("rows*", "affine"), 5),
-        (("affine many", "columns*"), 3),
+        (("columns*",), 2),
         (("*bf16*",), 5),
         (("gram *fp32", "per sample *fp32*", "weighted *fp32*"), 5),
         (("factored*",), 5),

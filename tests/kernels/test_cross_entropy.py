@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from tests.harness import assert_close
 from tests.harness.largest import Largest
 from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.cross_entropy import reference, statistics, using_backend
-from unison.kernels.cross_entropy.chunks import cut
-from unison.kernels.cross_entropy.head import ROW_MULTIPLE
+from unison.kernels import cross_entropy
+from unison.kernels.cross_entropy import (
+    ROW_MULTIPLE,
+    cut,
+    gradient_reference,
+    statistics,
+    statistics_reference,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # batch, tokens, d, vocab: odd, one token, one sample, none, more than one block of columns
@@ -169,7 +175,7 @@ def test_a_sure_prediction_keeps_its_digits():
     """`lse - logit` would be 0 or 2⁻¹⁹: both are near 30."""
     logits = torch.zeros(1, 3)
     logits[0, 1] = 30.0
-    _, losses = reference.statistics(logits, torch.tensor([1]), IGNORED)
+    _, losses = statistics_reference(logits, torch.tensor([1]), IGNORED)
     expected = F.cross_entropy(logits.double(), torch.tensor([1]))
     assert float(losses) == pytest.approx(float(expected), rel=1e-6)
 
@@ -295,10 +301,10 @@ def test_bad_arguments_are_named(change, message):
 
 def test_an_unknown_label_that_nobody_looked_at_is_nan():
     labels = torch.tensor([2, 9, IGNORED])
-    lse, losses = reference.statistics(torch.zeros(3, 5), labels, IGNORED)
+    lse, losses = statistics_reference(torch.zeros(3, 5), labels, IGNORED)
     assert losses.isnan().tolist() == [False, True, False]
     logits = torch.zeros(3, 5)
-    reference.gradient(logits, labels, lse, torch.ones(3), IGNORED, logits)
+    gradient_reference(logits, labels, lse, torch.ones(3), IGNORED, logits)
     assert logits.isnan().all(1).tolist() == [False, True, False]
 
 
@@ -335,7 +341,7 @@ def compare(backend, rows: int, vocab: int, gap: int, dtype: torch.dtype) -> Non
     """Hold a backend against the reference."""
     logits, labels, g = rows_of(rows, vocab, gap, dtype)
     whole = logits if logits._base is None else logits._base
-    expected = reference.statistics(logits, labels, IGNORED)
+    expected = statistics_reference(logits, labels, IGNORED)
     found = backend.statistics(logits, labels, IGNORED)
     for a, e in zip(found, expected, strict=True):
         assert_close(a, e, dtype=torch.float32)
@@ -344,7 +350,7 @@ def compare(backend, rows: int, vocab: int, gap: int, dtype: torch.dtype) -> Non
     apart = torch.full_like(copy, 7.0)
     backend.gradient(other, labels, expected[0], g, IGNORED, apart[:, :vocab])
     assert torch.equal(copy, whole)
-    reference.gradient(logits, labels, expected[0], g, IGNORED, logits)
+    gradient_reference(logits, labels, expected[0], g, IGNORED, logits)
     backend.gradient(other, labels, expected[0], g, IGNORED, other)
     assert_close(apart[:, :vocab], other, dtype=torch.float64)
     assert bool((apart[:, vocab:] == 7.0).all())
@@ -361,14 +367,16 @@ sys.path.insert(0, {folder!r})
 sys.path.insert(0, {root!r})
 from test_cross_entropy import ROWS, compare, inputs, relative_error, with_gradients
 import unison
-from unison.kernels.cross_entropy import triton as kernels, using_backend
+from unison.kernels import cross_entropy_triton as kernels
+from unittest import mock
+from unison.kernels import cross_entropy
 for rows, vocab, gap in ROWS:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         compare(kernels, rows, vocab, gap, dtype)
 hidden, weight, labels, bias = inputs((3, 5, 4, 131), torch.float32)
 results = []
-for name in ("triton", "reference"):
-    with using_backend(name):
+for uses_triton in (True, False):
+    with mock.patch.object(cross_entropy, "_uses_triton", return_value=uses_triton):
         losses = unison.linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=7)
         results.append(with_gradients(losses, hidden, weight, bias))
 assert max(map(relative_error, *results)) <= 1e-6
@@ -395,7 +403,7 @@ COMPILED = """
 import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from unison.kernels.cross_entropy import triton as kernels
+from unison.kernels import cross_entropy_triton as kernels
 for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
     for dtype in ("*bf16", "*fp16", "*fp32"):
         constants = kernels.launch_options(50257)
@@ -414,7 +422,7 @@ for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
 
 
 def test_triton_reads_and_writes_wide():
-    """With rows as `Head.empty_logits` lays them out, and a vocabulary of odd length."""
+    """With rows as `ChunkedHead.empty_logits` lays them out, and a vocabulary of odd length."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -442,8 +450,8 @@ def test_on_the_gpu(dtype, chunk):
     for each in (hidden, weight, bias):
         each.requires_grad_()
     results = []
-    for name in ("triton", "reference"):
-        with using_backend(name):
+    for uses_triton in (True, False):
+        with mock.patch.object(cross_entropy, "_uses_triton", return_value=uses_triton):
             losses = unison.linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk)
             results.append(with_gradients(losses, hidden, weight, bias))
     for a, e in zip(*results, strict=True):

@@ -13,7 +13,7 @@ from bench import kernel_checks
 from bench.kernel_errors import Setting
 from tests.harness import assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from tests.kernels.many_tensors import assert_all_same_bits, weights_of
+from tests.kernels.tensors import assert_all_same_bits, weights_of
 from unison.kernels import factored
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -157,7 +157,7 @@ def test_every_tile_of_the_gram_matrix_has_its_place():
 @interpreted
 def test_tokens_of_nothing_have_a_little_mass():
     """As much as sums that underflow may be off; and only tokens that are there."""
-    from unison.kernels.gram.triton import least_norm
+    from unison.kernels.products_triton import least_norm
 
     left, right = torch.zeros(2, 5, 40).bfloat16(), torch.zeros(2, 5, 24).bfloat16()
     squares, masses, *_ = factored.grams([left], [right])
@@ -326,8 +326,8 @@ def test_a_gpu_with_little_shared_memory_takes_none():
 
 @interpreted
 def test_runs_of_features_are_even():
-    from unison.kernels.factored import launch
-    from unison.kernels.gram.triton import run_of
+    from unison.kernels import factored_triton as launch
+    from unison.kernels.products_triton import run_of
 
     for features in range(8, 20_000, 8):
         steps, run = -(-features // launch._STEP), launch._steps_of_run(features, torch.bfloat16)
@@ -339,27 +339,27 @@ def test_runs_of_features_are_even():
 
 @interpreted
 def test_a_table_is_sent_again_only_if_an_address_changed():
-    from unison.kernels.factored import launch
+    from unison.kernels import factored_triton as launch
 
     launch._known.clear()
     lefts, rights = draw([(8, 16), (16, 8)], (1, 3), torch.bfloat16)
     outs = [torch.empty(8, 16), torch.empty(16, 8)]
     others = [lefts[0], lefts[1].clone()], rights
     weights = torch.ones(2, 1)
-    with mock.patch.object(launch, "to_send", wraps=launch.to_send) as to_send:
+    with mock.patch.object(launch, "empty_table", wraps=launch.empty_table) as made:
         for _ in range(2):
             expected = factored.grams(lefts, rights)
-            assert to_send.call_count == 1
+            assert made.call_count == 1
         for _ in range(2):
             factored.weighted_sums(lefts, rights, weights, outs)
-            assert to_send.call_count == 2
+            assert made.call_count == 2
         found = factored.grams(*others)
-        assert to_send.call_count == 3
+        assert made.call_count == 3
         factored.weighted_sums(lefts, rights, weights, [torch.empty(8, 16), outs[1]])
-        assert to_send.call_count == 4
+        assert made.call_count == 4
         others[0][1].zero_()  # numbers are no addresses
         assert factored.grams(*others)[0][1].tolist() == [0.0]
-        assert to_send.call_count == 4
+        assert made.call_count == 4
     assert_all_same_bits(found, expected)
 
 
@@ -369,7 +369,7 @@ def test_memory_for_descriptors_is_ours_only_meanwhile(fails):
     import triton
     from triton.runtime import _allocation
 
-    from unison.kernels import scratch
+    from unison.kernels import factored_triton as launch
 
     def users(size: int, alignment: int, stream: int | None) -> Tensor:
         raise AssertionError
@@ -377,8 +377,8 @@ def test_memory_for_descriptors_is_ours_only_meanwhile(fails):
     before = _allocation._allocator.get()
     triton.set_allocator(users)
     try:
-        with contextlib.suppress(KeyError), scratch.scratch():
-            assert _allocation._allocator.get() is scratch._allocate
+        with contextlib.suppress(KeyError), launch.scratch():
+            assert _allocation._allocator.get() is launch._allocate
             if fails:
                 raise KeyError
         assert _allocation._allocator.get() is users

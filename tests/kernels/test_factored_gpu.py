@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import assert_same_bits
-from tests.kernels.many_tensors import assert_all_same_bits, weights_of
+from tests.kernels.tensors import assert_all_same_bits, weights_of
 from tests.kernels.test_factored import DTYPES, LARGE, LAYERS, check, draw, spoil, sums_of
 from unison.kernels import factored
 
@@ -47,7 +47,7 @@ def test_the_same_bits_in_every_run():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_have_the_bits_of_a_layer_alone(dtype):
-    from unison.kernels.products import triton as products
+    from unison.kernels import products_triton as products
 
     lefts, rights = draw(LARGE, (4, 300), dtype, "cuda")
     weights = weights_of(3, 4).cuda()
@@ -59,7 +59,7 @@ def test_sums_have_the_bits_of_a_layer_alone(dtype):
 
 
 def test_a_recorded_launch_is_the_launch():
-    from unison.kernels.many.table import Tables, tables_kept
+    from unison.kernels.multi_tensor import Tables, tables_kept
 
     lefts, rights = draw(LARGE, (4, 300), torch.bfloat16, "cuda")
     weights = weights_of(3, 4).cuda()

@@ -29,7 +29,7 @@ def explicit(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(left: Tensor, right: Tensor, tolerance: float = 2e-6) -> None:
-    from unison.kernels.gram import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     squares, masses = kernels.squared_norms(left, right, "ieee")
     assert squares.dtype == torch.float64
@@ -97,7 +97,7 @@ def test_any_strides():
 
 @interpreted
 def test_none():
-    from unison.kernels.gram import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     for shape in ((0, 7, 5, 3), (2, 0, 5, 3)):
         squares, masses = kernels.squared_norms(*draw(shape, torch.float32), "ieee")
@@ -106,7 +106,7 @@ def test_none():
 
 @interpreted
 def test_a_sample_that_is_not_finite_is_not_finite():
-    from unison.kernels.gram import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = draw((3, 9, 5, 3), torch.float32)
     left[1, 3, 2] = torch.nan
@@ -118,7 +118,7 @@ def test_a_sample_that_is_not_finite_is_not_finite():
 @interpreted
 def test_every_tile_has_its_place():
     """Of many tokens: a root in float32 says where a tile lies."""
-    from unison.kernels.gram import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = torch.ones(1, 64 * 7 + 1, 1), torch.ones(1, 64 * 7 + 1, 1)
     left[0, 1::2] = -1

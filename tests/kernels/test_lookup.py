@@ -35,7 +35,7 @@ def tables(ids: Tensor, g: Tensor) -> Tensor:
 
 def check(ids: Tensor, g: Tensor) -> None:
     """Hold all three kernels against float64 and against one another."""
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     expected = tables(ids, g)
     squares = kernels.squared_rows(ids, g)
@@ -101,7 +101,7 @@ def test_any_strides():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @interpreted
 def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     ids, g = draw((3, 11, 5))
     weights = torch.tensor([0.5, 0.0, 2.0])
@@ -115,7 +115,7 @@ def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):
 
 @interpreted
 def test_padding_may_hold_anything():
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     ids, g = draw((3, 11, 5))
     g[ids < 0] = torch.nan
@@ -127,7 +127,7 @@ def test_padding_may_hold_anything():
 
 @interpreted
 def test_narrow_tables_are_added_to_in_float32():
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     ids, g = draw((2, 17, 20), torch.bfloat16)
     first = torch.randn(2, ROWS, 20).bfloat16()
@@ -140,7 +140,7 @@ def test_narrow_tables_are_added_to_in_float32():
 @interpreted
 def test_rows_that_are_long_take_more_threads():
     """A thread squares 128 numbers of a row at most: SQUARE_ROUNDINGS."""
-    from unison.kernels.lookup import triton as kernels
+    from unison.kernels import lookup_triton as kernels
 
     for features in (1, 100, 1280, 16384, 16385, 50257, 131072):
         sizes = kernels._sizes(torch.empty(1, 1, features, device="meta"))

@@ -66,7 +66,7 @@ def scale(left: Tensor, right: Tensor) -> float:
 
 def check(left: Tensor, right: Tensor) -> None:
     """Hold all three kernels against float64 and against one another."""
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     expected, unit = products(left, right), 2e-6 * scale(left, right)
     stored = torch.full(expected.shape, torch.nan, dtype=torch.float32)
@@ -118,7 +118,7 @@ def test_a_padded_row_ends_before_its_padding():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @interpreted
 def test_what_is_stored_narrow_is_squared_as_it_is_stored(dtype):
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = both((2, 37, 33, 40), torch.bfloat16)
     stored = torch.empty(2, 33, 40, dtype=dtype)
@@ -132,7 +132,7 @@ def test_what_is_stored_narrow_is_squared_as_it_is_stored(dtype):
 
 @interpreted
 def test_only_its_own_part_of_the_output_is_written():
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = both((2, 9, 33, 20), torch.float32)
     whole = torch.full((2, 40, 20), 7.0)
@@ -144,7 +144,7 @@ def test_only_its_own_part_of_the_output_is_written():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @interpreted
 def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = both((3, 9, 33, 20), torch.float32)
     weights = torch.tensor([0.5, 0.0, 2.0])
@@ -159,7 +159,7 @@ def test_a_sample_of_weight_0_is_left_out_whatever_it_holds(bad):
 
 @interpreted
 def test_a_batch_of_none_adds_nothing():
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = both((0, 9, 33, 20), torch.float32)
     out = torch.full((33, 20), 3.0)
@@ -172,7 +172,7 @@ def test_a_batch_of_none_adds_nothing():
 @interpreted
 def test_the_order_of_tokens_is_that_of_the_tile_alone():
     """A sample's bits depend neither on its neighbours nor on where it lies in memory."""
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     left, right = both((4, 70, 65, 66), torch.float32)
     whole = torch.empty(4, 65, 66)
@@ -189,7 +189,7 @@ def test_the_order_of_tokens_is_that_of_the_tile_alone():
 @interpreted
 def test_every_tile_has_its_place():
     """With more than one group of rows, cut off in both directions."""
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     config = kernels.Config(16, 16, 16, 4, 2)
     left, right = both((2, 3, 16 * 9 + 5, 17), torch.float32)
@@ -201,7 +201,7 @@ def test_every_tile_has_its_place():
 
 @interpreted
 def test_tiles_are_a_function_of_shape_and_dtype():
-    from unison.kernels.products import triton as kernels
+    from unison.kernels import products_triton as kernels
 
     for dtype in DTYPES:
         for rows in (1, 16, 17, 64, 200, 256, 1280):

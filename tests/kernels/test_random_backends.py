@@ -13,9 +13,17 @@ import torch
 from tests.kernels.interpreted import needs_interpreter
 from unison.errors import BadInput
 from unison.kernels import random
-from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, reference, using_backend
-from unison.kernels.random.recipe import OUTPUT_DTYPES, WORDS_PER_ELEMENT, secure_floats
-from unison.kernels.random.tables import SECURE
+from unison.kernels.random import (
+    OUTPUT_DTYPES,
+    SECURE,
+    WORDS_PER_ELEMENT,
+    Cipher,
+    Distribution,
+    Recipe,
+    fill_rows,
+    secure_floats,
+    using_backend,
+)
 
 NUMBERS: dict[Distribution, tuple[tuple[float, ...], tuple[int, ...]]] = {
     Distribution.WORDS: ((), ()),
@@ -77,9 +85,9 @@ def fine_recipe(cipher: Cipher, near: float | None = None) -> Recipe:
 def test_open_values_are_decided_exactly(cipher, element):
     recipe, starts = fine_recipe(cipher), [element - 10]
     expected = drawn("reference", recipe, torch.float64, starts, 2000)
-    words = reference.element_words(recipe, torch.tensor([element]), 1)
+    words = random.element_words(recipe, torch.tensor([element]), 1)
     v = ((words[0] & 0x7FFFFFFF) << 32) | words[1] | 1
-    by_table = (reference.inverse_tail(v, SECURE) * 2.0**31).round() * 2.0**-31
+    by_table = (random.inverse_tail(v, SECURE) * 2.0**31).round() * 2.0**-31
     assert float(by_table) != float(expected[10].abs())
     # Many are open in the second case, all of them, too many for a list, in the last.
     for near in (None, 0.003, 1.0):
@@ -165,7 +173,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random import triton as kernels
+from unison.kernels import random_triton as kernels
 for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24),
                      (Cipher.PHILOX, Distribution.SECURE_NORMAL)]:
     recipe = Recipe(cipher, tuple(range(cipher.num_key_words)), kind, (1.0, 1.0, 1.0))
@@ -262,8 +270,8 @@ def test_missing_numba_is_said_once_and_changes_nothing(monkeypatch):
 
 def test_small_requests_do_not_wait_for_the_compiler(monkeypatch):
     monkeypatch.setattr(random, "_num_served", 0)
-    assert random._choose(torch.empty(1000)) is reference.fill
-    assert random._choose(torch.empty(random.PATIENCE)) is not reference.fill
+    assert random._choose(torch.empty(1000)) is random.fill_reference
+    assert random._choose(torch.empty(random.PATIENCE)) is not random.fill_reference
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [

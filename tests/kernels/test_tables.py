@@ -14,9 +14,8 @@ from bench.make_normal_table import (
     tail_lines,
     tail_quantile,
 )
-from unison.kernels.random.recipe import NEAR
-from unison.kernels.random.reference import inverse_tail
-from unison.kernels.random.tables import (
+from unison.kernels.random import (
+    NEAR,
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
@@ -24,7 +23,8 @@ from unison.kernels.random.tables import (
     SUB_BITS,
     TABLE_FILE,
     TAIL_STEPS,
-    table,
+    inverse_table,
+    inverse_tail,
     tail_table,
 )
 from unison.rng.secure import DRAW_DISTANCE
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("shape", [ORDINARY, SECURE], ids=lambda shape: shape.name)
 def test_file_is_what_the_script_computes(shape):
-    stored = table(shape, CPU)
+    stored = inverse_table(shape, CPU)
     with mpmath.workdps(40):
         for octave in (0, shape.num_octaves // 2, shape.num_octaves - 2, shape.num_octaves - 1):
             for part in (0, 5):

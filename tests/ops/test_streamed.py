@@ -15,8 +15,8 @@ from tests.harness.largest import Largest
 from tests.harness.oracle import per_sample_gradients
 from unison.capture import AxisTable, Capture, check_samples_apart, learn_axes
 from unison.errors import UnsupportedOperation
-from unison.kernels.cross_entropy import Head, head, rows
-from unison.kernels.cross_entropy.head import ROW_MULTIPLE
+from unison.kernels import cross_entropy as kernels
+from unison.kernels.cross_entropy import ROW_MULTIPLE, ChunkedHead
 from unison.ops import Dense, Product, Streamed, cross_entropy, per_sample
 
 BATCH, TOKENS, WIDTH, VOCAB, CHUNK = 5, 6, 4, 37, 13  # chunks of two samples
@@ -69,13 +69,13 @@ def is_streaming(request, monkeypatch) -> bool:
 def gemms(monkeypatch) -> list[int]:
     """The numbers of rows whose logits were made in a backward pass, one by one."""
     made = []
-    gradient_ = rows.gradient_
+    gradient_ = kernels.gradient_
 
     def counted(logits, *args):
         made.append(len(logits))
         return gradient_(logits, *args)
 
-    monkeypatch.setattr(head, "gradient_", counted)
+    monkeypatch.setattr(kernels, "gradient_", counted)
     return made
 
 
@@ -113,7 +113,7 @@ def record_of(*, chunk: int | None = CHUNK, **options) -> Streamed:
     bias = torch.randn(VOCAB, generator=gen, dtype=torch.float64)
     labels = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=gen)
     labels[1], labels[3, 2] = -100, -100
-    parts = Head(
+    parts = ChunkedHead(
         hidden=hidden, weight=weight, bias=bias, labels=labels, ignore_index=-100, chunk=chunk
     )
     g = torch.randn(BATCH, TOKENS, generator=gen, dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_inputs_that_change_are_noticed():
 
 
 def test_an_empty_batch():
-    parts = Head(
+    parts = ChunkedHead(
         hidden=torch.zeros(0, 3, 2),
         weight=torch.zeros(5, 2),
         bias=None,

@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.errors import BadInput
-from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random.recipe import secure_floats
+from unison.kernels.random import Cipher, Distribution, Recipe, secure_floats
 from unison.privacy import noise as noises
 from unison.privacy.mechanism import Grid, Release
 from unison.privacy.noise import finalise
@@ -93,7 +92,7 @@ def test_no_copy_of_a_key_stays_in_host_memory(monkeypatch):
         return call
 
     monkeypatch.setattr(Recipe, "pack", kept(Recipe.pack))
-    for name in ("words_of_streams", "to_send"):
+    for name in ("words_of_streams", "empty_table"):
         monkeypatch.setattr(noises, name, kept(getattr(noises, name)))
     noise_of(5)
     shares = noises.Shares(

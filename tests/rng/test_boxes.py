@@ -80,7 +80,7 @@ def test_indices_beyond_32_bits(name):
 
 
 def test_words_beyond_32_bits_are_those_of_the_cipher():
-    from unison.kernels.random.ciphers import philox
+    from unison.kernels.random import philox
 
     index = (1 << 40) + 6
     block, lane = divmod(index, 4)

@@ -21,7 +21,7 @@ from unison.rng import (
     truncated_normal,
     uniform,
 )
-from unison.rng.distributions import drawn_probability
+from unison.rng.streams import drawn_probability
 
 QUICK, FULL = 10**6, 10**7
 
@@ -122,8 +122,7 @@ def test_drawn_probabilities_are_what_the_threshold_says():
 
 def test_tiny_probabilities_are_exact():
     # The threshold, not the luck of a sample: floor(q · 2^63) of 2^63 draws count.
-    from unison.kernels.random import Distribution, Recipe
-    from unison.kernels.random.reference import draw
+    from unison.kernels.random import Distribution, Recipe, draw
 
     for q in (1e-6, 2.0**-63, 0.5, 1.0 - 2.0**-53):
         count = math.floor(q * 2**63)
@@ -138,7 +137,7 @@ def test_tiny_probabilities_are_exact():
 
 
 def test_integers_are_the_exact_scaled_product():
-    from unison.kernels.random.reference import scale_128
+    from unison.kernels.random import scale_128
 
     words = torch.randint(0, 1 << 32, (4, 500), generator=torch.Generator().manual_seed(0))
     words[:, 0], words[:, 1] = 0, (1 << 32) - 1
@@ -156,8 +155,7 @@ def test_uniform_never_leaves_the_interval(dtype, low, high):
 
 
 def test_uniform_at_its_highest_word_stays_below_high():
-    from unison.kernels.random import Distribution, Recipe
-    from unison.kernels.random.reference import draw
+    from unison.kernels.random import Distribution, Recipe, draw
 
     drawn = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -11,11 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.interpreted import interpreted
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.random import fused_drop
+from unison.kernels.random import using_backend
 from unison.rng import Key, Stream, draws_by_sample
-from unison.rng.draws import BatchDraws
-from unison.rng.dropout import Drop, MaskSource, limit_and_scale
-from unison.rng.generators import are_equal_states
+from unison.rng.draws import BatchDraws, are_equal_states, drop_rows
 
 KEY = Key.from_seed(4)
 ROWS, TOKENS, WIDTH = 6, 5, 8
@@ -155,9 +153,9 @@ def test_gradient_has_the_mask_of_the_forward(dtype):
 
 
 def test_double_backward():
-    source = MaskSource(Stream(KEY, "d").words, torch.arange(3), 4)
+    words, ids = torch.tensor(Stream(KEY, "d").words), torch.arange(3)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: Drop.apply(x, source, 0.5).pow(3), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: drop_rows(x, words, ids, 0, 0, 0.5).pow(3), (x,))
 
 
 # ---- activation checkpointing ------------------------------------------------------------------
@@ -245,10 +243,11 @@ def test_after_the_context_draws_are_torchs():
 
 def check_one_kernel(device: str, dtype: torch.dtype, p: float) -> None:
     x = torch.randn(3, 500, device=device).to(dtype)
-    draws = BatchDraws(KEY, 2, [4, 5, 6])
-    source = MaskSource(draws.words(70), torch.tensor([4, 5, 6]), 500)
-    found = fused_drop(x, draws.words_on(x.device, 70), 2000, *limit_and_scale(p))
-    assert torch.equal(found, Drop.apply(x, source, p))
+    words, ids = torch.tensor(BatchDraws(KEY, 2, [4, 5, 6]).words(70)), torch.tensor([4, 5, 6])
+    with using_backend("triton"):
+        found = drop_rows(x, words, ids, 0, 0, p)
+    with using_backend("reference"):
+        assert torch.equal(found, drop_rows(x, words, ids, 0, 0, p))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 1.0])

@@ -82,14 +82,6 @@ def test_streams_differ_by_every_part():
 NAMES = ["w", "", "layers.0.weight", "ü", "w" * 300, "w"]
 
 
-def test_derivations_of_many_names_are_those_of_each():
-    key = Key.from_seed(5)
-    for before, after, size in [(["a", 1], [7], 16), ([], [], 64), (["a"], ["b", -2], 1)]:
-        found = key.derive_many(before, NAMES, after, size=size)
-        assert found == b"".join(key.derive(*before, name, *after, size=size) for name in NAMES)
-    assert key.derive_many(["a"], [], [], size=8) == b""
-
-
 @pytest.mark.parametrize("cipher", Cipher)
 def test_words_of_many_streams_are_those_of_each(cipher):
     key = Key.from_entropy()
@@ -178,7 +170,7 @@ def test_a_fork_may_not_use_the_secret_key_of_its_parent():
     clock = NoiseClock(key)
     uses = [
         lambda: key.derive("x"),
-        lambda: key.derive_many(["x"], ["name"], [0], 8),
+        lambda: words_of_streams(key, ["w"], step=0, purpose="init", cipher=Cipher.PHILOX),
         lambda: key.child("x"),
         key.agree,
         lambda: clock.advance(0),

@@ -9,9 +9,8 @@ import torch
 
 from bench.make_normal_table import tail_quantile
 from unison.errors import BadInput
-from unison.kernels.random import Distribution, Recipe, fill_rows, reference
-from unison.kernels.random.recipe import secure_floats
-from unison.kernels.random.tables import SECURE
+from unison.kernels import random as kernels
+from unison.kernels.random import SECURE, Distribution, Recipe, fill_rows, secure_floats
 from unison.rng import (
     Cipher,
     Key,
@@ -61,7 +60,7 @@ def test_finer_grids_need_float64():
 
 def exact_steps(words: torch.Tensor, scale: float) -> torch.Tensor:
     """Decide each of 4 words [4, ...]: 31 bits, 32 bits, and two words of which 52 bits count."""
-    return reference.exact_steps(words[0], words[1], words[2:], scale)
+    return kernels.exact_steps(words[0], words[1], words[2:], scale)
 
 
 def words_of(p: Any) -> tuple[int, ...]:
@@ -84,7 +83,7 @@ def test_the_upper_tail_is_known_to_102_bits():
     generator = random.Random(0)
     z = [generator.uniform(0, 10.22) for _ in range(300)]
     z += [max(0.0, j / 8 + nudge) for j in range(82) for nudge in (-(2.0**-49), 0, 2.0**-49)]
-    tail, rest, slope = reference.upper_tail(torch.tensor(z, dtype=torch.float64))
+    tail, rest, slope = kernels.upper_tail(torch.tensor(z, dtype=torch.float64))
     with mpmath.workdps(60):
         for at, *found in zip(z, tail.tolist(), rest.tolist(), slope.tolist(), strict=True):
             value, remainder, derivative = map(mpmath.mpf, found)
@@ -141,7 +140,7 @@ def test_deciding_all_values_exactly_changes_none(std, spacing):
     all_open = dataclasses.replace(recipe, floats=(*recipe.floats[:2], 1.0))
     found = [torch.empty(20_000, dtype=torch.float64) for _ in range(2)]
     for each, out in zip((recipe, all_open), found, strict=True):
-        reference.fill(out, each, torch.tensor([5]), out.numel())
+        kernels.fill_reference(out, each, torch.tensor([5]), out.numel())
     assert torch.equal(*found)
 
 
@@ -156,10 +155,10 @@ def test_values_that_are_open_by_themselves(element):
     floats = secure_floats(0.7, 2.0**-20)
     recipe = Recipe(Cipher.CHACHA20, key, Distribution.SECURE_NORMAL, floats)
     start = torch.tensor([element])
-    w0, w1 = reference.element_words(recipe, start, 1).view(-1).tolist()
-    more = reference.element_words(recipe, start, 1, 1 << 62).view(-1).tolist()
+    w0, w1 = kernels.element_words(recipe, start, 1).view(-1).tolist()
+    more = kernels.element_words(recipe, start, 1, 1 << 62).view(-1).tolist()
     upper = w0 & 0x7FFFFFFF
-    scaled = float(reference.inverse_tail(torch.tensor((upper << 32) | w1), SECURE)) * floats[0]
+    scaled = float(kernels.inverse_tail(torch.tensor((upper << 32) | w1), SECURE)) * floats[0]
     assert abs(abs(scaled - round(scaled)) - 0.5) < floats[2] or upper < 1 << 10
     assert (upper < 1 << 10) == (element in FAR_ONES)
     with mpmath.workdps(60):

@@ -56,7 +56,7 @@ from unison.clip.layers import CHOICES, Layer, Use
 from unison.clip.matrix import plain_arithmetic, tensors_of
 from unison.clip.measured import CHOICE, Factors, Group, can_wait
 from unison.clip.norms import NORM_METHODS, measure
-from unison.kernels import many
+from unison.kernels import multi_tensor
 from unison.kernels.available import has_triton
 from unison.ops import Dense, Lookup, Product, Record
 
@@ -340,13 +340,13 @@ def runs_of(
         def materialize() -> Tensor:
             kept.clear()  # no two of them exist at once
             kept.append(measured.materialize(records))
-            return many.squares(kept)
+            return multi_tensor.squares(kept)
 
         yield "materialize", materialize, 1
         if KEPT in parts:
             out = torch.empty(shape, device=device)
             weights = coefficients.float().unsqueeze(0)
-            yield KEPT, lambda: many.combine(kept, weights, [out]), 1
+            yield KEPT, lambda: multi_tensor.combine(kept, weights, [out]), 1
 
 
 def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple[str, Run, int]]:

@@ -32,7 +32,7 @@ from unison.clip.measured import (
 from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
 from unison.clip.plan import Plan
 from unison.errors import UnsupportedOperation
-from unison.kernels.many import combine, squares
+from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed
 
 

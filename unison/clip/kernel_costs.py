@@ -24,7 +24,7 @@ from unison.clip.costs import (
     record_bytes,
 )
 from unison.clip.layers import MODES, Choice, Layer, Use
-from unison.kernels.cross_entropy.chunks import rows_per_chunk
+from unison.kernels.cross_entropy import rows_per_chunk
 
 GRAM_FACTOR = 1.6
 TILE_FACTOR = 1.25

@@ -47,7 +47,7 @@ from unison.capture.tap import refuse_changed
 from unison.clip.bounds import SampleNorms, gamma
 from unison.clip.layers import MODES, Choice
 from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
-from unison.kernels import factored, many
+from unison.kernels import factored, multi_tensor
 from unison.kernels.available import takes
 from unison.kernels.factored import Grams
 from unison.ops import Dense, Lookup, Product, Record, Streamed
@@ -237,7 +237,7 @@ def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNo
         return bound(parts.double().sum(1), batch, numel)
     squared = torch.zeros(batch, dtype=torch.float64, device=tensors_of(records[0])[0].device)
     for samples, part in _in_pieces(records):
-        squared[samples] = many.squares([part])[0]
+        squared[samples] = multi_tensor.squares([part])[0]
     return bound(squared, batch, numel)
 
 
@@ -269,7 +269,7 @@ def clipped_sum(
         return total.view(shape)
     for samples, part in _in_pieces(records):
         row = weights[samples].unsqueeze(0).contiguous()
-        many.combine([part], row, [total.view(shape)], add=True)
+        multi_tensor.combine([part], row, [total.view(shape)], add=True)
     return total.view(shape)
 
 
@@ -368,19 +368,19 @@ def _precision() -> str:
 
 
 def _grams():
-    from unison.kernels.gram import triton as gram
+    from unison.kernels import products_triton as gram
 
     return gram
 
 
 def _products():
-    from unison.kernels.products import triton as products
+    from unison.kernels import products_triton as products
 
     return products
 
 
 def _lookups():
-    from unison.kernels.lookup import triton as lookups
+    from unison.kernels import lookup_triton as lookups
 
     return lookups
 

@@ -1,5 +1,6 @@
-"""Whether compiled kernels for CUDA can run here."""
+"""Where Triton kernels can run, and on which tensors."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -47,3 +48,8 @@ def is_suited(x: Tensor) -> bool:
     compiler to see.
     """
     return x.dtype in TAKEN and not isinstance(x, FakeTensor | FunctionalTensor)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Return a context in which kernels are launched on the device of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unison.kernels import many
+from unison.kernels import multi_tensor
 from unison.kfac.inverse import stacked
 from unison.kfac.layers import Assignment, Layer
 from unison.kfac.phases import phase
@@ -324,7 +324,7 @@ def _stretch_(plan: StackPlan, directions: Values, others: Values) -> None:
 def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
     """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
     flat = [value.view(1, -1) for value in values if value.is_contiguous()]
-    if len(flat) == len(values) and scales.dtype == torch.float32 and many.is_fast(flat):
-        many.combine(flat, scales[:, None], flat)  # one launch for all
+    if len(flat) == len(values) and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
+        multi_tensor.combine(flat, scales[:, None], flat)  # one launch for all
     else:
         torch._foreach_mul_(list(values), list(scales.unbind()))

@@ -9,7 +9,7 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.kernels.cross_entropy import (
     IGNORE_INDEX,
-    Head,
+    ChunkedHead,
     linear_cross_entropy,
     make_head,
     reduced,
@@ -51,7 +51,7 @@ class _Use:
     def begin(self, layout: Layout, g: Tensor, saved: tuple[Tensor, ...]) -> Streamed:
         """Make a record of the weight, whose first reading makes the rest."""
         hidden, weight, labels, lse, *bias = saved
-        head = Head(
+        head = ChunkedHead(
             hidden=layout.rows(hidden),
             weight=weight,
             bias=bias[0] if bias else None,

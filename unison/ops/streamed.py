@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.cross_entropy import Chunk, Head, plain_arithmetic
+from unison.kernels.cross_entropy import ChunkedHead, TokenChunk, plain_arithmetic
 from unison.ops.records import Product
 
 Piece = tuple[slice, Product]  # the samples, and their part of the record
@@ -46,7 +46,13 @@ class Streamed:
     is_transposed = False
 
     def __init__(
-        self, head: Head, lse: Tensor, g: Tensor, *, of_hidden: bool = False, of_bias: bool = False
+        self,
+        head: ChunkedHead,
+        lse: Tensor,
+        g: Tensor,
+        *,
+        of_hidden: bool = False,
+        of_bias: bool = False,
     ) -> None:
         self._head, self._lse = head, lse
         self.a = head.hidden
@@ -139,8 +145,8 @@ class Streamed:
         a = self.a[samples]
         return Product(a, g.unflatten(0, (len(a), self.tokens)), self.is_transposed, self.shape)
 
-    def _chunk_of(self, samples: slice) -> Chunk:
-        return Chunk(samples, slice(0, self.tokens))
+    def _chunk_of(self, samples: slice) -> TokenChunk:
+        return TokenChunk(samples, slice(0, self.tokens))
 
     def _versions_now(self) -> list[int]:
         found = (self._head.hidden, self._head.weight, self._head.labels)

@@ -17,8 +17,7 @@ from torch import Tensor
 from unison.clip import NormTable, SampleNorms
 from unison.clip.measured import SumGrid, stacked
 from unison.errors import BadInput
-from unison.kernels.many import combine
-from unison.kernels.many.table import Tables, tables_kept
+from unison.kernels.multi_tensor import Tables, combine, tables_kept
 from unison.privacy.attachment import Attachment
 from unison.privacy.dealing import FixedRows, Part
 from unison.privacy.mechanism import Grid

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.kernels import many
-from unison.kernels.many.table import sent, to_send
-from unison.kernels.random import Cipher, Distribution, Recipe
-from unison.kernels.random.recipe import KEY_AT, RECIPE_LENGTH, secure_floats
+from unison.kernels import multi_tensor
+from unison.kernels.multi_tensor import empty_table, to_device
+from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.mechanism import Grid, Release
 from unison.rng import (
@@ -158,7 +157,7 @@ def release_all(shares: Shares, terms: ReleaseTerms) -> list[Tensor]:
     recipes = recipes_for(shares.names, terms, device)
     if recipes is None:
         return release_by(shares, None, terms.divisor)
-    on_device = sent(recipes, device)
+    on_device = to_device(recipes, device)
     made = release_by(shares, on_device, terms.divisor)
     erase(recipes, on_device)
     return made
@@ -186,10 +185,10 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[T
         recipes: See `recipes_for`, on the device; zeros afterwards. None for no noise.
         divisor: A public constant.
     """
-    noise = None if recipes is None else many.NoiseDraw(recipes, shares.starts)
+    noise = None if recipes is None else multi_tensor.NoiseDraw(recipes, shares.starts)
     device = shares.values[0].device
     outs = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in shares.like]
-    many.release(shares.values, _weights(shares), noise, divisor, outs)
+    multi_tensor.release(shares.values, _weights(shares), noise, divisor, outs)
     if recipes is not None:
         recipes.zero_()  # in stream order: the key does not stay behind in device memory
     return outs
@@ -215,7 +214,7 @@ def recipes_for(
     words = words_of_streams(terms.key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
     floats = secure_floats(std, noise_spacing(std))
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
-    made = to_send((len(names), RECIPE_LENGTH), device)
+    made = empty_table((len(names), RECIPE_LENGTH), device)
     table = made.numpy()
     table[:] = np.array(blank.numbers(), np.int64)
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
@@ -260,7 +259,9 @@ class GradientReleaser:
         if own is None:
             all_owned, shares = self._totals(terms.grid)
             # Parts that are cut in other ways than flat ones draw their noise one by one.
-            at_once = all(not each.is_dtensor for each in all_owned) and many.is_fast(shares.values)
+            at_once = all(not each.is_dtensor for each in all_owned) and multi_tensor.is_fast(
+                shares.values
+            )
         else:
             # Per-sample gradients, which are yet to be clipped.
             all_owned, shares, at_once = self._owner.params, self._own_shares(own), True

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.many.table import Tables, tables_kept
+from unison.kernels.multi_tensor import Tables, tables_kept
 from unison.parallel import ShardedParam
 from unison.privacy.noise import Shares, erase, release_by
 

@@ -1,21 +1,10 @@
 """Random numbers as functions of (key, stream, step, element), never of the rank."""
 
 from unison.kernels.random import Cipher
-from unison.rng.clock import NoiseClock
-from unison.rng.distributions import (
-    bernoulli,
-    integers,
-    normal,
-    truncated_normal,
-    uniform,
-    words,
-)
 from unison.rng.draw_mode import draws_by_sample
 from unison.rng.draws import BatchDraws
-from unison.rng.fill import fill_
-from unison.rng.keys import Key
-from unison.rng.permutation import Permutation
-from unison.rng.sampling import poisson_sample
+from unison.rng.inits import fill_
+from unison.rng.keys import Key, NoiseClock
 from unison.rng.secure import (
     add_noise_,
     grid_sensitivity,
@@ -23,7 +12,19 @@ from unison.rng.secure import (
     round_to_grid,
     secure_normal,
 )
-from unison.rng.streams import Box, Stream, words_of_streams
+from unison.rng.streams import (
+    Box,
+    Permutation,
+    Stream,
+    bernoulli,
+    integers,
+    normal,
+    poisson_sample,
+    truncated_normal,
+    uniform,
+    words,
+    words_of_streams,
+)
 
 __all__ = [
     "BatchDraws",

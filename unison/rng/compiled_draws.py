@@ -19,47 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import DRAWING, DROPOUTS, count_draws, draws_now, draws_of_granule
-from unison.rng.draws import samples_dim
-from unison.rng.dropout import MaskSource, attend_whole, dropout_arguments, limit_and_scale
-
-_SHARED = -1  # in the place of the dimension of samples: there is none
-
-
-@torch.library.custom_op("unison::drop", mutates_args=())
-def drop_rows(x: Tensor, words: Tensor, ids: Tensor, number: int, dim: int, p: float) -> Tensor:
-    """Dropout with the numbers of samples, as `unison.rng.dropout.drop`, and with its bits.
-
-    Args:
-        x: Any shape.
-        words: The stream of the first draw of a graph, int64 on the CPU.
-        ids: The samples, int64 on the CPU.
-        number: Which draw of the graph this is.
-        dim: Where the samples lie in x; -1 for a draw that all of them share.
-        p: How many elements are dropped, of 1.
-    """
-    *others, last = words.tolist()
-    own = torch.zeros(1, dtype=torch.int64) if dim == _SHARED else ids
-    source = MaskSource((*others, (last + number) & 0xFFFFFFFF), own, x.numel() // max(len(own), 1))
-    moved = x.movedim(dim, 0) if dim > 0 else x
-    dropped = torch.where(source.keep(moved, p), moved * limit_and_scale(p)[1], 0.0)
-    return (dropped.movedim(0, dim) if dim > 0 else dropped).contiguous()
-
-
-@drop_rows.register_fake
-def _(x: Tensor, words: Tensor, ids: Tensor, number: int, dim: int, p: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, words, ids, *ctx.rest = inputs
-    ctx.save_for_backward(words, ids)
-
-
-def _backward(ctx: Any, g: Tensor) -> tuple:
-    return drop_rows(g, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
-
-
-drop_rows.register_autograd(_backward, setup_context=_save)
+from unison.rng.draws import SHARED, attend_whole, drop_rows, dropout_arguments, samples_dim
 
 
 class DrawingBackend:
@@ -160,7 +120,7 @@ def _rewritten(
         weights = _shape_of_dropped(node)
         dim = samples_dim(weights, num_rows)
         is_shared = dim is None
-        where = _SHARED if dim is None else dim
+        where = SHARED if dim is None else dim
         stream = streams[1 if is_shared else 0], streams[2], counts[is_shared], where
         counts[is_shared] += 1
         with own.inserting_before(node):
@@ -185,7 +145,11 @@ def _shape_of_dropped(node: Node) -> tuple[int, ...]:
         UnsupportedOperation: If it draws otherwise.
     """
     if node.target is F.scaled_dot_product_attention:
-        query, key = (each.meta["example_value"] for each in _first_two(node))
+        given: dict[str, Any] = {
+            **dict(zip(("query", "key"), node.args, strict=False)),
+            **node.kwargs,
+        }
+        query, key = (given[name].meta["example_value"] for name in ("query", "key"))
         if query.is_cuda:
             raise _refused(node, "in torch's own kernels; set the attention's dropout to 0")
         return *query.shape[:-1], key.shape[-2]
@@ -195,12 +159,6 @@ def _shape_of_dropped(node: Node) -> tuple[int, ...]:
     if is_in_place:
         raise _refused(node, "in place")
     return tuple(x.meta["example_value"].shape)  # type: ignore[attr-defined]
-
-
-def _first_two(node: Node) -> tuple[Node, Node]:
-    names = ("query", "key")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given["query"], given["key"]  # type: ignore[return-value]
 
 
 def _refused(node: Node, how: str) -> UnsupportedOperation:

@@ -24,9 +24,16 @@ from torch.overrides import TorchFunctionMode
 
 from unison.errors import UnsupportedOperation
 from unison.modes import pushed_lowest, taken_away
-from unison.rng.draws import BatchDraws, GranuleDraws
-from unison.rng.dropout import attend, drop, dropout_arguments
-from unison.rng.generators import SeedOperations, are_equal_states, generator_states
+from unison.rng.draws import (
+    BatchDraws,
+    GranuleDraws,
+    SeedOperations,
+    are_equal_states,
+    attend,
+    drop,
+    dropout_arguments,
+    generator_states,
+)
 from unison.rng.keys import Key
 
 
@@ -304,14 +311,11 @@ def _opened(func: FunctionType) -> FunctionType:
 
     It is asked for once, and what it calls is to be seen.
     """
-    unasked = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    hooks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    unasked = dict.fromkeys(hooks, lambda *_: False)
     made = FunctionType(func.__code__, {**func.__globals__, **unasked}, func.__name__)
     made.__defaults__, made.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
     return made
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 # --- activation checkpointing --------------------------------------------------------------------

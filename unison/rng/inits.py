@@ -1,15 +1,22 @@
-"""Initial values, described: what a parameter starts from, as data.
+"""Initial values: what a parameter starts from, described as data, and filled over any box.
 
 A description is a small frozen object (distribution and its numbers). Because it is data and not a
 call, the values can be drawn later, on another device, or for one shard only, without building the
-module again.
+module again: `fill_` draws the elements of any box of it, and they are those that the full tensor
+would have.
 """
 
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from unison import check
 from unison.errors import BadInput
+from unison.rng import streams
+from unison.rng.keys import Key
+from unison.rng.streams import Box, Permutation, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +97,57 @@ class Shuffle:
 
 
 Init = Constant | Uniform | Normal | TruncatedNormal | Bernoulli | Integers | Shuffle
+
+
+def fill_(
+    tensor: Tensor,
+    init: Init,
+    key: Key,
+    name: str,
+    box: Box | None = None,
+    *,
+    number: int = 0,
+) -> Tensor:
+    """Fill `tensor` with the initial values of parameter `name`, in place.
+
+    Guarantees:
+        An element's value depends on (init, key, name, number, its index in the whole parameter)
+        and, by the final rounding, on the dtype.
+
+    Args:
+        tensor: The whole parameter, or the part of it that `box` describes (any shape with as many
+            elements, so that flat shards work).
+        init: What to fill with.
+        key: Root key.
+        name: Full name of the parameter: it names the stream.
+        box: Which part of the whole parameter `tensor` is; all of it unless given.
+        number: Which draw of the parameter this is, where its value is made of several.
+    """
+    box = Box.whole(tensor.shape) if box is None else box
+    stream = Stream(key, name, step=number, purpose="init")
+    with torch.no_grad():
+        match init:
+            case Constant():
+                tensor.fill_(init.value)
+            case Uniform():
+                streams.uniform(stream, box, init.low, init.high, out=tensor)
+            case Normal():
+                streams.normal(stream, box, init.mean, init.std, out=tensor)
+            case TruncatedNormal():
+                streams.truncated_normal(
+                    stream, box, init.mean, init.std, init.low, init.high, out=tensor
+                )
+            case Bernoulli():
+                drawn = streams.bernoulli(stream, box, init.probability, device=tensor.device)
+                tensor.copy_(drawn.view(tensor.shape))
+            case Integers():
+                drawn = streams.integers(stream, box, init.low, init.high, device=tensor.device)
+                tensor.copy_(drawn.view(tensor.shape))
+            case Shuffle():
+                starts, run = box.rows()
+                indices = (starts[:, None] + torch.arange(run)).view(-1)
+                drawn = Permutation(stream, init.size)(indices) if init.size else indices
+                tensor.copy_(drawn.view(tensor.shape))
+            case _:
+                raise BadInput(f"{name}: expected an Init, found {init!r}")
+    return tensor

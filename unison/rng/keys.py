@@ -4,13 +4,14 @@ Everything random in unison hangs on a root key. A key made from entropy is secr
 in a repr, cannot be copied, pickled or saved, and dies with its process; a fork may not use it,
 since both would draw the same noise. A key made from a seed is for experiments that must be
 repeated; it says so, and nothing private may rest on it.
+
+`NoiseClock` hands out the keys of secure noise: a step is used once in a process, never twice.
 """
 
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
-from functools import lru_cache
+import threading
 from typing import NoReturn
 
 import torch
@@ -118,27 +119,6 @@ class Key:
         self.check_process()
         return _hash(self._bytes, *(_encode(part) for part in parts), size=size)
 
-    def derive_many(
-        self,
-        before: Sequence[str | int],
-        each: Sequence[str],
-        after: Sequence[str | int],
-        size: int,
-    ) -> bytes:
-        """Return `derive(*before, name, *after, size=size)` of every name in `each`, joined.
-
-        What comes before is hashed once, so that hundreds of names take hardly longer than one.
-        """
-        self.check_process()
-        common = _begun(self._bytes, *map(_encode, before), size=size)
-        last = b"".join(_prefixed(_encode(part)) for part in after)
-        found = []
-        for name in _all_prefixed(tuple(each)):
-            digest = common.copy()
-            digest.update(name + last)
-            found.append(digest.digest())
-        return b"".join(found)
-
     def child(self, *parts: str | int | bytes) -> "Key":
         """Return a key derived from this one, for another purpose."""
         return Key(self.derive("child", *parts), is_reproducible=self._is_reproducible)
@@ -170,11 +150,6 @@ class Key:
     __copy__ = __deepcopy__ = __getstate__ = __reduce__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
 
-def fresh_nonce(group: dist.ProcessGroup | None = None) -> bytes:
-    """Return 16 bytes of entropy, the same on every rank of the group (a collective)."""
-    return _broadcast(os.urandom(16), group)
-
-
 def _broadcast(secret: bytes, group: dist.ProcessGroup | None) -> bytes:
     if not (dist.is_available() and dist.is_initialized()):
         return secret
@@ -200,21 +175,78 @@ def _encode(part: str | int | bytes) -> bytes:
 
 
 def _hash(secret: bytes, *parts: bytes, size: int) -> bytes:
-    return _begun(secret, *parts, size=size).digest()
-
-
-def _begun(secret: bytes, *parts: bytes, size: int) -> "hashlib.blake2b":
     digest = hashlib.blake2b(key=secret, digest_size=size, person=_PERSON)
     for part in parts:
-        digest.update(_prefixed(part))
-    return digest
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
-def _prefixed(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "little") + part
+# --- the clock of secure noise --------------------------------------------------------------------
+
+_last_steps: dict[tuple[bytes, str], int] = {}
+_lock = threading.Lock()
 
 
-@lru_cache(maxsize=16)
-def _all_prefixed(names: tuple[str, ...]) -> list[bytes]:
-    """Return how names are hashed; the same ones are asked for in every step."""
-    return [_prefixed(_encode(name)) for name in names]
+class NoiseClock:
+    """Hands out the key of each step, and refuses a step that was used before.
+
+    Two releases under one noise value differ by the data alone: subtracting them removes the noise.
+    Loading an old checkpoint would replay its steps, so the record of used steps lives in the
+    process, outside anything a checkpoint holds.
+
+    Guarantees:
+        For a secret key, no two calls of `advance` in one process get the same (key, purpose,
+        step), whichever clock objects make them. For a key from a seed the rule holds for each
+        clock object: repeating a run in one process is what such keys are for.
+
+    Args:
+        key: Root key of the noise.
+        purpose: Names an independent use of the same key, such as "noise" or "sampling".
+    """
+
+    def __init__(self, key: Key, purpose: str = "noise") -> None:
+        self.purpose = purpose
+        self._own: dict[tuple[bytes, str], int] = {}
+        self._set_key(key)
+
+    def _set_key(self, key: Key) -> None:
+        self._key = key.child("clock", self.purpose)
+        self._steps = self._own if key.is_reproducible else _last_steps
+        self._id = (self._key.fingerprint(), self.purpose)
+
+    @property
+    def last_step(self) -> int | None:
+        """The largest step used so far, or None."""
+        return self._steps.get(self._id)
+
+    def advance(self, step: int) -> Key:
+        """Mark `step` as used and return the key for its streams.
+
+        Raises:
+            BadInput: `step` is not above the last one used in this process, or the process is a
+                fork of the one that made a secret key.
+        """
+        self._key.check_process()
+        with _lock:
+            last = self._steps.get(self._id)
+            if last is not None and step <= last:
+                raise BadInput(
+                    f"{self.purpose} of step {step} was already drawn in this process (last step "
+                    f"{last}); drawing it again would let two releases be subtracted. Remedy: go "
+                    f"on from step {last + 1}, or call renew() on every rank after loading an "
+                    "older state"
+                )
+            self._steps[self._id] = step
+        return self._key
+
+    def renew(self, group: dist.ProcessGroup | None = None) -> None:
+        """Mix fresh entropy into the key, so that steps may count from anywhere again.
+
+        A collective: every rank of `group` calls it, and all agree on the entropy. The key is
+        secret afterwards, even if it came from a seed, and the run can no longer be repeated.
+        """
+        secret = self._key.derive("renewed", _broadcast(os.urandom(16), group))
+        self._set_key(Key(secret, is_reproducible=False))
+
+    def __repr__(self) -> str:
+        return f"NoiseClock(purpose={self.purpose!r}, last_step={self.last_step})"

@@ -12,11 +12,8 @@ import torch
 
 from unison import check
 from unison.errors import BadInput
-from unison.kernels.random import Cipher, Distribution
-from unison.kernels.random.recipe import secure_floats
-from unison.kernels.random.reference import ROUND_MAGIC
-from unison.rng.distributions import Where, _fill
-from unison.rng.streams import Stream
+from unison.kernels.random import ROUND_MAGIC, Cipher, Distribution, secure_floats
+from unison.rng.streams import Stream, Where, fill
 
 GRID_BITS = 20
 MAX_MAGNITUDE = 10.25  # no |z| exceeds the quantile of 2^-80, 10.22
@@ -101,7 +98,7 @@ def secure_normal(
             f"at least {std / _MAX_SCALE:.3g}"
         )
     floats = secure_floats(std, spacing)
-    return _fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
+    return fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
 
 
 def round_to_grid(tensor: torch.Tensor, spacing: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import current_draws, following, nothing_else_drawn
-from unison.rng.generators import is_draw, is_seeding
+from unison.rng.draws import is_draw, is_seeding
 from unison.shard.granules import draws_of, num_granules_of, plan_of
 from unison.shard.guard.records import caller, lines_of
 from unison.shard.module_state import begin_pass

@@ -7,7 +7,6 @@ import pytest
 from torch import Tensor, nn
 
 from tests.shard.deferred.cases import SEED
-from unison.rng.fill import kaiming_uniform
 from unison.rng.inits import Uniform
 from unison.shard.deferred import materialize, meta_init
 
@@ -21,7 +20,9 @@ def built(make, seed: int = SEED) -> Any:
 
 def linear_init(fan_in: int) -> Uniform:
     """What nn.Linear gives its weight."""
-    return kaiming_uniform((1, fan_in), a=math.sqrt(5))
+    gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+    bound = math.sqrt(3.0) * (gain / math.sqrt(fan_in))
+    return Uniform(low=-bound, high=bound)
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,119 @@
+"""Per-sample gradients that are given by factors, X_b = left_bᵀ right_b, of many layers at once.
+
+None of them is ever formed: they are measured by inner products of tokens, and added up tile by
+tile. On CUDA each is one launch, however many layers there are.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unison.kernels.available import loads_tiles, shared_bytes, takes
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_ALIGNED = 8  # elements: rows begin at 16 bytes
+_SHARED = 150 << 10  # bytes of shared memory, for tiles that are loaded and one that is stored
+
+
+def are_taken(left: Tensor, right: Tensor) -> bool:
+    """Whether there are kernels for a layer with these factors [samples, tokens, features].
+
+    If they lie at addresses that are multiples of 16, too: see `aligned`.
+    """
+    return (
+        takes(left, right)
+        and _suits(left.device)
+        and left.dtype == right.dtype
+        and left.dtype in _DTYPES
+        and left.shape[:2].numel() > 0
+        and is_aligned(left)
+        and is_aligned(right)
+    )
+
+
+def _suits(device: torch.device) -> bool:
+    """Whether the kernels are fast on a device; where tiles are loaded by hand, they are not."""
+    is_fast = loads_tiles(device) or device.type != "cuda"
+    return is_fast and shared_bytes(device) >= _SHARED
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether the hardware's loads of tiles take x [samples, tokens, features]."""
+    return (
+        x.shape[2] > 0
+        and x.shape[2] % _ALIGNED == 0
+        and x.stride(2) == 1
+        and x.stride(1) % _ALIGNED == x.stride(0) % _ALIGNED == 0
+        and x.stride(0) > 0
+        and x.stride(1) > 0
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return a factor, or a copy of it at an address that kernels take.
+
+    A copy and no other way: what comes of it must not depend on where memory happened to lie.
+    """
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
+
+
+class Grams(NamedTuple):
+    """Norms by inner products of tokens, and what their errors are bounded by.
+
+    All are [layers, samples], float64. Norms of tokens are counted a little above what they are
+    (`products_triton.least_norm`).
+
+    Attributes:
+        squares: ‖X_b‖² = Σ_ts ⟨left_t, left_s⟩⟨right_t, right_s⟩.
+        masses: Σ_t ‖left_t‖‖right_t‖.
+        left_traces: Σ_t ‖left_t‖².
+        right_traces: Σ_t ‖right_t‖².
+        left_squares: Σ_ts ⟨left_t, left_s⟩², added in float32 within a tile.
+        right_squares: Likewise.
+    """
+
+    squares: Tensor
+    masses: Tensor
+    left_traces: Tensor
+    right_traces: Tensor
+    left_squares: Tensor
+    right_squares: Tensor
+
+
+def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Grams:
+    """Return the norms of all X_b without forming them.
+
+    Args:
+        lefts: Of each layer [samples, tokens, rows], alike but for the rows; each is taken.
+        rights: Of each layer [samples, tokens, columns], likewise.
+    """
+    return Grams(*_kernels().grams(lefts, rights))
+
+
+def weighted_sums(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    add: bool = False,
+) -> None:
+    """Write Σ_b w_b X_b of every layer to its output, or add it.
+
+    Args:
+        lefts: As for `grams`.
+        rights: Likewise.
+        weights: [layers, samples], float32, contiguous. A sample of weight 0 is left out: it may
+            hold NaN.
+        outs: As many elements as X, contiguous, at addresses that are multiples of 16. All float32,
+            or int32: then each sample's w_b X_b is rounded to integers first.
+        add: Whether to add to what is there.
+    """
+    _kernels().weighted_sums(lefts, rights, weights, outs, add=add)
+
+
+def _kernels() -> Any:
+    return import_module("unison.kernels.factored_triton")

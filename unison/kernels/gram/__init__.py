@@ -1,1 +1,0 @@
-"""Squared norms from inner products of tokens."""

@@ -1,1 +1,0 @@
-"""Rows of tables that samples look up: added, squared and weighted."""

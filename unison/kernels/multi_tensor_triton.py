@@ -1,0 +1,402 @@
+"""Per-sample gradients of many parameters: squared, combined and released, in one launch each.
+
+[Note: the measured tensor] X_b, the gradient of sample b with respect to a parameter, lies in
+memory as it was computed, in bfloat16 or float32. `squares` reads these very numbers, and `combine`
+adds c_b times these very numbers. How X_b was rounded when it was made is of no concern to the
+bound on the sample's share; only the roundings of the two sums are (bounds.py).
+
+Every sum has a fixed order: a tile's by the layout of its registers, a tensor's over its tiles in
+float64, samples one after the other.
+"""
+
+# Triton's own annotations do not describe what its compiler accepts.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unison.kernels import multi_tensor, random
+from unison.kernels.available import on_device_of
+from unison.kernels.multi_tensor import (
+    ADDRESS,
+    KINDS,
+    DeviceTableCache,
+    NoiseDraw,
+    TensorBatch,
+    as_batch,
+    empty_table,
+    tile_map,
+)
+from unison.kernels.random_triton import _chacha, _weave8, secure_steps
+
+# Columns of the table, all int64.
+VALUES, STRIDE, NUMEL, OUT, FIRST, KIND, SAMPLES = (tl.constexpr(i) for i in range(7))
+WIDTH = tl.constexpr(8)
+HALF, SINGLE = tl.constexpr(multi_tensor.HALF), tl.constexpr(multi_tensor.SINGLE)
+INTEGER = tl.constexpr(multi_tensor.INTEGER)
+RECIPE, FLOATS_AT = tl.constexpr(random.RECIPE_LENGTH), tl.constexpr(random.FLOATS_AT)
+MAGIC = tl.constexpr(random.ROUND_MAGIC)
+
+
+@triton.jit
+def _number(row, column, ALIGNED: tl.constexpr):
+    """Return a count of elements from the table; if aligned, a multiple of 8.
+
+    The compiler believes arithmetic, not hints on what was loaded: else it would load one by one.
+    """
+    number = tl.load(row + column)
+    if ALIGNED:
+        number = (number // 8) * 8
+    return number
+
+
+@triton.jit
+def _pointer(row, column, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return an address from the table; if aligned, a multiple of 16 bytes."""
+    pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _values(row, sample, at, mask, ALIGNED: tl.constexpr):
+    """Return elements of one sample's gradient, float32."""
+    first = sample * _number(row, STRIDE, ALIGNED)
+    if tl.load(row + KIND) == SINGLE:
+        singles = _pointer(row, VALUES, tl.float32, ALIGNED) + first
+        value = tl.load(singles + at, mask=mask, other=0.0)
+    else:
+        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED) + first
+        value = tl.load(halves + at, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def squares_kernel(
+    table, tensors, first_tiles, out, num_tiles, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """Σ x² of one tile of one sample: out [samples, tiles]."""
+    program, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tensor = tl.load(tensors + program)
+    row = table + tensor * WIDTH
+    at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
+    x = _values(row, sample, at, at < _number(row, NUMEL, ALIGNED), ALIGNED)
+    tl.store(out + sample * num_tiles + program, tl.sum(x * x))
+
+
+@triton.jit
+def total_kernel(parts, first_tiles, out, num_tensors, num_tiles, BLOCK: tl.constexpr):
+    """Add a tensor's tiles up in float64: out [tensors, samples]."""
+    tensor, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = tl.load(first_tiles + tensor)
+    end = tl.load(first_tiles + tensor + 1, mask=tensor + 1 < num_tensors, other=num_tiles)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(parts + sample * num_tiles + at, mask=at < end, other=0.0)
+        total += part.to(tl.float64)
+    tl.store(out + tensor * tl.num_programs(1) + sample, tl.sum(total))
+
+
+@triton.jit
+def _noise(recipe, tile, coefficients, TILE: tl.constexpr):
+    """Return a tile of noise in spacings, float64; the tile begins at a block of the cipher."""
+    first = tile * (TILE // 8)
+    block = first + tl.arange(0, TILE // 8)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, recipe)
+    upper = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
+    lower = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
+    return secure_steps(upper, lower, first, recipe, coefficients, True)
+
+
+@triton.jit
+def _share(values, weight, at, mask, TILE: tl.constexpr):
+    """Return w_b X_b of a tile, float64: exact, of two float32 numbers."""
+    # A sample of weight 0 is not read: it may hold NaN, or not be there.
+    is_read = mask & (tl.zeros((TILE,), dtype=tl.float32) + weight != 0.0)
+    return weight.to(tl.float64) * tl.load(values + at, mask=is_read, other=0).to(tl.float64)
+
+
+@triton.jit
+def _weighted(
+    values, stride, samples, weights, at, mask, TILE: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """Return Σ_b w_b X_b of a tile, samples one after the other, float64.
+
+    Some are read at once: a tile of one sample is too little to be waited for by itself.
+    """
+    total = tl.zeros((TILE,), dtype=tl.float64)
+    if samples == 1:  # a sum, and not per-sample gradients
+        total += _share(values, tl.load(weights), at, mask, TILE)
+    else:
+        for first in range(0, samples, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                sample = first + i
+                weight = tl.load(weights + sample, mask=sample < samples, other=0.0)
+                total += _share(values + sample.to(tl.int64) * stride, weight, at, mask, TILE)
+    return total
+
+
+@triton.jit
+def release_kernel(
+    table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
+    NOISY: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
+
+    Without noise it is the sum, times `factor`: one over the divisor, or over the spacing of a grid
+    on which it is rounded to an integer. With noise it is rounded to the noise's grid, the noise is
+    added exactly, in float64, and the result is rounded to float32 and divided ([Note: finalise] in
+    unison/privacy/noise.py).
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(tensors + program)
+    row = table + tensor * WIDTH
+    tile = program - tl.load(first_tiles + tensor)
+    begin = tl.load(row + FIRST)
+    at = tile * TILE + tl.arange(0, TILE)
+    if NOISY and not ALIGNED:
+        at -= begin % TILE
+    mask = at < _number(row, NUMEL, ALIGNED)
+    if NOISY and not ALIGNED:
+        mask = mask & (at >= 0)
+    stride, own_weights = _number(row, STRIDE, ALIGNED), weights + tensor * batch
+    samples = tl.load(row + SAMPLES).to(tl.int32)
+    kind = tl.load(row + KIND)
+    if kind == HALF:
+        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED)
+        total = _weighted(halves, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
+    elif kind == SINGLE:
+        singles = _pointer(row, VALUES, tl.float32, ALIGNED)
+        total = _weighted(singles, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
+    elif kind == INTEGER:  # a sum in units of its weight
+        integers = _pointer(row, VALUES, tl.int32, ALIGNED)
+        total = _share(integers, tl.load(own_weights), at, mask, TILE)
+    else:
+        longs = _pointer(row, VALUES, tl.int64, ALIGNED)
+        total = _share(longs, tl.load(own_weights), at, mask, TILE)
+    out = _pointer(row, OUT, DTYPE, ALIGNED)
+    if (tl.int32 == DTYPE) or (tl.int64 == DTYPE):
+        made = ((total * factor + MAGIC) - MAGIC).to(DTYPE)
+        if ADD:
+            made += tl.load(out + at, mask=mask, other=0)
+    else:
+        if ADD:
+            total += tl.load(out + at, mask=mask, other=0.0).to(tl.float64)
+        if NOISY:
+            recipe = recipes + tensor * RECIPE
+            spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+            steps = _noise(recipe, begin // TILE + tile, coefficients, TILE)
+            # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number
+            # rounds the sum to the grid. Taken off the noise, which is on the grid, it is gone from
+            # the total, exactly.
+            magic = MAGIC * spacing
+            total = (total + magic) + (steps * spacing - magic)
+        if tl.float64 != DTYPE:
+            total = total.to(tl.float32)
+        made = (total * factor).to(DTYPE)
+    tl.store(out + at, made, mask=mask)
+
+
+# --- launches: tables for the kernels, and nothing that waits for the device ----------------------
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+_SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
+_SAMPLES_AT_ONCE = 4
+_MOST_KNOWN = 16  # sets of tensors
+
+
+class _LaunchGroup:
+    """Tensors that one launch takes: outputs of one dtype, as aligned as its loads are wide.
+
+    Args:
+        which: Their indices; None if they are all.
+        is_aligned: Whether every tensor begins, and every sample of it, where wide loads may.
+        dtype: Of the outputs.
+        numels: Elements of a sample, those skipped before its first tile included.
+        table: All of the kernel's table but addresses: int64 [tensors, WIDTH].
+    """
+
+    def __init__(
+        self,
+        which: list[int] | None,
+        is_aligned: bool,
+        dtype: torch.dtype | None,
+        numels: tuple[int, ...],
+        table: np.ndarray,
+    ) -> None:
+        self._which = None if which is None else np.array(which, np.int64)
+        self.is_aligned, self.dtype, self.numels = is_aligned, dtype, numels
+        self._table = table
+        self._tables, self._indices = DeviceTableCache(), DeviceTableCache()
+
+    def index(self, device: torch.device) -> Tensor | None:
+        """Return which of all tensors they are, on a device; None if they are all."""
+        which = self._which
+        if which is None:
+            return None
+        return self._indices.table((), device, lambda _: torch.from_numpy(which))
+
+    def table(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
+        """Return the table with the addresses of all tensors and outputs, on a device."""
+        return self._tables.table((values, outs), device, partial(self._filled, values, outs))
+
+    def _filled(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
+        made = empty_table(self._table.shape, device)
+        table = made.numpy()
+        table[:] = self._table
+        for column, addresses in ((VALUES, values), (OUT, outs)):
+            if addresses is not None:
+                every = np.frombuffer(addresses, ADDRESS)
+                table[:, column] = every if self._which is None else every[self._which]
+        return made
+
+
+_known: dict[tuple, list[_LaunchGroup]] = {}
+
+
+def _groups(
+    values: TensorBatch,
+    outs: TensorBatch | None = None,
+    starts: Sequence[int] | None = None,
+    size: int = 1,
+) -> list[_LaunchGroup]:
+    """Return the launches that many tensors take: the same ones for tensors like those before.
+
+    Args:
+        values: X [samples, ...] of each.
+        outs: Where the results go, if anywhere.
+        starts: Each tensor's first element in its parameter; 0 unless given.
+        size: Elements of a tile, before which elements are skipped that are not a tensor's own.
+    """
+    batches = [values] if outs is None else [values, outs]
+    # How far each address is above a multiple of 16.
+    above = [tuple(np.frombuffer(each.addresses, ADDRESS) % 16) for each in batches]
+    begins = [0] * len(values) if starts is None else starts
+    key = (size, *[each.meta for each in batches], *above, tuple(begins))
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            del _known[next(iter(_known))]  # the oldest
+        is_at_16 = [not any(each) for each in zip(*above, strict=True)]
+        found = _known[key] = _grouped(values, outs, is_at_16, begins, size)
+    return found
+
+
+def _grouped(
+    values: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+    is_at_16: Sequence[bool],
+    starts: Sequence[int],
+    size: int,
+) -> list[_LaunchGroup]:
+    places: dict[tuple, list[int]] = {}
+    for i, x in enumerate(values):
+        is_aligned = (
+            _numel(x) % 8 == 0
+            and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
+            and starts[i] == 0
+            and is_at_16[i]
+        )
+        places.setdefault((None if outs is None else outs[i].dtype, is_aligned), []).append(i)
+    dtypes = dict.fromkeys(dtype for dtype, _ in places)
+    groups = []
+    for dtype, is_aligned in itertools.product(dtypes, (True, False)):
+        which = places.get((dtype, is_aligned))
+        if which is None:
+            continue
+        numels = [_numel(values[i]) if outs is None else outs[i].numel() for i in which]
+        table = np.zeros((len(which), WIDTH.value), np.int64)
+        table[:, STRIDE] = [values[i].stride(0) if len(values[i]) > 1 else 0 for i in which]
+        table[:, NUMEL] = numels
+        table[:, FIRST] = [starts[i] for i in which]
+        table[:, KIND] = [KINDS[values[i].dtype] for i in which]
+        table[:, SAMPLES] = [values[i].shape[0] for i in which]
+        skipped = [starts[i] % size for i in which]
+        sizes = tuple(numel + begin for numel, begin in zip(numels, skipped, strict=True))
+        is_all = len(which) == len(values)
+        groups.append(_LaunchGroup(None if is_all else which, is_aligned, dtype, sizes, table))
+    return groups
+
+
+def _numel(x: Tensor) -> int:
+    """Return the elements of one sample, though there may be none."""
+    return math.prod(x.shape[1:])
+
+
+def squares(values: Sequence[Tensor]) -> Tensor:
+    """See `multi_tensor.squares`."""
+    values = as_batch(values)
+    device, batch = values[0].device, values[0].shape[0]
+    out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
+    for group in _groups(values) if batch else ():
+        num = len(group.numels)
+        tensors, first = tile_map(group.numels, _SQUARE_TILE, device)
+        num_tiles = len(tensors)
+        parts = torch.empty(batch, num_tiles, device=device)
+        index = group.index(device)
+        totals = out if index is None else out.new_empty(num, batch)
+        with on_device_of(out):
+            squares_kernel[(num_tiles, batch)](
+                group.table(values.addresses, None, device), tensors, first, parts, num_tiles,
+                ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
+            )  # fmt: skip
+            total_kernel[(num, batch)](
+                parts, first, totals, num, num_tiles,
+                BLOCK=256, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+        if index is not None:
+            out.index_copy_(0, index, totals)
+    return out
+
+
+def release(
+    values: Sequence[Tensor],
+    weights: Tensor,
+    noise: NoiseDraw | None,
+    divisor: float,
+    outs: Sequence[Tensor],
+    *,
+    add: bool = False,
+) -> None:
+    """See `multi_tensor.release` and `combine`."""
+    values, outs = as_batch(values), as_batch(outs)
+    # Sums and per-sample gradients may come together: a row of weights is as long as the longest.
+    device, batch = values[0].device, weights.shape[1]
+    size = _COMBINE_TILE if noise is None else _NOISY_TILE
+    for group in _groups(values, outs, None if noise is None else noise.starts, size):
+        index = group.index(device)
+        tensors, first = tile_map(group.numels, size, device)
+        recipes = weights if noise is None else noise.recipes
+        if noise is not None and index is not None:
+            recipes = recipes[index]
+        assert group.dtype is not None
+        with on_device_of(weights):
+            release_kernel[(len(tensors),)](
+                group.table(values.addresses, outs.addresses, device), recipes, tensors, first,
+                weights if index is None else weights[index],
+                random.kernel_table(random.SECURE, device), batch, 1.0 / divisor,
+                NOISY=noise is not None, DTYPE=_DTYPES[group.dtype], ADD=add,
+                ALIGNED=group.is_aligned, TILE=size,
+                AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
+                num_warps=8 if noise is None else 4, enable_fp_fusion=False,
+            )  # fmt: skip
+        if noise is not None and index is not None:
+            recipes.zero_()  # a copy: the key does not stay behind in device memory

@@ -1,1 +1,0 @@
-"""Per-sample matrix products: stored, squared, or added up with weights."""

@@ -1,0 +1,731 @@
+"""Fill tensors with random numbers: one operation, three backends, one set of bits.
+
+`fill_rows` is the entrance. It calls the `unison::random_fill` operation, which picks a backend by
+device: Triton on CUDA (random_triton.py), numba on the CPU (random_numba.py: secure normals 18
+times, other draws 5 to 11 times as fast as the reference on 2 cores), and the plain-torch reference
+of this file where neither is there. Which backend ran cannot be told from the values.
+
+What to draw travels as data, a `Recipe`: one small int64 tensor on the CPU. It is a tensor and not
+a list of integers because profilers record scalar arguments, and the key of a secure stream must
+not end up in a trace.
+"""
+
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unison import check
+from unison.errors import BadInput
+
+
+class Cipher(IntEnum):
+    """Which function turns (key, counter) into words."""
+
+    PHILOX = 0  # Philox4x32-10: fast, public
+    CHACHA20 = 1  # ChaCha20: cryptographic, for what privacy rests on
+
+    @property
+    def words_per_block(self) -> int:
+        """32-bit words that one counter value yields."""
+        return 4 if self is Cipher.PHILOX else 16
+
+    @property
+    def num_key_words(self) -> int:
+        """32-bit words that identify a stream: the key, then the fixed part of the counter."""
+        return 4 if self is Cipher.PHILOX else 10
+
+
+class Distribution(IntEnum):
+    """How the words of an element become its value."""
+
+    WORDS = 0
+    UNIFORM24 = 1
+    UNIFORM53 = 2
+    NORMAL = 3
+    TRUNCATED = 4
+    SECURE_NORMAL = 5
+    BERNOULLI = 6
+    INTEGERS = 7
+
+
+WORDS_PER_ELEMENT = {
+    Distribution.WORDS: 1,
+    Distribution.UNIFORM24: 1,
+    Distribution.UNIFORM53: 2,
+    Distribution.NORMAL: 1,
+    Distribution.TRUNCATED: 1,
+    Distribution.SECURE_NORMAL: 2,
+    Distribution.BERNOULLI: 2,
+    Distribution.INTEGERS: 4,
+}
+
+_ROUNDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OUTPUT_DTYPES = {
+    Distribution.WORDS: (torch.int64,),
+    Distribution.UNIFORM24: (torch.float32, torch.bfloat16, torch.float16),
+    Distribution.UNIFORM53: (torch.float64,),
+    Distribution.NORMAL: _ROUNDED,
+    Distribution.TRUNCATED: _ROUNDED,
+    # Half precision cannot hold the grid: see docs/rng.md, "Secure normals".
+    Distribution.SECURE_NORMAL: (torch.float32, torch.float64),
+    Distribution.BERNOULLI: (torch.bool,),
+    Distribution.INTEGERS: (torch.int64,),
+}
+
+# Secure normals that are this near to the middle of two grid points, in standard deviations, or so
+# far in the tail that their first 63 bits are too coarse, are decided by more bits and exactly:
+# 2^-20 of them at the usual spacing (docs/rng.md, "How a value is decided").
+NEAR = 2.0**-42
+FAR_UPPER = 1 << 10  # the upper 31 of the 63 bits are less: P(|Z| > |z|) < 2^-21
+MORE_BLOCKS = 1 << 62  # their further bits lie in blocks from here on; no element's own is there
+
+NUM_KEY, NUM_FLOATS, NUM_INTS = 10, 4, 2
+KEY_AT = 2
+FLOATS_AT = KEY_AT + NUM_KEY
+INTS_AT = FLOATS_AT + NUM_FLOATS
+RECIPE_LENGTH = INTS_AT + NUM_INTS
+
+
+def float_bits(value: float) -> int:
+    """Return the bit pattern of a float64 as a signed 64-bit integer."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def bits_float(bits: int) -> float:
+    """Undo `float_bits`."""
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
+def secure_floats(std: float, spacing: float) -> tuple[float, float, float]:
+    """Return the floats of a SECURE_NORMAL recipe.
+
+    The third says how near to the middle of two multiples a value must be, in spacings, to be
+    decided exactly. More than NEAR changes no value; tests use it to have many decided so.
+    """
+    return std / spacing, spacing, std / spacing * NEAR
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """A cipher, the words that identify a stream, a distribution and its numbers.
+
+    The floats and integers mean, by distribution:
+
+    | distribution | floats | integers |
+    |---|---|---|
+    | UNIFORM24, UNIFORM53 | low, high - low, least and greatest allowed result | |
+    | NORMAL | mean, standard deviation | |
+    | TRUNCATED | mean, standard deviation, least and greatest result | first rank, count of ranks |
+    | SECURE_NORMAL | standard deviation / spacing, spacing, nearness (see `secure_floats`) | |
+    | BERNOULLI | | greatest 63-bit draw that counts as success, -1 for none |
+    | INTEGERS | | low, high - low |
+    """
+
+    cipher: Cipher
+    key: tuple[int, ...]
+    distribution: Distribution
+    floats: tuple[float, ...] = ()
+    ints: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.distribution is Distribution.SECURE_NORMAL:  # without nearness it would not be
+            assert any(self.floats[2:]), "floats come from secure_floats"
+
+    @property
+    def words_per_element(self) -> int:
+        """32-bit words that one element consumes."""
+        return WORDS_PER_ELEMENT[self.distribution]
+
+    @property
+    def elements_per_block(self) -> int:
+        """Elements that one counter value yields; no element straddles two blocks."""
+        return self.cipher.words_per_block // self.words_per_element
+
+    def numbers(self) -> list[int]:
+        """Return the recipe as RECIPE_LENGTH integers."""
+        assert len(self.key) == self.cipher.num_key_words
+        key = [*self.key, *[0] * (NUM_KEY - len(self.key))]
+        floats = [*self.floats, *[0.0] * (NUM_FLOATS - len(self.floats))]
+        ints = [*self.ints, *[0] * (NUM_INTS - len(self.ints))]
+        return [int(self.cipher), int(self.distribution), *key, *map(float_bits, floats), *ints]
+
+    def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
+        """Return the recipe as a tensor."""
+        return torch.tensor(self.numbers(), dtype=torch.int64)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "Recipe":
+        """Read a recipe back from `pack`'s tensor."""
+        numbers = packed.tolist()
+        cipher = Cipher(numbers[0])
+        return cls(
+            cipher=cipher,
+            key=tuple(numbers[2 : 2 + cipher.num_key_words]),
+            distribution=Distribution(numbers[1]),
+            floats=tuple(bits_float(bits) for bits in numbers[FLOATS_AT:INTS_AT]),
+            ints=tuple(numbers[INTS_AT:]),
+        )
+
+    def check_output(self, out: Tensor) -> None:
+        """Require a contiguous output of a dtype that the distribution can fill."""
+        allowed = OUTPUT_DTYPES[self.distribution]
+        if out.dtype not in allowed:
+            listed = ", ".join(str(dtype) for dtype in allowed)
+            raise BadInput(
+                f"{self.distribution.name.lower()} draws fill {listed}, found {out.dtype=}"
+            )
+        if not out.is_contiguous():
+            raise BadInput(f"expected a contiguous output, found strides {out.stride()}")
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.cipher.name}, {self.distribution.name}, key withheld)"
+
+
+# --- ciphers: Philox4x32-10 and ChaCha20, pure functions of (key, counter) ------------------------
+# int64 tensors hold 32-bit words. Sums and products are masked to 32 bits after each operation;
+# products of two 32-bit words wrap in int64, which keeps their low 64 bits, and a masked shift
+# reads the upper half as if the product were unsigned.
+
+MASK32 = 0xFFFFFFFF
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
+CHACHA_CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
+CHACHA_DOUBLE_ROUNDS = 10
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
+    """Apply Philox4x32-10 (Salmon et al., 2011) to a batch of 128-bit counters.
+
+    Args:
+        counter: Four int64 tensors of one shape, each holding 32-bit words.
+        key: Two 32-bit words.
+
+    Returns:
+        Four int64 tensors of that shape, each holding 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c2 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, ((p0 >> 32) & MASK32) ^ c3 ^ k1
+        c1, c3 = p1 & MASK32, p0 & MASK32
+        k0, k1 = (k0 + PHILOX_W0) & MASK32, (k1 + PHILOX_W1) & MASK32
+    return c0, c1, c2, c3
+
+
+def philox_blocks(block: Tensor, key: Sequence[int]) -> Tensor:
+    """Return the words of the given blocks: int64 [*block.shape, 4].
+
+    Args:
+        block: int64 block numbers, at least 0: counter words 0 and 1.
+        key: Two key words, then counter words 2 and 3, fixed for a stream.
+    """
+    fixed = torch.zeros_like(block)
+    counter = (block & MASK32, block >> 32, fixed + key[2], fixed + key[3])
+    return torch.stack(philox(counter, key[:2]), dim=-1)
+
+
+def _rotate(x: Tensor, n: int) -> Tensor:
+    return ((x << n) & MASK32) | (x >> (32 - n))
+
+
+def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    a = (a + b) & MASK32
+    d = _rotate(d ^ a, 16)
+    c = (c + d) & MASK32
+    b = _rotate(b ^ c, 12)
+    a = (a + b) & MASK32
+    d = _rotate(d ^ a, 8)
+    c = (c + d) & MASK32
+    b = _rotate(b ^ c, 7)
+    return a, b, c, d
+
+
+def chacha20(state: Tensor) -> Tensor:
+    """Apply the ChaCha20 block function, feed-forward included (RFC 8439, section 2.3).
+
+    Args:
+        state: int64 [16, ...]: constants, 8 key words, then the four counter and nonce words.
+            The function does not care how those four are split, so the RFC's 32-bit counter with
+            a 96-bit nonce and the 64-bit counter that unison uses are the same code.
+
+    Returns:
+        int64 [16, ...]: the key stream block.
+    """
+    a, b, c, d = state.view(4, 4, *state.shape[1:]).unbind(0)
+    for _ in range(CHACHA_DOUBLE_ROUNDS):
+        a, b, c, d = _quarter_round(a, b, c, d)
+        b, c, d = b.roll(-1, 0), c.roll(-2, 0), d.roll(-3, 0)  # columns become diagonals
+        a, b, c, d = _quarter_round(a, b, c, d)
+        b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
+    return (torch.cat((a, b, c, d)) + state) & MASK32
+
+
+def chacha20_blocks(block: Tensor, key: Sequence[int]) -> Tensor:
+    """Return the words of the given blocks: int64 [*block.shape, 16].
+
+    Args:
+        block: int64 block numbers, at least 0: the 64-bit block counter.
+        key: Eight key words, then two nonce words.
+    """
+    fixed = torch.zeros_like(block)
+    state = [fixed + word for word in (*CHACHA_CONSTANTS, *key[:8])]
+    state += [block & MASK32, block >> 32, fixed + key[8], fixed + key[9]]
+    return chacha20(torch.stack(state)).movedim(0, -1)
+
+
+# --- tables of the normal distribution ------------------------------------------------------------
+# `normal_table.txt` holds the coefficients as hexadecimal floats, one segment to a line, written by
+# `python -m bench.make_normal_table`. They are constants: nothing is fitted when unison runs, so
+# every machine reads the same bits.
+#
+# The inverse, for a float64 x with tail probability p = x / 2^bits:
+# * the exponent of x is the octave, the next `SUB_BITS` bits the part of the octave;
+# * `u` = the mantissa of x with those bits cleared, minus the middle of the part, exactly;
+# * `|z| = ((c_n · u + c_{n-1}) · u + ...) + c_0`, each product and each sum rounded on its own.
+#
+# The tail, T(z) = P(Z > z), for what secure draws decide exactly: Taylor coefficients around each
+# multiple of 1 / `TAIL_STEPS`, as pairs of float64 whose sum is the coefficient to 2^-106.
+
+SUB_BITS = 3
+TABLE_FILE = Path(__file__).with_name("normal_table.txt")
+
+# [Note: u, the place within a segment]
+# x = 2^e · (1 + s/8 + f) with f in [0, 1/8). Clearing the exponent and the three bits of s and
+# setting the exponent of 1.0 gives 1 + f; subtracting 1 + 1/16 leaves u in [-1/16, 1/16). Both
+# numbers are multiples of 2^-52 below 2, so the difference is exact.
+SEGMENT_SHIFT = 52 - SUB_BITS
+FRACTION_MASK = (1 << SEGMENT_SHIFT) - 1
+ONE_BITS = 1023 << 52
+MIDDLE = 1.0 + 2.0 ** -(SUB_BITS + 1)
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """Which numbers a table of the inverse maps, and its number of segments and coefficients."""
+
+    name: str
+    bits: int  # p = x / 2^bits
+    num_octaves: int
+    num_coefficients: int
+    first_octave: int = 0  # x is at least 2^first_octave
+
+    @property
+    def num_segments(self) -> int:
+        """Number of polynomials."""
+        return self.num_octaves << SUB_BITS
+
+    @property
+    def segment_offset(self) -> int:
+        """Number of segments below x = 2^first_octave, counted from the exponent's bits."""
+        return (1023 + self.first_octave) << SUB_BITS
+
+
+# One 32-bit word: a sign and 31 bits of v. Largest error of |z| about 1e-10.
+ORDINARY = TableShape(name="ordinary", bits=33, num_octaves=32, num_coefficients=6)
+# Two words: a sign and 63 bits, and what decides exactly (docs/rng.md) has more. Largest error of
+# |z| about 4e-15. The last octave holds the single value 2^63, to which x can round up.
+SECURE = TableShape(name="secure", bits=64, num_octaves=80, num_coefficients=9, first_octave=-16)
+
+TAIL_STEPS = 4
+NUM_TAILS, NUM_TAIL_COEFFICIENTS = 42, 32  # |z| <= 10.25, one step past the quantile of 2^-80
+SECURE_LENGTH = SECURE.num_segments * SECURE.num_coefficients
+
+
+@cache
+def _tables() -> dict[str, Tensor]:
+    lines = TABLE_FILE.read_text(encoding="ascii").splitlines()
+    sizes = [(each.name, each.num_segments, each.num_coefficients) for each in (ORDINARY, SECURE)]
+    tables = {}
+    at = 0
+    for name, num_rows, num_columns in [*sizes, ("tail", NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS)]:
+        header = f"{name} {num_rows} {num_columns}"
+        assert lines[at] == header, f"{TABLE_FILE.name}: expected {header!r}, found {lines[at]!r}"
+        rows = lines[at + 1 : at + 1 + num_rows]
+        values = [[float.fromhex(word) for word in row.split()] for row in rows]
+        # Coefficient-major, so that one gather of a warp touches few cache lines.
+        tables[name] = torch.tensor(values, dtype=torch.float64).t().contiguous()
+        at += 1 + num_rows
+    assert at == len(lines), f"{TABLE_FILE.name} has {len(lines) - at} lines too many"
+    # Side by side: kernels that draw secure normals get one address.
+    both = torch.cat((tables["secure"].view(-1), tables.pop("tail").view(-1)))
+    return {**tables, "secure": both}
+
+
+@cache
+def inverse_table(shape: TableShape, device: torch.device) -> Tensor:
+    """Return the coefficients on `device`: float64 [num_coefficients, num_segments]."""
+    numel = shape.num_coefficients * shape.num_segments
+    return kernel_table(shape, device)[:numel].view(shape.num_coefficients, shape.num_segments)
+
+
+def tail_table(device: torch.device) -> Tensor:
+    """Return the tail's coefficients: float64 [NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS]."""
+    tail = kernel_table(SECURE, device)[SECURE_LENGTH:]
+    return tail.view(NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS)
+
+
+@cache
+def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
+    """Return all that draws by a shape look up, one after the other.
+
+    That is `inverse_table` and, for SECURE, `tail_table`.
+    """
+    coefficients = _tables()[shape.name].view(-1).to(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # later uses may be on other streams
+    return coefficients
+
+
+# --- the reference, in plain torch ----------------------------------------------------------------
+# The definition that the fast backends must match to the bit. Integer operations, gathers, and
+# float64 products and sums, each rounded on its own: nothing else touches a value before its one
+# final rounding. That is why a CPU, a GPU and the compiled backends agree. (bfloat16 and float16
+# are reached through float32: two roundings, the same everywhere.)
+
+# Adding and subtracting 1.5 · 2^52 rounds a float64 below 2^51 to an integer, ties to even.
+ROUND_MAGIC = 1.5 * 2.0**52
+SPLIT = 2.0**27 + 1  # Veltkamp's: cuts 53 bits into two halves, whose products are exact
+SIGN64 = -(1 << 63)
+CHUNK_WORDS = 1 << 16  # half a megabyte of int64: a chunk stays in the processor's cache
+
+
+def fill_reference(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
+    """Fill `out` row by row; row r holds elements starts[r] ... starts[r] + run - 1.
+
+    Args:
+        out: [num_rows * run], contiguous; the dtype decides the final rounding.
+        recipe: What to draw.
+        starts: int64 [num_rows], at least 0, on any device.
+        run: Elements in a row.
+    """
+    rows = out.view(-1, run)
+    starts = starts.to(out.device)
+    columns = CHUNK_WORDS // recipe.words_per_element
+    rows_at_once = max(1, columns // run)
+    for row in range(0, rows.shape[0], rows_at_once):
+        part = rows[row : row + rows_at_once]
+        for column in range(0, run, columns):
+            piece = part[:, column : column + columns]
+            begin = starts[row : row + rows_at_once] + column
+            words = element_words(recipe, begin, piece.shape[1])
+            more_words = partial(element_words, recipe, begin, piece.shape[1], MORE_BLOCKS)
+            piece.copy_(draw(recipe, words, out.dtype, more_words))
+
+
+def element_words(recipe: Recipe, starts: Tensor, run: int, first_block: int = 0) -> Tensor:
+    """Return the words of each element: int64 [words_per_element, num_rows, run]."""
+    per_block, width = recipe.elements_per_block, recipe.words_per_element
+    # Block and place within it, never element · width: that product would overflow near 2^63.
+    num_blocks = (run + 2 * per_block - 2) // per_block
+    blocks = starts[:, None] // per_block + torch.arange(num_blocks, device=starts.device)
+    blocks += first_block
+    cipher = philox_blocks if recipe.cipher is Cipher.PHILOX else chacha20_blocks
+    words = cipher(blocks, recipe.key).reshape(len(starts), num_blocks * per_block, width)
+    if len(starts) == 1:
+        offset = int(starts[0]) % per_block
+        words = words[:, offset : offset + run]
+    else:
+        place = (starts % per_block)[:, None] + torch.arange(run, device=starts.device)
+        words = words.gather(1, place[:, :, None].expand(-1, -1, width))
+    return words.movedim(-1, 0)
+
+
+def draw(
+    recipe: Recipe,
+    words: Tensor,
+    dtype: torch.dtype,
+    more_words: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Turn the words of elements into values of `dtype`: [words_per_element, ...] -> [...].
+
+    `more_words` returns as many further words, for the few secure normals that need them.
+    """
+    floats, ints = recipe.floats, recipe.ints
+    match recipe.distribution:
+        case Distribution.WORDS:
+            return words[0]
+        case Distribution.UNIFORM24:
+            unit = (words[0] >> 8).double() * 2.0**-24
+            value = (unit * floats[1] + floats[0]).clamp(floats[2], floats[3])
+        case Distribution.UNIFORM53:
+            unit = ((words[0] << 21) | (words[1] >> 11)).double() * 2.0**-53
+            value = (unit * floats[1] + floats[0]).clamp(floats[2], floats[3])
+        case Distribution.NORMAL:
+            magnitude = inverse_tail(((words[0] & 0x7FFFFFFF) << 1) | 1, ORDINARY)
+            value = torch.where(words[0] >> 31 == 1, -magnitude, magnitude) * floats[1] + floats[0]
+        case Distribution.TRUNCATED:
+            rank = ints[0] + scale_word(words[0], ints[1])
+            value = (normal_of_rank(rank) * floats[1] + floats[0]).clamp(floats[2], floats[3])
+        case Distribution.SECURE_NORMAL:
+            assert more_words is not None
+            value = _secure_steps(words, more_words, floats[0], floats[2]) * floats[1]
+        case Distribution.BERNOULLI:
+            return ((words[0] << 31) | (words[1] >> 1)) <= ints[0]
+        case Distribution.INTEGERS:
+            return ints[0] + scale_128(words, ints[1])
+        case _:
+            raise AssertionError(f"no rule for {recipe.distribution!r}")
+    return value.float().to(dtype) if dtype.itemsize < 4 else value.to(dtype)
+
+
+def inverse_tail(v: Tensor, shape: TableShape) -> Tensor:
+    """Return |z| with P(Z > |z|) = v / 2^bits, float64; `v` is positive, int64 or float64."""
+    coefficients = inverse_table(shape, v.device)
+    bits = v.double().view(torch.int64)
+    segment = (bits >> SEGMENT_SHIFT) - shape.segment_offset
+    u = ((bits & FRACTION_MASK) | ONE_BITS).view(torch.float64) - MIDDLE
+    z = coefficients[-1][segment]
+    for coefficient in coefficients[:-1].flip(0):
+        z = z * u + coefficient[segment]
+    return z
+
+
+def _secure_steps(
+    words: Tensor, more_words: Callable[[], Tensor], scale: float, near: float
+) -> Tensor:
+    """Return secure noise in spacings: integers, float64."""
+    upper, lower = words[0] & 0x7FFFFFFF, words[1]
+    scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * scale
+    steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+    is_open = ((scaled - steps).abs() > 0.5 - near) | (upper < FAR_UPPER)
+    if bool(is_open.any()):
+        more = more_words()[:, is_open]
+        steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, scale)
+    return torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
+
+
+def exact_steps(upper: Tensor, lower: Tensor, more: Tensor, scale: float) -> Tensor:
+    """Return scale · Q(p), Q the upper quantile, rounded to the nearest integer: docs/rng.md.
+
+    Args:
+        upper: The first 31 bits of p · 2^64 [...].
+        lower: The 32 bits after them.
+        more: Two words [2, ...], of which the first 52 bits come after the point.
+        scale: The standard deviation in spacings.
+    """
+    # p · 2^64 as the sum of two floats, the second less than half a unit of the first.
+    after = ((more[0] << 20) | (more[1] >> 12)).double() * 2.0**-52 + 2.0**-53
+    top, low = upper.double() * 2.0**32, lower.double()
+    whole = top + low
+    rest = ((top - whole) + low) + after
+    x = whole + rest
+    rest = rest - (x - whole)
+    is_cut = x < 2.0**SECURE.first_octave
+    x, rest = x.masked_fill(is_cut, 2.0**SECURE.first_octave), rest.masked_fill(is_cut, 0.0)
+    # One of Newton's steps, from a float64 of which the error is below 1e-14.
+    z = inverse_tail(x, SECURE)
+    tail, tail_rest, slope = upper_tail(z)
+    excess = (tail - x * 2.0**-64) + (tail_rest - rest * 2.0**-64)
+    change = -excess / slope
+    change = change + 0.5 * z * change * change
+    y, y_rest = _product(torch.full_like(z, scale), z)
+    steps = y + ROUND_MAGIC - ROUND_MAGIC
+    y_rest = y_rest + scale * change
+    off = y - steps
+    return steps + ((off - 0.5) + y_rest > 0).double() - ((off + 0.5) + y_rest < 0).double()
+
+
+def upper_tail(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return P(Z > z) as the sum of two floats, and its derivative as one, for 0 <= z <= 10.3."""
+    nearest = z * TAIL_STEPS + ROUND_MAGIC - ROUND_MAGIC
+    segment, h = nearest.long(), z - nearest * (1 / TAIL_STEPS)
+    pairs = tail_table(z.device)[:, :, segment].flip(0)
+    slope, (total, rest) = torch.zeros_like(z), pairs[0]
+    for coefficient, coefficient_rest in pairs[1:]:
+        slope = slope * h + total
+        product, error = _product(total, h)
+        error = error + rest * h
+        total = coefficient + product
+        back = total - coefficient
+        lost = (coefficient - (total - back)) + (product - back)
+        rest = lost + (error + coefficient_rest)
+        product = total  # of which the rest may be more than half a unit
+        total = product + rest
+        rest = rest - (total - product)
+    return total, rest, slope
+
+
+def _product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a · b rounded, and what is lost by it, exactly (Dekker)."""
+    product = a * b
+    cut_a, cut_b = SPLIT * a, SPLIT * b
+    a1, b1 = cut_a - (cut_a - a), cut_b - (cut_b - b)
+    a0, b0 = a - a1, b - b1
+    return product, (((a1 * b1 - product) + a1 * b0) + a0 * b1) + a0 * b0
+
+
+def normal_of_rank(rank: Tensor) -> Tensor:
+    """Return the normal value of a rank in [0, 2^32): float64, not decreasing in the rank."""
+    is_negative = rank < (1 << 31)
+    from_tail = torch.where(is_negative, rank, MASK32 - rank)
+    magnitude = inverse_tail((from_tail << 1) | 1, ORDINARY)
+    return torch.where(is_negative, -magnitude, magnitude)
+
+
+def scale_word(word: Tensor, n: int) -> Tensor:
+    """Return floor(word · n / 2^32) for a 32-bit word and 0 < n <= 2^32, exactly."""
+    return (word * (n >> 16) + ((word * (n & 0xFFFF)) >> 16)) >> 16
+
+
+def _upper(product: Tensor) -> Tensor:
+    return (product >> 32) & MASK32
+
+
+def _multiply(a1: Tensor, a0: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return upper and lower 64 bits of (a1 · 2^32 + a0) · n, for n below 2^63."""
+    n1, n0 = n >> 32, n & MASK32
+    p00, p01, p10, p11 = a0 * n0, a0 * n1, a1 * n0, a1 * n1
+    middle = _upper(p00) + (p01 & MASK32) + (p10 & MASK32)
+    upper = p11 + _upper(p01) + _upper(p10) + (middle >> 32)
+    return upper, (middle << 32) | (p00 & MASK32)
+
+
+def scale_128(words: Tensor, n: int) -> Tensor:
+    """Return floor(r · n / 2^128), r the 128-bit number of four words, most significant first.
+
+    Of the 2^128 values of r each result gets floor or ceil of 2^128 / n: no probability is off by
+    more than 2^-128, which is below 2^-65 of its size for every n < 2^63.
+    """
+    upper, lower = _multiply(words[0], words[1], n)
+    carried, _ = _multiply(words[2], words[3], n)
+    total = lower + carried
+    overflowed = (total ^ SIGN64) < (carried ^ SIGN64)  # unsigned comparison
+    return upper + overflowed.to(torch.int64)
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+# numba compiles for seconds (once: the result is cached on disk), torch operations start at once.
+# Until this many elements have been asked for, the reference serves the CPU.
+PATIENCE = 1 << 18
+
+_num_served = 0
+_forced: str | None = None
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    if find_spec(package) is not None:
+        return True
+    warnings.warn(
+        f"{package} is not installed: unison draws random numbers with plain torch operations, "
+        f"which give the same bits about ten times slower. Remedy: pip install {package}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+@contextmanager
+def using_backend(name: str):
+    """Force one backend ("reference", "numba" or "triton") inside the context, for comparisons."""
+    global _forced
+    check.one_of(["reference", "numba", "triton"], backend=name)
+    previous, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def is_numba_chosen(num_elements: int) -> bool:
+    """Return whether numba serves a request of this size on the CPU."""
+    global _num_served
+    if _forced is not None:
+        return _forced == "numba"
+    _num_served += num_elements
+    return _num_served > PATIENCE and _is_installed("numba")
+
+
+def _is_triton_chosen(x: Tensor) -> bool:
+    if _forced is not None:
+        return _forced == "triton"
+    return x.is_cuda and _is_installed("triton")
+
+
+def _choose(out: Tensor) -> Callable[[Tensor, Recipe, Tensor, int], None]:
+    if out.dtype == torch.int64:  # nobody draws so many words or integers that more would pay
+        return fill_reference
+    if _is_triton_chosen(out):
+        return import_module("unison.kernels.random_triton").fill
+    if out.device.type == "cpu" and is_numba_chosen(out.numel()):
+        return import_module("unison.kernels.random_numba").fill
+    return fill_reference
+
+
+@torch.library.custom_op("unison::random_fill", mutates_args={"out"})
+def _random_fill(out: Tensor, recipe: Tensor, starts: Tensor, run: int) -> None:
+    if out.numel():
+        _choose(out)(out, Recipe.unpack(recipe), starts, run)
+
+
+@_random_fill.register_fake
+def _(out: Tensor, recipe: Tensor, starts: Tensor, run: int) -> None:
+    return None
+
+
+def fill_rows(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
+    """Fill `out` in place, row after row, from one stream.
+
+    Guarantees:
+        The value of an element depends on the recipe and on the element's index alone: not on the
+        device, the backend, the number of threads, or which other elements are asked for.
+
+    Args:
+        out: Contiguous, with `len(starts) * run` elements; any shape.
+        recipe: What to draw.
+        starts: int64 [num_rows] on the CPU: the index of each row's first element.
+        run: Number of elements in a row, with consecutive indices.
+    """
+    recipe.check_output(out)
+    if starts.dtype != torch.int64 or starts.device.type != "cpu" or starts.dim() != 1:
+        raise BadInput(f"expected starts as int64 [num_rows] on the CPU, found {starts!r}")
+    if out.numel() != len(starts) * run:
+        raise BadInput(
+            f"expected {len(starts)} rows of {run} elements, found an output of {out.numel()}"
+        )
+    if out.numel() == 0 or out.device.type == "meta":
+        return
+    packed = recipe.pack()
+    _random_fill(out.detach(), packed, starts.contiguous(), run)
+    packed.zero_()  # it holds the key
+
+
+def drop(
+    x: Tensor, key: tuple[int, ...], starts: Tensor, run: int, limit: int, scale: float
+) -> Tensor:
+    """Return x times `scale`, with zeros where an element's BERNOULLI draw is a success.
+
+    Args:
+        x: Elements in the order of rows; any shape.
+        key: The words of a Philox stream.
+        starts: int64 [num_rows] on the CPU: the index of each row's first element.
+        run: Number of elements in a row.
+        limit: Greatest 63-bit draw that is dropped.
+        scale: Factor of what stays.
+    """
+    if _is_triton_chosen(x) and x.dtype in _DROPPED_BY_TRITON and x.numel():
+        # One kernel for one run of elements: the mask is drawn where it is used, never stored.
+        first = int(starts[0])
+        if first % 2 == 0 and bool((starts.diff() == run).all()):
+            triton = import_module("unison.kernels.random_triton")
+            return triton.drop(x.contiguous(), key, first, limit, scale)
+    is_dropped = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    recipe = Recipe(Cipher.PHILOX, key, Distribution.BERNOULLI, (), (limit,))
+    fill_rows(is_dropped, recipe, starts, run)
+    return torch.where(is_dropped, 0.0, x * scale)
+
+
+_DROPPED_BY_TRITON = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,399 @@
+"""Random fills and permutations compiled by numba for the CPU, bit-equal to the references.
+
+Work goes in tiles that stay in the first-level cache: words first (a loop over blocks that LLVM
+turns into vector code), then the distribution, then the rounding into the output. Tiles are
+independent, so threads share nothing and their number cannot change a bit.
+
+No `fastmath`: LLVM then keeps every float64 product and sum apart (tests compare the bits).
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unison.kernels.numba_jit import jit, num_pieces, run_pieces
+from unison.kernels.permutation import NUM_ROUNDS, Network
+from unison.kernels.random import (
+    CHACHA_CONSTANTS,
+    CHACHA_DOUBLE_ROUNDS,
+    FAR_UPPER,
+    FRACTION_MASK,
+    MASK32,
+    MIDDLE,
+    ONE_BITS,
+    ORDINARY,
+    PHILOX_M0,
+    PHILOX_M1,
+    PHILOX_ROUNDS,
+    PHILOX_W0,
+    PHILOX_W1,
+    ROUND_MAGIC,
+    SECURE,
+    SEGMENT_SHIFT,
+    Cipher,
+    Distribution,
+    Recipe,
+    fill_reference,
+    inverse_table,
+)
+
+_ROOM = 64
+TILE = 1024  # elements
+LANES = 64  # ChaCha20 blocks computed side by side
+
+_U = np.uint64
+_M = _U(MASK32)
+_M0, _M1, _B32 = _U(PHILOX_M0), _U(PHILOX_M1), _U(32)
+_W0, _W1 = _U(PHILOX_W0), _U(PHILOX_W1)
+_PHILOX = int(Cipher.PHILOX)
+_CONSTANTS = np.array(CHACHA_CONSTANTS, np.uint32)
+_ROTATES = tuple(np.uint32(n) for n in (16, 12, 8, 7, 20, 24, 25))
+_R16, _R12, _R8, _R7, _R20, _R24, _R25 = _ROTATES
+_UNIFORM24, _UNIFORM53 = int(Distribution.UNIFORM24), int(Distribution.UNIFORM53)
+_NORMAL, _TRUNCATED = int(Distribution.NORMAL), int(Distribution.TRUNCATED)
+_SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
+_ORDINARY_OFFSET, _SECURE_OFFSET = ORDINARY.segment_offset, SECURE.segment_offset
+_FAR = FAR_UPPER << 32
+
+
+@jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Return the 4 words of a block, each in 64 bits."""
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1 = (p1 >> _B32) ^ c1 ^ k0, p1 & _M
+        c2, c3 = (p0 >> _B32) ^ c3 ^ k1, p0 & _M
+        k0, k1 = (k0 + _W0) & _M, (k1 + _W1) & _M
+    return c0, c1, c2, c3
+
+
+@jit
+def _philox_words(words, first, num_blocks, key):
+    """Write the 4 words of each block."""
+    k0, k1, c2, c3 = _U(key[0]), _U(key[1]), _U(key[2]), _U(key[3])
+    for j in range(num_blocks):
+        block = first + _U(j)
+        w0, w1, w2, w3 = _philox(block & _M, block >> _B32, c2, c3, k0, k1)
+        words[4 * j] = np.uint32(w0)
+        words[4 * j + 1] = np.uint32(w1)
+        words[4 * j + 2] = np.uint32(w2)
+        words[4 * j + 3] = np.uint32(w3)
+
+
+@jit
+def _quarter_round(a, b, c, d):
+    a = np.uint32(a + b)
+    d = np.uint32(d ^ a)
+    d = np.uint32((d << _R16) | (d >> _R16))
+    c = np.uint32(c + d)
+    b = np.uint32(b ^ c)
+    b = np.uint32((b << _R12) | (b >> _R20))
+    a = np.uint32(a + b)
+    d = np.uint32(d ^ a)
+    d = np.uint32((d << _R8) | (d >> _R24))
+    c = np.uint32(c + d)
+    b = np.uint32(b ^ c)
+    b = np.uint32((b << _R7) | (b >> _R25))
+    return a, b, c, d
+
+
+@jit
+def _double_round(x):
+    """Apply a column round and a diagonal round to x [16 * LANES].
+
+    Flat with a constant row length, so that LLVM sees the rows do not overlap and vectorises.
+    """
+    for j in range(LANES):
+        x0, x4, x8, x12 = _quarter_round(
+            x[j], x[4 * LANES + j], x[8 * LANES + j], x[12 * LANES + j]
+        )
+        x1, x5, x9, x13 = _quarter_round(
+            x[1 * LANES + j], x[5 * LANES + j], x[9 * LANES + j], x[13 * LANES + j]
+        )
+        x2, x6, x10, x14 = _quarter_round(
+            x[2 * LANES + j], x[6 * LANES + j], x[10 * LANES + j], x[14 * LANES + j]
+        )
+        x3, x7, x11, x15 = _quarter_round(
+            x[3 * LANES + j], x[7 * LANES + j], x[11 * LANES + j], x[15 * LANES + j]
+        )
+        x[j], x[5 * LANES + j], x[10 * LANES + j], x[15 * LANES + j] = _quarter_round(
+            x0, x5, x10, x15
+        )
+        x[1 * LANES + j], x[6 * LANES + j], x[11 * LANES + j], x[12 * LANES + j] = _quarter_round(
+            x1, x6, x11, x12
+        )
+        x[2 * LANES + j], x[7 * LANES + j], x[8 * LANES + j], x[13 * LANES + j] = _quarter_round(
+            x2, x7, x8, x13
+        )
+        x[3 * LANES + j], x[4 * LANES + j], x[9 * LANES + j], x[14 * LANES + j] = _quarter_round(
+            x3, x4, x9, x14
+        )
+
+
+@jit
+def _chacha_words(words, first, num_blocks, state, x):
+    """Write the 16 words of each block; `state` [16 * LANES] holds constants, key and nonce."""
+    for group in range(0, num_blocks, LANES):
+        for j in range(LANES):
+            block = first + _U(group + j)
+            state[12 * LANES + j] = np.uint32(block & _M)
+            state[13 * LANES + j] = np.uint32(block >> _B32)
+        for i in range(16):  # a loop: `x[:] = state` would compile numba's broadcasting for seconds
+            for j in range(LANES):
+                x[i * LANES + j] = state[i * LANES + j]
+        for _ in range(CHACHA_DOUBLE_ROUNDS):
+            _double_round(x)
+        for i in range(16):
+            for j in range(LANES):
+                x[i * LANES + j] = np.uint32(x[i * LANES + j] + state[i * LANES + j])
+        for j in range(min(LANES, num_blocks - group)):
+            at = 16 * (group + j)
+            for i in range(16):
+                words[at + i] = x[i * LANES + j]
+
+
+@jit
+def _inverse_tails(tile, v, coefficients, offset, n):
+    """Write |z| for each v: see `random.inverse_tail`."""
+    degree = coefficients.shape[0] - 1
+    bits = tile.view(np.int64)
+    segment = np.empty(TILE, np.int64)
+    u = np.empty(TILE, np.float64)
+    u_bits = u.view(np.int64)
+    for i in range(n):
+        tile[i] = np.float64(v[i])
+    for i in range(n):
+        segment[i] = (bits[i] >> SEGMENT_SHIFT) - offset
+        u_bits[i] = (bits[i] & FRACTION_MASK) | ONE_BITS
+    top = coefficients[degree]
+    for i in range(n):
+        u[i] = u[i] - MIDDLE
+        tile[i] = top[segment[i]]
+    for d in range(degree - 1, -1, -1):
+        row = coefficients[d]
+        for i in range(n):
+            tile[i] = tile[i] * u[i] + row[segment[i]]
+
+
+@jit
+def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_negative):
+    """Write the float64 values of n elements whose words begin at words[at].
+
+    Returns how many are open, to be decided exactly: secure normals, whose v[i] is -1 from then on.
+    """
+    if distribution == _UNIFORM24:
+        for i in range(n):
+            tile[i] = np.float64(np.int64(words[at + i]) >> 8) * 2.0**-24
+    elif distribution == _UNIFORM53:
+        for i in range(n):
+            upper, lower = np.int64(words[at + 2 * i]), np.int64(words[at + 2 * i + 1])
+            tile[i] = np.float64((upper << 21) | (lower >> 11)) * 2.0**-53
+    elif distribution == _NORMAL:
+        for i in range(n):
+            w = np.int64(words[at + i])
+            v[i] = ((w & 0x7FFFFFFF) << 1) | 1
+            is_negative[i] = w >> 31
+    elif distribution == _TRUNCATED:
+        upper_n, lower_n = ints[1] >> 16, ints[1] & 0xFFFF
+        for i in range(n):
+            w = np.int64(words[at + i])
+            rank = ints[0] + ((w * upper_n + ((w * lower_n) >> 16)) >> 16)
+            is_negative[i] = rank < (1 << 31)
+            v[i] = ((rank if rank < (1 << 31) else MASK32 - rank) << 1) | 1
+    else:  # _SECURE_NORMAL
+        for i in range(n):
+            w = np.int64(words[at + 2 * i])
+            v[i] = ((w & 0x7FFFFFFF) << 32) | np.int64(words[at + 2 * i + 1]) | 1
+            is_negative[i] = w >> 31
+
+    is_normal = distribution != _UNIFORM24 and distribution != _UNIFORM53
+    if is_normal:  # one call site: the function is inlined, and compiled again, at each
+        is_secure = distribution == _SECURE_NORMAL
+        offset = _SECURE_OFFSET if is_secure else _ORDINARY_OFFSET
+        _inverse_tails(tile, v, tables[1] if is_secure else tables[0], offset, n)
+        for i in range(n):
+            tile[i] = -tile[i] if is_negative[i] else tile[i]
+    num_open = 0
+    if distribution == _SECURE_NORMAL:
+        for i in range(n):
+            scaled = tile[i] * floats[0]
+            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+            is_open = (abs(scaled - steps) > 0.5 - floats[2]) | (v[i] < _FAR)
+            v[i] = -1 if is_open else v[i]
+            num_open += is_open
+            tile[i] = steps * floats[1]
+    else:
+        for i in range(n):
+            tile[i] = tile[i] * floats[1] + floats[0]
+    if distribution != _NORMAL and distribution != _SECURE_NORMAL:
+        for i in range(n):
+            tile[i] = min(max(tile[i], floats[2]), floats[3])
+    return num_open
+
+
+@jit
+def _fill_tiles(
+    outs, opens, starts, run, area, cipher, distribution, width, key, floats, ints, tables
+):
+    """Fill rows area[0]:area[1], columns area[2]:area[3] of the output [num_rows * run].
+
+    The output is the one of `outs` (float32, float64, uint8) that is not empty: one function for
+    all types compiles in a quarter of the time that one function for each would take.
+
+    Where the output holds secure normals that are open is written to `opens`, as far as there is
+    room, after their number.
+    """
+    out_float32, out_float64, out_uint8 = outs
+    per_block = (4 if cipher == _PHILOX else 16) // width
+    words = np.empty(TILE * width + 32, np.uint32)
+    values = np.empty(TILE, np.float64)
+    v = np.empty(TILE, np.int64)
+    is_negative = np.empty(TILE, np.int64)
+    state = np.empty(16 * LANES, np.uint32)
+    x = np.empty(16 * LANES, np.uint32)
+    if cipher != _PHILOX:
+        for j in range(LANES):
+            for i in range(4):
+                state[i * LANES + j] = _CONSTANTS[i]
+            for i in range(8):
+                state[(4 + i) * LANES + j] = np.uint32(key[i])
+            for i in range(2):
+                state[(14 + i) * LANES + j] = np.uint32(key[8 + i])
+    for row in range(area[0], area[1]):
+        for column in range(area[2], area[3], TILE):
+            n = min(TILE, area[3] - column)
+            first = starts[row] + column
+            block, offset = first // per_block, first % per_block
+            num_blocks = (offset + n + per_block - 1) // per_block
+            if cipher == _PHILOX:
+                _philox_words(words, _U(block), num_blocks, key)
+            else:
+                _chacha_words(words, _U(block), num_blocks, state, x)
+            at, to = offset * width, row * run + column
+            if len(out_uint8):  # BERNOULLI
+                for i in range(n):
+                    upper, lower = np.int64(words[at + 2 * i]), np.int64(words[at + 2 * i + 1])
+                    out_uint8[to + i] = ((upper << 31) | (lower >> 1)) <= ints[0]
+                continue
+            num_open = _draw_floats(
+                values, words, at, n, distribution, floats, ints, tables, v, is_negative
+            )
+            if num_open:
+                for i in range(n):
+                    if v[i] == -1:
+                        opens[0] += 1
+                        if opens[0] < len(opens):
+                            opens[opens[0]] = to + i
+            if len(out_float32):
+                for i in range(n):
+                    out_float32[to + i] = values[i]
+            else:
+                for i in range(n):
+                    out_float64[to + i] = values[i]
+
+
+def _cut(num_rows: int, run: int, count: int) -> list[tuple[int, int, int, int]]:
+    """Cut rows x columns into pieces of about equal size, by rows if there are enough of them."""
+    if num_rows >= count:
+        cuts = [num_rows * i // count for i in range(count + 1)]
+        return [(a, b, 0, run) for a, b in pairwise(cuts) if a < b]
+    cuts = [run * i // count // TILE * TILE for i in range(count)] + [run]
+    return [(0, num_rows, a, b) for a, b in pairwise(cuts) if a < b]
+
+
+def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
+    """Fill `out` as the reference does, on the CPU, with `torch.get_num_threads()` threads."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        _fill_through_float32(out, recipe, starts, run)
+        return
+    target = (out.view(torch.uint8) if out.dtype == torch.bool else out).view(-1).numpy()
+    outs = tuple(
+        target if target.dtype == dtype else np.empty(0, dtype)
+        for dtype in (np.float32, np.float64, np.uint8)
+    )
+    cpu = torch.device("cpu")
+    rest = (
+        int(recipe.cipher),
+        int(recipe.distribution),
+        recipe.words_per_element,
+        np.array(recipe.key, np.int64),
+        np.array(recipe.floats or (0.0,), np.float64),
+        np.array(recipe.ints or (0,), np.int64),
+        (inverse_table(ORDINARY, cpu).numpy(), inverse_table(SECURE, cpu).numpy()),
+    )
+    first_elements = starts.numpy()
+    areas = _cut(len(first_elements), run, num_pieces(out.numel()))
+    opens = [np.zeros(_ROOM + (out.numel() >> 6), np.int64) for _ in areas]
+    pieces = zip(opens, areas, strict=True)
+    run_pieces(
+        _fill_tiles, [(outs, each, first_elements, run, area, *rest) for each, area in pieces]
+    )
+    if any(each[0] for each in opens):
+        _decide(out.view(-1), recipe, starts, run, opens)
+
+
+def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[np.ndarray]) -> None:
+    """Let the reference draw the secure normals that are open: one in a million.
+
+    To compile what decides them would take twice as long as all the rest.
+    """
+    if any(each[0] >= len(each) for each in opens):  # as good as never
+        fill_reference(out, recipe, starts, run)
+        return
+    at = torch.from_numpy(np.concatenate([each[1 : 1 + each[0]] for each in opens]))
+    values = torch.empty(len(at), dtype=out.dtype)
+    fill_reference(values, recipe, starts[at // run] + at % run, 1)
+    out[at] = values
+
+
+def _fill_through_float32(
+    out: Tensor, recipe: Recipe, starts: Tensor, run: int, chunk: int = 1 << 20
+) -> None:
+    rows = out.view(-1, run)
+    rows_at_once = max(1, chunk // run)
+    for row in range(0, len(rows), rows_at_once):
+        part = rows[row : row + rows_at_once]
+        for column in range(0, run, chunk):
+            piece = part[:, column : column + chunk]
+            full = torch.empty(piece.shape, dtype=torch.float32)
+            begin = starts[row : row + rows_at_once] + column
+            fill(full.view(-1), recipe, begin, piece.shape[1])
+            piece.copy_(full)
+
+
+# --- permutations ---------------------------------------------------------------------------------
+
+
+@jit
+def _permute(x, out, words, n, num_left, num_right, is_inverse):
+    for i in range(len(x)):
+        value = _U(x[i])
+        while True:
+            left, right = value // num_right, value % num_right
+            for step in range(NUM_ROUNDS):
+                r = NUM_ROUNDS - 1 - step if is_inverse else step
+                size, half = (num_left, right) if r % 2 == 0 else (num_right, left)
+                c0, c1, _, _ = _philox(half, _U(r), words[2], words[3], words[0], words[1])
+                shift = (c0 * size + ((c1 * size) >> _B32)) >> _B32
+                if is_inverse:
+                    shift = (size - shift) % size
+                if r % 2 == 0:
+                    left = (left + shift) % num_left
+                else:
+                    right = (right + shift) % num_right
+            value = left * num_right + right
+            if value < n:
+                break
+        out[i] = np.int64(value)
+
+
+def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
+    """Map indices in [0, n) to their images, or back, on the CPU."""
+    source = x.reshape(-1).contiguous()
+    out = torch.empty_like(source)
+    sizes = (_U(network.n), _U(network.num_left), _U(network.num_right))
+    words = np.array(network.words, np.uint64)
+    _permute(source.numpy(), out.numpy(), words, *sizes, is_inverse)
+    return out.view(x.shape)
