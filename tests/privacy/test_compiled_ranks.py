@@ -20,8 +20,7 @@ from tests.privacy.sharded import rows as all_rows
 from tests.privacy.test_compiled import passes_of
 from unison.errors import BadInput
 from unison.models import build
-from unison.shard.flat_group import FlatGroup, Phase
-from unison.shard.policies import MixedPrecision
+from unison.shard.flat_group import FlatGroup, MixedPrecision, Phase
 from unison.shard.unit import units_of
 
 STEPS: dict[str, Any] = {"rate": 0.06, "steps": 6}  # two of them empty, most ranks without samples

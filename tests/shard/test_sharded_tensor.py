@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.harness import World, assert_close, assert_same_bits, ranks, run_on_ranks
 from unison.errors import BadInput, NeedsWhole
 from unison.shard import digest, full_state_dict, fully_shard, together
-from unison.shard.placement import Placement, boxes_of
+from unison.shard.layout import Placement, boxes_of
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import ShardedTensor
 

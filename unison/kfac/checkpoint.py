@@ -1,8 +1,8 @@
 """The state of all layers: gathered from their owners or written by them, taken over by others.
 
 `gathered_state` is whole on every rank. `save_layers` is a checkpoint in the format of
-`unison.save_checkpoint` (docs/checkpoints.md): torch.distributed.checkpoint plans, each owner
-writes its own layers, and whoever owns a layer later reads that one.
+`unison.save_checkpoint` (docs/checkpoints.md): each owner writes its own layers, and whoever owns a
+layer later reads that one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,15 @@ from unison.kfac.layers import Layer
 from unison.kfac.owners.base import Ranks
 from unison.kfac.owners.gather import tensors_from
 from unison.kfac.state import LayerState
-from unison.shard.state.agree import from_rank_0, gather_objects
-from unison.shard.state.entries import FlatPart
-from unison.shard.state.folder import settle
-from unison.shard.state.manifest import Manifest, SavedTensor, read_manifest
+from unison.shard.state.checkpoint import (
+    Manifest,
+    SavedTensor,
+    read_manifest,
+    read_parts,
+    settle,
+    write_folder,
+)
+from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 
 GRAFT = "graft."  # what the grafted optimizer remembers, among the tensors of a layer
 
@@ -87,8 +92,6 @@ def save_layers(
         extra: What else is written, as JSON can hold it; that of rank 0 is.
         ranks: Everyone.
     """
-    from unison.shard.state.transfer import write_folder
-
     parts = {
         _key(layers[index], key): FlatPart(tuple(each.shape), 0, each.reshape(-1))
         for index, tensors in own.items()
@@ -129,8 +132,6 @@ def read_layers(
 
     The result is what `load_into` takes. A rank reads the bytes of its own layers.
     """
-    from unison.shard.state.transfer import read_parts
-
     found: dict[int, dict[str, Any]] = {}
     parts: dict[str, FlatPart] = {}
     for index, state in states.items():

@@ -32,10 +32,10 @@ from unison.shard.deal import (
     publish_plan,
     take_mean_was_used,
 )
+from unison.shard.each_granule import granular_pass
 from unison.shard.granules import PerGranule
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
-from unison.shard.watch import granular_pass
 
 __all__ = [
     "Dealing",

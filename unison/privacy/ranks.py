@@ -11,8 +11,8 @@ from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
 from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
 from unison.shard.digest import fingerprint
-from unison.shard.dtensors import show_shards
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import show_shards
 
 __all__ = ["Ranks", "fingerprint", "open_on_ranks", "show_shards"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from unison.names import canonical_name
-from unison.shard.dtensors import local_part, show_shards, whole
 from unison.shard.ranks import Ranks
-from unison.shard.unit import Unit, units_of
+from unison.shard.sharded_tensor import local_part, show_shards, whole
+from unison.shard.unit import units_of
 
 
 def digest(module: nn.Module) -> str:
@@ -38,8 +38,9 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     names = {id(value): canonical_name(name) for name, value in module.named_parameters()}
     owned = set()
     for unit in units:
-        yield from _of_unit(unit, names)
-        owned |= {id(piece) for group in unit.groups for piece in group.pieces}
+        for piece, value in unit.full_parameters():
+            owned.add(id(piece))
+            yield names[id(piece)], value.clone()
     for _, value in module.named_parameters():
         if id(value) not in owned:
             yield names[id(value)], whole(value, names[id(value)])
@@ -73,14 +74,6 @@ def _ranks_of(module: nn.Module) -> Ranks:
         return unit.axes.all
     mesh = next((getattr(each, "device_mesh", None) for each in module.parameters()), None)
     return Ranks(None) if mesh is None else Ranks.of(mesh)
-
-
-def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    for group in unit.groups:
-        full = group.gathered()
-        for slot, piece in zip(group.slots, group.pieces, strict=True):
-            flat = full[slot.offset : slot.offset + slot.numel]
-            yield names[id(piece)], flat.view(slot.shape).clone()
 
 
 def _hash(name: str, value: Tensor) -> str:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput
-from unison.shard.dtensors import (
+from unison.shard.layout import ALIGNMENT
+from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import (
     element_ranges,
     fsdp2_modules,
     is_dtensor,
@@ -24,8 +26,6 @@ from unison.shard.dtensors import (
     mesh_of,
     show_shards,
 )
-from unison.shard.layout import ALIGNMENT
-from unison.shard.ranks import Ranks
 from unison.shard.tree import TreeSum, aligned_levels
 from unison.shard.unit import units_of
 

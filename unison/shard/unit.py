@@ -1,7 +1,8 @@
 """A unit: a module whose parameters are gathered, used and freed together."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -9,16 +10,109 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.attributes import Attributes, Hidden
-from unison.shard.dtensors import local_part
-from unison.shard.flat_group import FlatGroup, ParameterInfo, Phase, take_over
-from unison.shard.labels import labelled
+from unison.shard.flat_group import (
+    CPUOffload,
+    FlatGroup,
+    MixedPrecision,
+    ParameterInfo,
+    Phase,
+    Use,
+    take_over,
+)
 from unison.shard.leaves import PLAIN, RECOMPUTE, Changed, per_granule, tripwire
-from unison.shard.policies import CPUOffload, MixedPrecision
 from unison.shard.ranks import Axes
 from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Parts, Reducer
+from unison.shard.sharded_tensor import local_part
+
+# ------------------------------------------------------------------------------------------------
+# Labels for profilers.
+
+_NO_LABEL = nullcontext()
+
+
+def labelled(phase: str, unit: str) -> AbstractContextManager:
+    """Mark a phase of a unit in a running profile; costs nothing where no profiler runs."""
+    return profiler.record_function(f"{phase} {unit}") if is_profiling() else _NO_LABEL
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler, or its NVTX emitter, is on."""
+    return profiler._is_profiler_enabled
+
+
+# ------------------------------------------------------------------------------------------------
+# The attributes at which a unit's modules hold its parameters.
+#
+# [Note: shadowing] Python finds an instance's own dictionary before `nn.Module.__getattr__` looks
+# into `_parameters`. So a full parameter that is put into the dictionary shadows its piece, while
+# `named_parameters()` goes on showing pieces.
+
+# What attributes were before they were shadowed: (instance dictionary, name, value).
+Hidden = list[tuple[dict[str, Any], str, Tensor | None]]
+
+
+class Attributes:
+    """Where the parameters of one unit are seen; see [Note: shadowing].
+
+    Args:
+        uses: For each flat group and each parameter in it, where modules hold it.
+    """
+
+    def __init__(self, uses: Sequence[Sequence[Sequence[Use]]]) -> None:
+        self._places = [
+            (use.module.__dict__, use.attribute, group, slot)
+            for group, of_group in enumerate(uses)
+            for slot, of_slot in enumerate(of_group)
+            for use in of_slot
+        ]
+        self._recurrent = {
+            use.module
+            for of_group in uses
+            for of_slot in of_group
+            for use in of_slot
+            if isinstance(use.module, nn.RNNBase)
+        }
+
+    @contextmanager
+    def shadowed(self, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """Let the attributes be the given tensors, one sequence per flat group."""
+        hidden = self.shadow(tensors)
+        try:
+            yield
+        finally:
+            self.restore(hidden)
+
+    def shadow(self, tensors: Sequence[Sequence[Tensor]]) -> Hidden:
+        """Hide the pieces behind full parameters; returns what `restore` takes."""
+        hidden = [
+            (attributes, name, attributes.get(name)) for attributes, name, _, _ in self._places
+        ]
+        for attributes, name, group, slot in self._places:
+            attributes[name] = tensors[group][slot]
+        if self._recurrent:
+            self._renew_flat_weights()
+        return hidden
+
+    def restore(self, hidden: Hidden) -> None:
+        """Undo `shadow`."""
+        for attributes, name, before in hidden:
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
+        if self._recurrent:
+            self._renew_flat_weights()
+
+    def _renew_flat_weights(self) -> None:
+        """Let recurrent modules, which keep a second list of parameters, see the same ones."""
+        for module in self._recurrent:
+            module._flat_weights = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]
+
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
@@ -383,6 +477,16 @@ class Unit:
             group.leaves.of(granule, receiver)
             for group, receiver in zip(self.groups, self._receivers, strict=True)
         ]
+
+    def full_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield (piece, whole parameter), one flat buffer at a time; every rank must iterate.
+
+        A value is good until the next one is asked for.
+        """
+        for group in self.groups:
+            full = group.gathered()
+            for slot, piece in zip(group.slots, group.pieces, strict=True):
+                yield piece, full[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
     # --- gradients -------------------------------------------------------------------------------
 

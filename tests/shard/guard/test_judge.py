@@ -1,6 +1,6 @@
 """The judge, alone: what it makes of the states of ranks."""
 
-from unison.shard.guard.judge import GroupState, Judge, Kind, RankState, Status
+from unison.shard.guard.diagnosis import GroupState, Judge, Kind, RankState, Status
 
 
 def state(last, status=Status.INSIDE, marks=None):

@@ -17,7 +17,7 @@ from unison.kfac.owners.base import Held, Owner
 from unison.kfac.owners.fsdp2 import FSDP2
 from unison.kfac.owners.replicated import Replicated
 from unison.kfac.owners.units import Units
-from unison.shard.dtensors import fsdp2_modules, is_dtensor
+from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor
 from unison.shard.unit import units_of
 
 __all__ = ["FSDP2", "Held", "Owner", "Replicated", "Units", "owner_of"]

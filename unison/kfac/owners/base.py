@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from unison.shard.dtensors import local_part
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import local_part
 
 Range = tuple[int, int]
 

@@ -18,14 +18,17 @@ from unison.capture.names import places
 from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.owners.base import Held
-from unison.shard.attributes import Attributes, Hidden
-from unison.shard.dtensors import fsdp2_modules, is_dtensor, row_ranges, show_shards
 from unison.shard.flat_group import Use
-from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
-from unison.shard.fsdp2.attach import set_attribute
-from unison.shard.fsdp2.checks import param_groups_of
-from unison.shard.fsdp2.model import ordered_model_of
+from unison.shard.fsdp2 import (
+    ordered_model_of,
+    param_groups_of,
+    set_attribute,
+    stop_ordered_reduction,
+    use_ordered_reduction,
+)
 from unison.shard.ranks import Axes
+from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, row_ranges, show_shards
+from unison.shard.unit import Attributes, Hidden
 
 
 class FSDP2:

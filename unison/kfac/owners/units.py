@@ -15,7 +15,7 @@ from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput
 from unison.kfac.owners.base import Held
 from unison.names import canonical_name
-from unison.shard.context import context_of
+from unison.shard.engine import context_of
 from unison.shard.unit import Unit, unit_of
 
 

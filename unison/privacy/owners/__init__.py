@@ -17,7 +17,7 @@ from unison.privacy.owners.fsdp2 import FSDP2
 from unison.privacy.owners.replicated import Replicated
 from unison.privacy.owners.tensor_parallel import TensorParallel, is_tensor_parallel
 from unison.privacy.owners.units import Units
-from unison.shard.dtensors import fsdp2_modules
+from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import units_of
 
 __all__ = [

@@ -25,16 +25,21 @@ from unison.privacy.owners.base import MakeSums, Owned, RecordsWhole
 from unison.privacy.owners.fsdp2_group import FSDP2Group, rows_of
 from unison.privacy.owners.sums import GroupSums, exchange
 from unison.shard.deal import BatchPlan
-from unison.shard.dtensors import fsdp2_modules, is_dtensor, show_shards
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
-from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
-from unison.shard.fsdp2.attach import set_attribute, wrap_hook
-from unison.shard.fsdp2.checks import param_groups_of
-from unison.shard.fsdp2.model import ordered_model_of
-from unison.shard.fsdp2.parts import after_forward, before_forward
+from unison.shard.fsdp2 import (
+    after_forward,
+    before_forward,
+    ordered_model_of,
+    param_groups_of,
+    set_attribute,
+    stop_ordered_reduction,
+    use_ordered_reduction,
+    wrap_hook,
+)
 from unison.shard.granules import check_not_bypassed, num_granules_of
 from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Axes
+from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, show_shards
 
 
 class FSDP2(RecordsWhole):

@@ -21,14 +21,14 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.owners.base import Owned
 from unison.privacy.owners.sums import GroupSums
 from unison.privacy.owners.units import capture_of
-from unison.shard.attributes import Attributes, Hidden
-from unison.shard.dtensors import element_ranges
 from unison.shard.flat_group import Use
-from unison.shard.fsdp2.attach import set_attribute
+from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, Piece, Slot
 from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Axes, Ranks
+from unison.shard.sharded_tensor import element_ranges
+from unison.shard.unit import Attributes, Hidden
 
 
 @dataclass(frozen=True, eq=False)

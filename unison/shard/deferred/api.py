@@ -15,13 +15,18 @@ from torch.nn.parameter import is_lazy
 
 from unison.errors import BadInput
 from unison.rng.inits import TruncatedNormal
-from unison.shard.deferred.draws import without_generator
-from unison.shard.deferred.fill import fill_places
-from unison.shard.deferred.places import find_places
-from unison.shard.deferred.pretence import Pretence
-from unison.shard.deferred.recipe import ORIGINALS, Originals, label, make_copyable
-from unison.shard.deferred.recorder import Recorder, active_recorder, set_active_recorder
-from unison.shard.deferred.tape import Registered, has_no_memory
+from unison.shard.deferred.fill import fill_places, find_places
+from unison.shard.deferred.recorder import (
+    ORIGINALS,
+    Originals,
+    Pretence,
+    Recorder,
+    active_recorder,
+    label,
+    make_copyable,
+    set_active_recorder,
+)
+from unison.shard.deferred.tape import Registered, has_no_memory, without_generator
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,21 +7,26 @@ mode (pretence.py) lets them answer "cpu" for as long as recording lasts, and th
 below it, sees every operation that really happens.
 """
 
+import copy
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from unison.errors import UnsupportedOperation
 from unison.rng.inits import Constant, Init
-from unison.shard.deferred.draws import FORMULAS, MAKES_BLANK, describe, without_generator
 from unison.shard.deferred.replay import evaluate
 from unison.shard.deferred.tape import (
+    FORMULAS,
+    MAKES_BLANK,
     Buffer,
     Fill,
     Geometry,
@@ -30,12 +35,17 @@ from unison.shard.deferred.tape import (
     Registered,
     Unknown,
     Version,
+    describe,
+    has_no_memory,
     leaves,
     mapped,
     ops_behind,
+    redrawn,
     set_version,
     version_of,
+    without_generator,
 )
+from unison.shard.flat_group import RECIPE
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -299,3 +309,236 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if "device" in keywords:
         keywords["device"] = META
     return func(*mapped(_meta_twin, args), **keywords)
+
+
+# ------------------------------------------------------------------------------------------------
+# What tensors without memory answer while a module is built: they are on the CPU, like any other.
+#
+# See [Note: pretence] in recorder.py. Requests for values that do not depend on random draws are
+# served by evaluating the tape.
+
+Answer = Callable[..., Any]  # called with the recorder, then as the method would be
+
+
+def _to(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`Tensor.to` without the device: there is only one here."""
+    other = kwargs.pop("other", None)
+    kwargs.pop("device", None)
+    names = ["dtype", "non_blocking", "copy"]
+    if args and isinstance(args[0], Tensor):
+        other, args, names = args[0], args[1:], names[1:]
+    elif args and not isinstance(args[0], torch.dtype):  # a device, or None for one
+        args = args[1:]
+    kwargs.update(zip(names, args, strict=False))
+    dtype = kwargs.pop("dtype", None) or (tensor if other is None else other).dtype
+    return tensor.to(dtype=dtype, **kwargs)
+
+
+def _new_tensor(recorder: Recorder, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+    kwargs.pop("device", None)
+    return torch.tensor(data, **{"dtype": tensor.dtype, **kwargs})
+
+
+def _as_tensor(index: Any) -> Any:
+    """A list of numbers in an index as a tensor, as torch makes one itself, on the right device."""
+    if isinstance(index, tuple):
+        return tuple(_as_tensor(part) for part in index)
+    is_array = hasattr(index, "__array__") and not isinstance(index, Tensor)
+    is_numbers = isinstance(index, list | range) and all(
+        isinstance(leaf, int | Tensor) for leaf in leaves(list(index))
+    )
+    return torch.tensor(index) if is_array or is_numbers else index
+
+
+def _get(recorder: Recorder, tensor: Tensor, index: Any) -> Tensor:
+    return tensor[_as_tensor(index)]
+
+
+def _set(recorder: Recorder, tensor: Tensor, index: Any, value: Any) -> None:
+    tensor[_as_tensor(index)] = value
+
+
+def _with_values(method: Callable[..., Any], name: str) -> Answer:
+    def answer(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return method(recorder.values(tensor, f"Tensor.{name}"), *args, **kwargs)
+
+    return answer
+
+
+def _itself(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
+
+
+ANSWERS: dict[Any, Answer] = {
+    Tensor.device.__get__: lambda recorder, tensor: CPU,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda recorder, tensor: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda recorder, tensor: True,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda recorder, tensor: -1,
+    Tensor.__repr__: lambda recorder, tensor, **_: object.__repr__(tensor),
+    Tensor.__getitem__: _get,
+    Tensor.__setitem__: _set,
+    Tensor.to: _to,
+    Tensor.cpu: _itself,
+    Tensor.cuda: _itself,
+    Tensor.new_tensor: _new_tensor,
+    Tensor.tolist: _with_values(Tensor.tolist, "tolist"),
+    Tensor.numpy: _with_values(Tensor.numpy, "numpy"),
+    Tensor.__array__: _with_values(Tensor.__array__, "__array__"),
+}
+
+# Functions that make a tensor of given values; on the meta device they would forget them.
+MAKES_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+class Pretence(TorchFunctionMode):
+    """Answers for tensors without memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer, or let torch do so."""
+        kwargs = kwargs or {}
+        answer = ANSWERS.get(func)
+        if answer is None and func not in MAKES_FROM_VALUES:
+            return func(*args, **kwargs)
+        # Without torch functions, so that a `torch.device` context does not interfere either.
+        with torch._C.DisableTorchFunction(), self._recorder.keeping_refusals():
+            if func in MAKES_FROM_VALUES:
+                return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            if answer is not None and args[0].is_meta:
+                return answer(self._recorder, *args, **kwargs)
+            return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------
+# A recipe: how to make the values of one tensor. It travels on the tensor itself.
+
+
+ORIGINALS = "_unison_originals"  # on a module: its tensors as they were built
+_COPIES = "unison copies"  # in the memo of a deepcopy: the parts of the tape copied so far
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make the values of a tensor.
+
+    Attributes:
+        operand: What to evaluate.
+        num_writes: torch's count of writes to the tensor when its recording ended.
+    """
+
+    operand: Operand
+    num_writes: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # Of a tensor that has values: the copy's are the same, and not for `materialize` to change.
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Who saves a module saves its values; a file must not need unison to be read.
+        return OrderedDict, ()
+
+
+class Originals(dict[str, Tensor]):
+    """The parameters and buffers of a module as they were built, by attribute.
+
+    PyTorch's FSDP2 puts other objects in the place of parameters, and a cast in that of buffers,
+    and so they lose what hangs on them.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Originals":
+        return Originals({name: copy.deepcopy(tensor, memo) for name, tensor in self.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+class Copier:
+    """The `__deepcopy__` of a tensor without memory: the copy gets a recipe too.
+
+    A copy is drawn under its own name, so that blocks made by copying one block start differently,
+    as they would had each been constructed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self, memo: dict[Any, Any]) -> Tensor:
+        """Return the copy, as `copy.deepcopy` asks for it."""
+        original = self._tensor
+        if id(original) not in memo:
+            memo[id(original)] = _copied(original, memo)
+        return memo[id(original)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a module built under unison.meta_init() has no values to save yet; call "
+            "unison.materialize(module, seed=...) first"
+        )
+
+
+def recipe_of(tensor: Tensor) -> Recipe | None:
+    """Return how to make a tensor's values, if it was built under `meta_init`."""
+    label = getattr(tensor, RECIPE, None)
+    if not isinstance(label, Recipe):
+        label = None
+    version = version_of(tensor) if has_no_memory(tensor) else None
+    if version is None:  # it has memory, or was cast since and lies on another storage
+        return label
+    num_writes = tensor._version if label is None else label.num_writes
+    return Recipe(Operand(version, Geometry.of(tensor)), num_writes)
+
+
+def label(tensor: Tensor) -> None:
+    """Write a tensor's recipe on it, so that it survives sharding and copying."""
+    version = version_of(tensor)
+    assert version is not None, "only what is on the tape is labelled"
+    setattr(tensor, RECIPE, Recipe(Operand(version, Geometry.of(tensor)), tensor._version))
+    make_copyable(tensor)
+
+
+def make_copyable(tensor: Tensor) -> None:
+    """Let `copy.deepcopy` of a tensor copy its recipe."""
+    tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
+
+
+def foreign_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What others have set on a tensor."""
+    ours = (RECIPE, "__deepcopy__")
+    return {name: value for name, value in vars(tensor).items() if name not in ours}
+
+
+def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
+    twin = torch.empty_strided(
+        original.shape, original.stride(), dtype=original.dtype, device="meta"
+    )
+    recipe = recipe_of(original)
+    if recipe is not None:
+        version = redrawn(recipe.operand.version, memo.setdefault(_COPIES, {}))
+        _set_content(twin, Operand(version, recipe.operand.geometry))
+    if isinstance(original, nn.Parameter):  # torch's own copies of these have no attributes either
+        twin = torch.Tensor._make_subclass(type(original), twin, original.requires_grad)
+    else:
+        vars(twin).update(copy.deepcopy(foreign_attributes(original), memo))
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.remember(twin)
+        make_copyable(twin)
+    elif recipe is not None:
+        label(twin)
+    return twin
+
+
+def _set_content(tensor: Tensor, operand: Operand) -> None:
+    """Let the content of a new tensor be that of an operand."""
+    geometry = Geometry.of(tensor)
+    if operand.geometry == geometry:
+        set_version(tensor, operand.version)
+        return
+    buffer = Buffer()
+    cast = Op(aten._to_copy.default, (operand,), {"dtype": tensor.dtype}, ((buffer, geometry),))
+    set_version(tensor, Version(buffer, cast))

@@ -1,18 +1,114 @@
 """What a rank holds of every tensor that a model's state is made of, by name."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.dtensors import element_ranges, is_dtensor, local_part, mesh_of, show_shards
+from unison.shard.guard import compare_across_ranks
 from unison.shard.layout import Piece
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import element_ranges, is_dtensor, local_part, mesh_of, show_shards
 from unison.shard.unit import units_of
+
+# ------------------------------------------------------------------------------------------------
+# Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.
+
+T = TypeVar("T")
+
+
+class CheckpointFailed(UnisonError, OSError):
+    """A file of a checkpoint could not be written or read."""
+
+
+def gather_objects(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank; a collective."""
+    values: list[Any] = [value] * ranks.size
+    if ranks.size > 1:
+        dist.all_gather_object(values, value, group=ranks.group)
+    return values
+
+
+def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and share what came of it; a collective.
+
+    Returns:
+        Every rank's result, in rank order.
+
+    Raises:
+        UnisonError: The first one that any rank met, on every rank.
+        CheckpointFailed: On every rank, where the first error was one of a file.
+        RuntimeError: Where the first error was another one: on the ranks that did not meet it.
+    """
+    result, met = _attempt(work)
+    outcomes = gather_objects(ranks, (result, _as_message(met)))
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            _raise(rank, message, met if rank == ranks.rank else None)
+    return [outcome for outcome, _ in outcomes]
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; each gets its own result, or all raise as `agree` does."""
+    results: list[T] = []
+    agree(ranks, lambda: results.append(work()))
+    return results[0]
+
+
+def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
+    result, met = _attempt(work) if ranks.rank == 0 else (None, None)
+    outcome = [result, _as_message(met)]
+    if ranks.size > 1:
+        dist.broadcast_object_list(outcome, group=ranks.group, group_src=0)
+    if outcome[1] is not None:
+        _raise(0, outcome[1], met)
+    return outcome[0]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
+        return None, error
+
+
+def _as_message(error: BaseException | None) -> tuple[type[UnisonError] | None, str] | None:
+    """What of an error can be sent: not every exception can be pickled."""
+    if error is None:
+        return None
+    if isinstance(error, UnisonError):
+        return type(error), str(error)
+    kind = CheckpointFailed if isinstance(error, OSError) else None
+    return kind, f"{type(error).__name__}: {error}"
+
+
+def _raise(
+    rank: int, message: tuple[type[UnisonError] | None, str], met: BaseException | None
+) -> NoReturn:
+    """Raise what a rank sent; `met` is the error itself, on the rank that met it."""
+    kind, text = message
+    if kind is not None:
+        raise kind(text) from met
+    if met is not None:
+        raise met
+    raise RuntimeError(f"rank {rank} failed with {text}")
+
+
+def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:
+    """Refuse a description that differs between ranks; a collective.
+
+    Raises:
+        BadInput: On every rank, naming what differs.
+    """
+    if ranks.size > 1:
+        compare_across_ranks(what, dict(sorted(description.items())), ranks.group)
 
 
 @dataclass(frozen=True)
@@ -41,11 +137,6 @@ class Entry:
     def name(self) -> str:
         """The first name."""
         return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
 
     @property
     def value(self) -> Tensor:
@@ -78,9 +169,9 @@ class FlatPart:
     values: Tensor
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
+    def stop(self) -> int:
+        """One past the last element held."""
+        return self.start + len(self.values)
 
 
 def ranks_of(module: nn.Module) -> Ranks:
@@ -169,3 +260,78 @@ def _entry(
         return Entry(names, shape, value, 0, stop, value.device, is_parameter)
     place, device = sharded
     return Entry(names, place.slot.shape, value, place.start, place.stop, device, is_parameter)
+
+
+class Delivery:
+    """Hands whole tensors to ranks that keep a part of each.
+
+    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
+    error in reading is kept until `finish`, since the other ranks are already on their way into the
+    next broadcast.
+
+    Args:
+        ranks: Who takes part; to make one is a collective.
+        has_state: Whether this rank has the tensors.
+        what: What they are, for the error.
+
+    Raises:
+        BadInput: On every rank, if it is neither rank 0 alone nor all ranks that have them.
+    """
+
+    def __init__(self, ranks: Ranks, *, has_state: bool, what: str) -> None:
+        holders = gather_objects(ranks, has_state)
+        if not holders[0] or (any(holders[1:]) and not all(holders)):
+            given = [rank for rank, holds in enumerate(holders) if holds]
+            raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
+        self._ranks = ranks
+        self._broadcasts = not all(holders)
+        self._error: Exception | None = None
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads."""
+        return not self._broadcasts or self._ranks.rank == 0
+
+    def take(
+        self, read: Callable[[], Tensor], entry: Entry, name: str, dtype: torch.dtype
+    ) -> Tensor | None:
+        """This rank's part [stop - start] of a tensor; a collective where rank 0 alone reads.
+
+        Args:
+            read: Gives the whole tensor; called on the ranks that read, and need it.
+            entry: How the tensor lies on ranks.
+            name: For the error.
+            dtype: Of the result.
+
+        Returns:
+            The part; None where nothing was read, because the part is empty or an error was met.
+        """
+        numel = math.prod(entry.shape)
+        is_needed = self._broadcasts or entry.start < entry.stop
+        whole: Tensor | None = None
+        if self._error is None and self.is_reader and is_needed:
+            try:
+                value = read()
+                if tuple(value.shape) != entry.shape:
+                    raise BadInput(
+                        f"{name!r} must have the shape {list(entry.shape)}, "
+                        f"found {list(value.shape)}"
+                    )
+                flat = value.detach().reshape(-1).contiguous()
+                whole = flat.to(device=entry.device, dtype=dtype)
+            except Exception as error:
+                self._error = error
+        if self._broadcasts and numel > 0:
+            if whole is None:
+                whole = torch.zeros(numel, dtype=dtype, device=entry.device)
+            dist.broadcast(whole, group=self._ranks.group, group_src=0)
+        return None if whole is None else whole[entry.start : entry.stop]
+
+    def finish(self) -> None:
+        """Raise on every rank what any of them met; a collective."""
+
+        def tell() -> None:
+            if self._error is not None:
+                raise self._error
+
+        agree(self._ranks, tell)
