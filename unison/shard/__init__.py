@@ -11,7 +11,8 @@ from unison.shard.api import (
     unit_memory,
 )
 from unison.shard.deal import BatchPlan, DealtLoader, batch_mean, current_plan, deal
-from unison.shard.deferred.api import materialize, meta_init, register_init
+from unison.shard.deferred.fill import materialize
+from unison.shard.deferred.recorder import meta_init, register_init
 from unison.shard.digest import digest, fingerprint, full_parameters
 from unison.shard.flat_group import CPUOffload, MixedPrecision
 from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction

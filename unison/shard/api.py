@@ -18,12 +18,12 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.engine import compile_inside, context_of, install
 from unison.shard.flat_group import (
-    PIECE,
     MixedPrecision,
     ParameterInfo,
     Use,
     as_offload,
     as_precision,
+    is_piece,
 )
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, show_shards
@@ -165,16 +165,9 @@ def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
             another device than the rest.
     """
     found: dict[int, ParameterInfo] = {}
-    owned = {
-        id(piece)
-        for child in module.modules()
-        if (unit := unit_of(child)) is not None
-        for group in unit.groups
-        for piece in group.pieces
-    }
     for path, submodule in module.named_modules(remove_duplicate=True):
         for attribute, parameter in submodule._parameters.items():
-            if parameter is None or id(parameter) in owned:
+            if parameter is None or is_piece(parameter):
                 continue
             name = canonical_name(f"{path}.{attribute}" if path else attribute)
             owner = getattr(parameter, TAKEN_BY, None)
@@ -229,10 +222,8 @@ def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
 def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:
     if not isinstance(value, bool | int):
         raise BadInput(f"reshard_after_forward must be True, False or a number, found {value!r}")
-    if not isinstance(value, bool) and (value < 1 or ranks.size % value):
-        raise BadInput(
-            f"reshard_after_forward={value} must divide the number of ranks, {ranks.size}"
-        )
+    if not isinstance(value, bool):
+        ranks.neighbours(value)
     return value
 
 
@@ -383,14 +374,10 @@ def watch_optimizers() -> None:
 def _look_once(optimizer: Optimizer, *_: Any) -> None:
     if optimizer not in _seen:
         _check_parameters(optimizer)
-        if any(_is_piece(each) for group in optimizer.param_groups for each in group["params"]):
+        if any(is_piece(each) for group in optimizer.param_groups for each in group["params"]):
             _adopt_flat_state(optimizer)
             optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
         _seen.add(optimizer)
-
-
-def _is_piece(parameter: Tensor) -> bool:
-    return isinstance(parameter, ShardedTensor) or hasattr(parameter, PIECE)
 
 
 def _check_parameters(optimizer: Optimizer) -> None:
@@ -408,7 +395,7 @@ def _check_parameters(optimizer: Optimizer) -> None:
 def _adopt_flat_state(optimizer: Optimizer) -> None:
     """Take over state of one dimension, as it was while pieces had one."""
     for parameter, state in optimizer.state.items():
-        if not _is_piece(parameter):
+        if not is_piece(parameter):
             continue
         for key, value in state.items():
             if type(value) is not Tensor or value.ndim != 1:

@@ -34,7 +34,7 @@ from unison.rng.draw_mode import current_draws, following, nothing_else_drawn, o
 from unison.rng.generators import is_draw, is_seeding
 from unison.shard.granules import MAPPED_BY, PerGranule, draws_of, num_granules_of, plan_of
 from unison.shard.guard.records import caller, lines_of
-from unison.shard.tree import TreeSum
+from unison.shard.tree import sum_over_granules
 
 # ------------------------------------------------------------------------------------------------
 # What a module's forward leaves behind in the module, where it runs once per granule.
@@ -72,20 +72,19 @@ class ModuleState:
     def __init__(self, name: str, module: nn.Module, plan: Any, *, is_recompute: bool) -> None:
         self._name, self._module, self._plan = name, module, plan
         self._is_recompute = is_recompute
-        self._modules = list(module.modules())
-        self._before = [dict(vars(each)) for each in self._modules]
+        self._before = {each: dict(vars(each)) for each in module.modules()}
         self._tensors = {
             (each, key): value
-            for each, before in zip(self._modules, self._before, strict=True)
+            for each, before in self._before.items()
             for key, value in (*each._buffers.items(), *before.items())
             if isinstance(value, Tensor) and not isinstance(value, PerGranule | nn.Parameter)
         }
         self._versions = {key: _version(value) for key, value in self._tensors.items()}
-        self._num_buffers = [len(each._buffers) for each in self._modules]
+        self._num_buffers = {each: len(each._buffers) for each in self._before}
         # Those that may be written in place. Each granule has its own: autograd saves them.
         self._own_buffers: dict[Key, Tensor] = {
             (each, key): value
-            for each in self._modules
+            for each in self._before
             if isinstance(each, _NormBase | _SpectralNorm) and each.training
             for key, value in each._buffers.items()
             if value is not None
@@ -94,7 +93,7 @@ class ModuleState:
         self._written: list[dict[Key, Tensor]] = []
         self._per_granule = {
             (each, key): value
-            for each, attributes in zip(self._modules, self._before, strict=True)
+            for each, attributes in self._before.items()
             for key, value in attributes.items()
             if isinstance(value, PerGranule)
         }
@@ -103,7 +102,7 @@ class ModuleState:
         """The lists and dicts that modules hold, of which each granule is to have a copy."""
         return {
             (each, key): value
-            for each, attributes in zip(self._modules, self._before, strict=True)
+            for each, attributes in self._before.items()
             for key, value in attributes.items()
             if type(value) in (list, dict) and key not in _OWN
         }
@@ -132,13 +131,17 @@ class ModuleState:
 
     def _put_back(self) -> None:
         """Let everything be as it was found."""
-        for each, before in zip(self._modules, self._before, strict=True):
-            for key in [key for key in vars(each) if key not in before]:
-                del vars(each)[key]
-            vars(each).update(before)
+        for each in self._before:
+            self._restore_attributes(each)
         for (each, key), value in self._tensors.items():
             if key in each._buffers:
                 each._buffers[key] = value
+
+    def _restore_attributes(self, module: nn.Module) -> None:
+        now, before = vars(module), self._before[module]
+        for key in [key for key in now if key not in before]:
+            del now[key]
+        now.update(before)
 
     def _own_parts(self, index: int) -> dict[Key, Any]:
         """What was kept as one value per granule: its own, or a tensor that nobody may read."""
@@ -152,7 +155,7 @@ class ModuleState:
     def _changes_since(self, given: dict[Key, Any]) -> dict[Key, Any]:
         """What a granule set, other than it found it; all is put back."""
         changes: dict[Key, Any] = {}
-        for each, before in zip(self._modules, self._before, strict=True):
+        for each, before in self._before.items():
             now = vars(each)
             if len(now) == len(before) and all(
                 now.get(key, _MISSING) is value for key, value in before.items()
@@ -165,9 +168,7 @@ class ModuleState:
                 value = now.get(key, _MISSING)
                 if value is not found:
                     changes[each, key] = value
-            for key in [key for key in now if key not in before]:
-                del now[key]
-            now.update(before)
+            self._restore_attributes(each)
         return changes
 
     def _take_buffers(self) -> dict[Key, Tensor]:
@@ -181,35 +182,29 @@ class ModuleState:
                 written[place] = now
                 module._buffers[key] = value
             elif now is not value:
-                self._check_is_table(module, key)
+                if key not in module._non_persistent_buffers_set:
+                    raise UnsupportedOperation(
+                        f"the forward pass sets the buffer {self._path(module)}{key}, which would "
+                        "then depend on how many granules a rank has; return the value and set the "
+                        "buffer outside of the forward pass, or register it with persistent=False "
+                        "if it is a table that does not depend on data"
+                    )
                 if now is not None:
                     written[place] = now
                 module._buffers[key] = value
             elif _version(value) != self._versions[place]:
-                raise self._written_in_place(module, key)
-        for module, number in zip(self._modules, self._num_buffers, strict=True):
+                raise UnsupportedOperation(
+                    f"the forward pass writes into the tensor {self._path(module)}{key}, which all "
+                    "granules share, so that its value would depend on how many of them a rank "
+                    "has; return the new value from the forward pass and set it outside"
+                )
+        for module, number in self._num_buffers.items():
             if len(module._buffers) != number:
                 raise UnsupportedOperation(
                     f"the forward pass of {self._path(module)[:-1]} registers a buffer, which "
                     "granule after granule would find; register it in __init__"
                 )
         return written
-
-    def _check_is_table(self, module: nn.Module, key: str) -> None:
-        if key not in module._non_persistent_buffers_set:
-            raise UnsupportedOperation(
-                f"the forward pass sets the buffer {self._path(module)}{key}, which would then "
-                "depend on how many granules a rank has; return the value and set the buffer "
-                "outside of the forward pass, or register it with persistent=False if it is a "
-                "table that does not depend on data"
-            )
-
-    def _written_in_place(self, module: nn.Module, key: str) -> UnsupportedOperation:
-        return UnsupportedOperation(
-            f"the forward pass writes into the tensor {self._path(module)}{key}, which all "
-            "granules share, so that its value would depend on how many of them a rank has; return "
-            "the new value from the forward pass and set it outside"
-        )
 
     # --- after the calls -------------------------------------------------------------------------
 
@@ -404,18 +399,11 @@ def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tens
     if not plan.closes_logical_batch:
         return
     del plan.accumulation.statistics[tuple(map(id, buffers))]
-    if plan.num_granules == 0:
+    total = sum_over_granules(held, plan)
+    if total is None:
         return
-    slots = flat[0].new_zeros(plan.num_granules + 1, len(flat[0]))  # the last one takes a ghost's
-    for granule, value in held.items():
-        slots[granule] = value
-    # Each slot has one owner and all others add 0.0, which is exact but for the sign of zero.
-    plan.ranks.sum_(slots.add_(0.0))
-    total = TreeSum()
-    for value in slots[:-1]:
-        total.push(value.clone())
-    mean = total.finish() / plan.num_granules
-    for buffer, value in zip(buffers, mean.split([each.numel() for each in buffers]), strict=True):
+    sizes = [each.numel() for each in buffers]
+    for buffer, value in zip(buffers, (total / plan.num_granules).split(sizes), strict=True):
         buffer.copy_(value.view_as(buffer))
 
 
@@ -487,14 +475,16 @@ def granular_pass(
     if plan is not None:
         begin_pass(module, plan)
     with following(draws), nothing_else_drawn(name):
-        if plan is None or not _is_looked_at(plan.step):
+        # Whether this pass is one of those that are looked at is the same on all ranks.
+        is_later = plan is not None and (plan.step * 0x9E3779B1 & 0xFFFFFFFF) % LATER_PASSES
+        if plan is None or (plan.step >= FIRST_PASSES and is_later):
             yield
             return
         _refuse_sync_batch_norm(name, module)
         others = _other_generators()
-        before, _looking = _looking, Look(name) if looks_at_writes else None
+        before, _looking = _looking, OperationWatch(name) if looks_at_writes else None
         try:
-            with _looking or Look(name):
+            with _looking or OperationWatch(name):
                 yield
         finally:
             _looking = before
@@ -521,12 +511,7 @@ def _other_generators() -> tuple[Any, ...]:
     return random.getstate(), kind, words.tobytes(), *rest  # type: ignore[union-attr]
 
 
-def _is_looked_at(step: int) -> bool:
-    """Whether the pass is one of those whose operations are looked at; the same on all ranks."""
-    return step < FIRST_PASSES or (step * 0x9E3779B1 & 0xFFFFFFFF) % LATER_PASSES == 0
-
-
-class Look(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """Looks at every operation of a pass for draws that nobody counts and writes that all see.
 
     Args:
@@ -588,7 +573,7 @@ class Look(TorchDispatchMode):
                 )
 
 
-_looking: Look | None = None
+_looking: OperationWatch | None = None
 
 
 def look_at_granule(*own: Any) -> AbstractContextManager[None]:
@@ -635,12 +620,12 @@ def call_each_granule(
     """
     plan = plan_of((args, kwargs))
     is_recompute = torch._C._current_graph_task_id() != -1
-    handed = _Handed(name, num_granules, plan)
+    handed = _GranuleArguments(name, num_granules, plan)
     state = ModuleState(name, module, plan, is_recompute=is_recompute)
     containers = state.containers()
     given = handed.split((args, tuple(kwargs.values())))
     # What a recompute leaves in modules is dropped.
-    held = (_Handed(name, num_granules, plan) if is_recompute else handed).split_kept(
+    held = (_GranuleArguments(name, num_granules, plan) if is_recompute else handed).split_kept(
         tuple(containers.values())
     )
     outputs = []
@@ -665,7 +650,7 @@ def holds_cache(value: Any) -> bool:
     return any(_is_cache(type(item)) for item in tree_iter(value, is_leaf=_is_changeable))
 
 
-class _Handed:
+class _GranuleArguments:
     """What the granules of one call were given."""
 
     def __init__(self, name: str, num_granules: int, plan: Any) -> None:

@@ -48,7 +48,6 @@ from unison.shard.deal import (
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
-from unison.shard.flat_group import FlatGroup
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
@@ -127,23 +126,15 @@ def settle_kernels(units: list[Unit]) -> None:
     from there on. That must not happen in the middle of a pass, where it would depend on how many
     granules the rank has run before.
     """
-    dtypes = {group.compute_dtype for unit in units for group in unit.groups if _is_on_cpu(group)}
+    groups = [group for unit in units for group in unit.groups]
+    dtypes = {group.compute_dtype for group in groups if group.device.type == "cpu"}
     if torch.is_autocast_enabled("cpu"):
         dtypes.add(torch.get_autocast_dtype("cpu"))
     for dtype in dtypes & {*_NARROW}:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "mkldnn_matmul failed": that is what it is for
-            multiply(torch.ones(_LARGE, _LARGE, dtype=dtype))
-
-
-def multiply(x: Tensor) -> None:
-    """Multiply a matrix with itself."""
-    with torch.no_grad():
-        torch.mm(x, x)
-
-
-def _is_on_cpu(group: FlatGroup) -> bool:
-    return group.device.type == "cpu"
+            square = torch.ones(_LARGE, _LARGE, dtype=dtype)
+            torch.mm(square, square)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,9 +162,8 @@ class Context:
             unit.name = canonical_name(paths[unit.module]) or "root"
         self.order: list[Unit] = []  # units in the order of the running forward pass
         self.last_order: list[Unit] = []  # and of the one before, for prefetching
-        self._depth = 0
-        self.is_aside = False  # while the root runs as an ordinary module, see [Note: one rank]
-        self._clock = 0  # counts calls entered and left
+        self.depth = 0  # of nested units that are running
+        self.clock = itertools.count(1)  # numbers calls as they are entered and left
         self._open: dict[Unit, int] = {}  # units yet to be summed, and when they were entered
         self._summed: list[Unit] = []  # in the running backward pass
         self._begun: set[int] = set()  # calls whose backward pass has begun
@@ -187,21 +177,16 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether no unit is running at the moment."""
-        return self._depth == 0
-
     def enter(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one starts a forward pass."""
-        if self._depth == 0 and not is_recompute:
+        if self.depth == 0 and not is_recompute:
             self.begin_forward()
-        self._depth += 1
+        self.depth += 1
 
     def leave(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one ends a forward pass."""
-        self._depth -= 1
-        if self._depth == 0 and not is_recompute and not torch.is_grad_enabled():
+        self.depth -= 1
+        if self.depth == 0 and not is_recompute and not torch.is_grad_enabled():
             for each in self.units:
                 each.end_inference()  # no backward pass will come to do it
 
@@ -223,11 +208,6 @@ class Context:
         self.order = []
         self.ran_without_grad = set()
 
-    @property
-    def has_compared(self) -> bool:
-        """Whether the ranks have compared all they compare at their first pass."""
-        return self._has_compared_models and self._has_compared_data
-
     def check_first_use(self, inputs: Any) -> None:
         """Before the first pass, and the first training pass, compare model and data of ranks."""
         if not self._has_compared_models:
@@ -245,7 +225,7 @@ class Context:
         Returns:
             When the pass entered the unit.
         """
-        entered_at = self.tick()
+        entered_at = next(self.clock)
         if torch.is_grad_enabled():
             self._open.setdefault(unit, entered_at)
         else:
@@ -263,12 +243,6 @@ class Context:
             return True  # ranks loop over different numbers of granules, but gather equally often
         is_kept = unit is self.root or unit.options.reshard_after_forward is False
         return is_kept and torch.is_grad_enabled()
-
-    def free_after_loop(self, unit: Unit) -> None:
-        """Free the units below one whose forward ran once per granule."""
-        for below in units_of(unit.module)[1:]:
-            if not self.keeps_full(below):
-                below.free_after_forward()
 
     def granules(self, num_granules: int) -> list[int]:
         """Global numbers of the granules of the running pass."""
@@ -288,11 +262,6 @@ class Context:
         return list(plan.granule_ids)
 
     # --- backward --------------------------------------------------------------------------------
-
-    def tick(self) -> int:
-        """The next number of the clock."""
-        self._clock += 1
-        return self._clock
 
     def end_backward_of(self, entered_at: int) -> None:
         """The backward pass has come to what a unit was given: sum what is complete."""
@@ -351,9 +320,7 @@ class Context:
         self._free(unit)
         if unit.leaf_source is not None:
             return  # whoever gave it its leaves sums their gradients
-        if unit.keeps_gradients:
-            unit.keep_gradients()
-        elif not unit.requires_sync:
+        if not unit.requires_sync:
             unit.hold_gradients()
         elif not self._waits_for_more(unit):
             self._start_reduce(unit)
@@ -413,23 +380,27 @@ class Context:
 
     def _give_unused(self) -> None:
         """Let ranks tell one another which parameters they used; see reducers.py."""
-        units = list(dict.fromkeys(self._summed))
-        self._summed = []
+        units, self._summed = list(dict.fromkeys(self._summed)), []
+        places = [
+            (unit, (group, slot))
+            for unit in units
+            for group in unit.trainable
+            for slot in range(len(group.slots))
+        ]
+        used = [place in unit.used for unit, place in places]
+        # What this rank used itself it gets in any case: a unit that was summed twice may have
+        # used it in one of the two sums only.
+        used_by_any = {place for (_, place), is_used in zip(places, used, strict=True) if is_used}
         everyone = self.root.axes.all
-        if everyone.size == 1 or not units:
-            for unit in units:
-                unit.take_used()
-                unit.give_unused(None)
-            return
-        used = [unit.take_used() for unit in units]
-        device = next(group.device for unit in units for group in unit.groups)
-        flags = torch.tensor([float(each) for of_unit in used for each in of_unit], device=device)
-        everyone.sum_(flags)
-        # Only a rank that missed a parameter has to look, which waits for the device.
-        by_any = None if all(map(all, used)) else [count > 0 for count in flags.tolist()]
-        for unit, of_unit in zip(units, used, strict=True):
-            unit.give_unused(by_any and by_any[: len(of_unit)])
-            by_any = by_any and by_any[len(of_unit) :]
+        if everyone.size > 1 and places:
+            flags = torch.tensor([float(each) for each in used], device=places[0][1][0].device)
+            everyone.sum_(flags)
+            # Only a rank that missed a parameter has to look, which waits for the device.
+            counts = [] if all(used) else flags.tolist()
+            pairs = zip(places, counts, strict=False)
+            used_by_any |= {place for (_, place), count in pairs if count > 0}
+        for unit in units:
+            unit.give_unused(used_by_any)
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
@@ -440,19 +411,14 @@ class Context:
         for unit in self.units:
             unit.abandon()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of a model finds its own units when it first runs
-
 
 def context_of(unit: Unit) -> Context:
     """The context of a unit's model; the first unit to run outside any other becomes the root."""
-    context = unit.module.__dict__.get("_unison_context")
-    if context is None:
+    if unit.context is None:
         context = Context(unit)
         for each in context.units:
-            each.module.__dict__["_unison_context"] = context
-            each.on_late, each.on_reached = context.finish_reduce, context.reached
-    return context
+            each.context = context
+    return unit.context
 
 
 NO_TASK = -1
@@ -549,13 +515,10 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
-    if context.is_aside and unit.is_plain:
-        return unit.forward(*args, **kwargs)
     is_recompute = backward_task() != NO_TASK
-    is_inner = unit is not context.root if unit.is_plain else not context.is_outside
-    if is_inner or is_recompute or (plan := use_plan_of((args, kwargs))) is None:
-        return _run_forward(unit, context, is_recompute, args, kwargs)
-    if plan.is_granular:
+    is_inner = unit is not context.root if unit.is_plain else context.depth > 0
+    plan = None if is_inner or is_recompute else use_plan_of((args, kwargs))
+    if plan is None or plan.is_granular:
         return _run_forward(unit, context, is_recompute, args, kwargs)
     args, kwargs = without_plan((args, kwargs))
     return hand_on(_run_forward(unit, context, is_recompute, args, kwargs), plan)
@@ -565,17 +528,11 @@ def _run_forward(
     unit: Unit, context: Context, is_recompute: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Run a unit's forward with its full parameters in place."""
-    if not context.has_compared:
-        context.check_first_use((args, kwargs))
+    context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
-        if unit is not context.root or is_recompute:
-            return unit.forward(*args, **kwargs)
-        context.begin_forward()
-        context.is_aside = True  # units below need not look for granules again
-        try:
-            return unit.forward(*args, **kwargs)
-        finally:
-            context.is_aside = False
+        if unit is context.root and not is_recompute:
+            context.begin_forward()
+        return unit.forward(*args, **kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
@@ -599,7 +556,7 @@ def _run_forward(
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)
-        left_at = context.tick()
+        left_at = next(context.clock)
         return before_backward(output, lambda: context.begin_backward_of(unit, left_at, versions))
     except BaseException:
         # Not in a recompute: checkpointing ends one early by an exception, once it has what it
@@ -691,7 +648,9 @@ def _loop_over_granules(
 
     output = call_each_granule(unit.name, unit.module, call, len(granules), args, kwargs)
     if before is None:
-        context.free_after_loop(unit)
+        for below in units_of(unit.module)[1:]:
+            if not context.keeps_full(below):
+                below.free_after_forward()
     return output
 
 

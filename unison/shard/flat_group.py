@@ -26,11 +26,9 @@ in one process.
 """
 
 import copy
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +159,12 @@ PIECE = "_unison_piece"  # on a parameter of a unit that one rank holds whole
 RECIPE = "_unison_recipe"  # on a parameter built under `meta_init`: how to make its values
 
 
-class Phase(Enum):
+def is_piece(parameter: Tensor) -> bool:
+    """Whether a parameter is what a unit holds of one."""
+    return isinstance(parameter, ShardedTensor) or hasattr(parameter, PIECE)
+
+
+class StoragePhase(Enum):
     """What a flat buffer holds at the moment."""
 
     SHARDED = auto()  # `full` has no memory
@@ -199,6 +202,8 @@ class FlatGroup:
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
+    unit: Any  # whose parameters they are; set when the unit takes its groups
+
     def __init__(
         self,
         parameters: list[ParameterInfo],
@@ -233,7 +238,6 @@ class FlatGroup:
             if axes.all.size > 1 and not parameter.value.is_meta
         ]
         self._start_versions = self.versions
-        self._make_guards()
 
     def _make_memory(self, device: torch.device) -> None:
         """Give the buffers memory on a device, the shard zeros; `full` stays empty."""
@@ -258,7 +262,7 @@ class FlatGroup:
             views = [
                 part.view(slot.shape) for part, slot in zip(self._parts, self.slots, strict=True)
             ]
-            self.phase = Phase.FULL
+            self.phase = StoragePhase.FULL
         else:
             self.full = torch.empty(
                 self.layout.padded_length(self.ranks.size), dtype=self.compute_dtype, device=device
@@ -269,7 +273,7 @@ class FlatGroup:
             ]
             self._full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
-            self.phase = Phase.SHARDED
+            self.phase = StoragePhase.SHARDED
         self._work: Work = DONE
         self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
         self._kept_versions: tuple[int, ...] = ()
@@ -277,7 +281,7 @@ class FlatGroup:
         self._sent: Tensor | None = None  # what a running gather reads
         self._kept: Tensor | None = None  # what neighbours hold between forward and backward
         self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self.leaves = Leaves(views, self.requires_grad, self._before_read, self._refuse_changed)
+        self.leaves = Leaves(views, self.requires_grad, self)
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -316,7 +320,6 @@ class FlatGroup:
             made = self._make_piece(index)
             take_over(piece, made)
             torch.utils.swap_tensors(piece, made)
-        self._make_guards()
 
     def copied(self, memo: dict[int, Any]) -> "FlatGroup":
         """The buffers of a copy of the module, whose parameters they become."""
@@ -334,30 +337,11 @@ class FlatGroup:
             vars(own).update(vars(piece))
             torch.utils.swap_tensors(piece, own)
         made._start_versions = ()  # what it starts with is another's state
-        made._make_guards()
         return made
 
-    def is_untouched(self) -> bool:
-        """Whether every piece is where it was put; cheap, since every pass asks."""
-        tables, names, held, addresses = self._guards
-        is_plain = self.ranks.size == 1  # pieces are ordinary parameters: without a call of Python
-        parts = held if is_plain else map(local_part, held)
-        return (
-            all(map(operator.is_, map(dict.get, tables, names), held))
-            and all(map(operator.eq, map(Tensor.data_ptr, parts), addresses))
-            and [each.requires_grad for each in held].count(self.requires_grad) == len(held)
-        )
-
-    def _make_guards(self) -> None:
-        uses = [
-            (use, piece) for piece, uses in zip(self.pieces, self.uses, strict=True) for use in uses
-        ]
-        self._guards = (
-            [use.module._parameters for use, _ in uses],
-            [use.attribute for use, _ in uses],
-            [piece for _, piece in uses],
-            [local_part(piece).data_ptr() for _, piece in uses],
-        )
+    def is_in_shard(self, index: int) -> bool:
+        """Whether a piece still has its memory in the shard."""
+        return local_part(self.pieces[index]).data_ptr() == self._parts[index].data_ptr()
 
     def unchanged_start(self) -> list[int | None]:
         """A sum over the bits of each whole parameter, as it was sharded and still is.
@@ -402,7 +386,7 @@ class FlatGroup:
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
         versions = self.versions
-        if self.phase is not Phase.SHARDED:
+        if self.phase is not StoragePhase.SHARDED:
             if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
@@ -426,7 +410,7 @@ class FlatGroup:
         else:
             self._sent = self._part_to_send()
             self._work = self.ranks.gather(self.full.data, self._sent)
-        self.phase = Phase.GATHERING
+        self.phase = StoragePhase.GATHERING
 
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
@@ -446,22 +430,12 @@ class FlatGroup:
         copy = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
         return copy.copy_(shard, non_blocking=True)
 
-    on_read: Callable[[], None]  # set by the unit: a backward pass is about to read `full`
-
-    on_changed: Callable[[int], NoReturn]  # set by the unit: refuses to read a changed parameter
-
-    def _before_read(self) -> None:
-        self.on_read()
-
-    def _refuse_changed(self, slot: int) -> NoReturn:
-        self.on_changed(slot)
-
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
         self.start_gather()
-        if self.phase is Phase.GATHERING:
+        if self.phase is StoragePhase.GATHERING:
             self._end_work()
-            self.phase = Phase.FULL
+            self.phase = StoragePhase.FULL
 
     def _end_work(self) -> None:
         self._work.wait()
@@ -471,7 +445,7 @@ class FlatGroup:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
-        if self.phase is Phase.GATHERING:
+        if self.phase is StoragePhase.GATHERING:
             self._end_work()
         if not self.full.untyped_storage().resizable():
             raise UnsupportedOperation(
@@ -480,11 +454,11 @@ class FlatGroup:
                 "first: parameter.detach().clone().numpy()"
             )
         self.full.untyped_storage().resize_(0)
-        self.phase = Phase.SHARDED
+        self.phase = StoragePhase.SHARDED
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
-        if self._neighbours is not None and self.phase is Phase.FULL and self.ranks.size > 1:
+        if self._neighbours is not None and self.phase is StoragePhase.FULL and self.ranks.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = parts[self._neighbours.rank].clone()
             self._kept_versions = self.gathered_versions
@@ -497,14 +471,6 @@ class FlatGroup:
         self._resident_versions = ()
         self.free()
 
-    def gathered(self) -> Tensor:
-        """All ranks' shards in the parameters' own dtype [padded length], a copy; a collective."""
-        full = torch.empty(
-            self.layout.padded_length(self.ranks.size), dtype=self.dtype, device=self.device
-        )
-        self.ranks.gather(full, self.shard.detach().to(self.device)).wait()
-        return full
-
     # --- gradients -------------------------------------------------------------------------------
 
     def give_gradients(self, parts: list[Tensor | None]) -> None:
@@ -514,15 +480,11 @@ class FlatGroup:
             parts: This rank's part of each parameter's gradient [elements of the piece], on the
                 device, in the dtype of the sum; None for a parameter that no rank used.
         """
-        if self._offload is None:
-            for piece, part in zip(self.pieces, parts, strict=True):
-                if part is not None:
-                    part = part if part.dtype == self.dtype else part.to(self.dtype)
-                    self._add_gradient(piece, part)
-            return
         for piece, part in zip(self.pieces, parts, strict=True):
-            if part is not None:
-                moved = self._on_host(part) if self._offload.gradients else part
+            if part is not None and self._offload is None:
+                self._add_gradient(piece, part.to(self.dtype))
+            elif part is not None:
+                moved = self._on_host(part) if self._offload.gradients else part  # type: ignore[union-attr]
                 self._moving.append((piece, moved))
 
     def _on_host(self, part: Tensor) -> Tensor:

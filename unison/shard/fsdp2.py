@@ -1,9 +1,10 @@
 """`use_ordered_reduction` and its inverse."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,11 @@ from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.engine import NO_TASK, backward_task
 from unison.shard.flat_group import Use
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
+from unison.shard.leaves import per_granule
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
-from unison.shard.unit import units_of
+from unison.shard.unit import Attributes, units_of
 
 # ------------------------------------------------------------------------------------------------
 # What the ordered reducer needs of a model under FSDP2, checked before anything is changed.
@@ -197,11 +199,11 @@ class OrderedReduceScatter:
     the subtree is the whole tree.
 
     Args:
-        levels: Gives each rank's level in the tree: it sends the sum of 2**level granules.
+        model: Knows each rank's level in the tree.
     """
 
-    def __init__(self, levels: Callable[[], Sequence[int]]) -> None:
-        self._levels = levels
+    def __init__(self, model: "OrderedModel") -> None:
+        self._model = model
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -223,7 +225,7 @@ class OrderedReduceScatter:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         total = TreeSum()
-        for row, level in zip(received.view(group.size(), -1), self._levels(), strict=True):
+        for row, level in zip(received.view(group.size(), -1), self._model.levels, strict=True):
             total.push(row, level)
         result = total.finish()
         assert result is not None
@@ -277,16 +279,11 @@ class OrderedParameter:
     def leaf(self, granule: int) -> Tensor:
         """What a granule computes with; the same tensor until `begin_pass`."""
         if granule not in self._leaves:
-            self._leaves[granule] = self._make_leaf(granule)
+            leaf = self._leaves[granule] = nn.Parameter(self.full.detach(), self.is_trainable)
+            if self.is_trainable:
+                take = partial(self._take_gradient, granule)
+                leaf.register_post_accumulate_grad_hook(take)
         return self._leaves[granule]
-
-    def _make_leaf(self, granule: int) -> Tensor:
-        view = self.full.detach()
-        if not self.is_trainable:
-            return view
-        leaf = nn.Parameter(view)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._take_gradient(granule, leaf))
-        return leaf
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -355,19 +352,6 @@ class OrderedParameter:
 # One FSDP2 module, computing granule by granule.
 
 
-class Batch(Protocol):
-    """What a module must know of the batch."""
-
-    @property
-    def closes(self) -> bool:
-        """Whether the running pass is the last of the logical batch."""
-        ...
-
-    def granules(self, num_granules: int) -> Sequence[int]:
-        """Global numbers of the granules of the running pass."""
-        ...
-
-
 class OrderedModule:
     """A module that FSDP2 gathers and reduces as one, its parameters, and their gradients.
 
@@ -388,10 +372,11 @@ class OrderedModule:
         parameters: list[OrderedParameter],
         group: Any,
         has_children: bool,
-        batch: Batch,
+        batch: "OrderedModel",
     ) -> None:
         self.name, self.module, self.parameters = name, module, parameters
         self._group, self._has_children, self._batch = group, has_children, batch
+        self._attributes = Attributes([[parameter.uses for parameter in parameters]])
         self._forward = module.forward  # the user's own
         self._reduce = group.post_backward if group is not None else None
         self._num_calls = 0  # forward passes whose backward pass has not come
@@ -413,10 +398,20 @@ class OrderedModule:
             return self._forward(*args, **kwargs)
         self._num_calls += is_training
         tensors = self._tensors(num_granules)
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with self._attributes.shadowed([tensors[index]]):
+                return self._forward(*own_args, **own_kwargs)
+
         with granular_pass(self.name, self.module, (args, kwargs), looks_at_writes=False):
-            if self._has_children:
-                return self._map_operations(tensors, args, kwargs)
-            return self._loop_over_granules(tensors, args, kwargs)
+            if not self._has_children:
+                return call_each_granule(self.name, self.module, call, num_granules, args, kwargs)
+            # One forward per granule would gather every module below once per granule: so it runs
+            # once, each of its own operations granule by granule.
+            with self._attributes.shadowed(per_granule([[each] for each in tensors])):
+                output = self._forward(*args, **kwargs)
+        check_not_bypassed(output, self.name)
+        return output
 
     def _tensors(self, num_granules: int) -> list[list[Tensor]]:
         """What each granule computes with, [granule][parameter]."""
@@ -424,45 +419,6 @@ class OrderedModule:
             return [[parameter.full for parameter in self.parameters]] * num_granules
         granules = self._batch.granules(num_granules)
         return [[parameter.leaf(granule) for parameter in self.parameters] for granule in granules]
-
-    def _loop_over_granules(
-        self, tensors: list[list[Tensor]], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
-            with self._in_place(tensors[index]):
-                return self._forward(*own_args, **own_kwargs)
-
-        return call_each_granule(self.name, self.module, call, len(tensors), args, kwargs)
-
-    def _map_operations(
-        self, tensors: list[list[Tensor]], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a forward that calls other FSDP2 modules: once, each operation granule by granule.
-
-        One forward per granule would gather every module below once per granule.
-        """
-        with self._in_place([PerGranule.of(each) for each in zip(*tensors, strict=True)]):
-            output = self._forward(*args, **kwargs)
-        check_not_bypassed(output, self.name)
-        return output
-
-    @contextmanager
-    def _in_place(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules' attributes be the given tensors, one per parameter.
-
-        Python finds an instance's own dictionary before `nn.Module.__getattr__` looks into
-        `_parameters`, where FSDP2 goes on keeping its own.
-        """
-        uses = [(use, t) for p, t in zip(self.parameters, tensors, strict=True) for use in p.uses]
-        for use, tensor in uses:
-            use.module.__dict__[use.attribute] = tensor
-        _renew_flat_weights([use for use, _ in uses])
-        try:
-            yield
-        finally:
-            for use, _ in uses:
-                del use.module.__dict__[use.attribute]
-            _renew_flat_weights([use for use, _ in uses])
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -474,16 +430,13 @@ class OrderedModule:
         # A module that was called twice has all its gradients after the second backward pass only.
         if self._num_calls <= 0 and self._batch.closes:
             self._hand_over()
-        self._call_reduce()
+        assert self._reduce is not None
+        self._reduce()
 
     def finish_backward(self) -> None:
         """Sum what is left when the whole backward pass is over."""
         if self._batch.closes and self._hand_over():
-            self._call_reduce()
-
-    def _call_reduce(self) -> None:
-        assert self._reduce is not None
-        self._reduce()
+            self._reduce()  # type: ignore[misc]
 
     def _hand_over(self) -> bool:
         """Give FSDP2 the gradients of all trainable parameters, if there are any."""
@@ -517,12 +470,6 @@ class OrderedModule:
             parameter.begin_pass()
 
 
-def _renew_flat_weights(uses: list[Use]) -> None:
-    """Let recurrent modules, which keep a second list of their parameters, see the same ones."""
-    for module in {use.module for use in uses if isinstance(use.module, nn.RNNBase)}:
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-
 # ------------------------------------------------------------------------------------------------
 # The ordered reducer on a model under torch's own FSDP2.
 #
@@ -553,23 +500,20 @@ class OrderedModel:
         ranks: The ranks of the model's mesh.
         modules: The model's FSDP2 modules, parents first; set by whoever attaches them.
         undo: Gives back the model as it was when closed.
+        levels: Each rank's level in the tree: it holds the subtree of 2**level granules.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.modules: list[OrderedModule] = []
         self.undo = ExitStack()
+        self.levels: list[int] = []
         self._plan: BatchPlan | None = None
-        self._levels: list[int] = []
 
     @property
     def closes(self) -> bool:
         """Whether the running pass is the last of the logical batch."""
         return self._plan is not None and self._plan.closes_logical_batch
-
-    def levels(self) -> Sequence[int]:
-        """Each rank's level in the tree: it holds the subtree of 2**level granules."""
-        return self._levels
 
     def granules(self, num_granules: int) -> Sequence[int]:
         """Global numbers of the granules of the running pass.
@@ -590,8 +534,8 @@ class OrderedModel:
         return plan.granule_ids
 
     def _begin_pass(self, plan: BatchPlan) -> None:
-        levels = one_subtree_per_rank(plan, self.ranks)
-        self._plan, self._levels = plan, levels
+        self.levels = one_subtree_per_rank(plan, self.ranks)
+        self._plan = plan
         low, high = plan.edges[plan.rank], plan.edges[plan.rank + 1]
         is_first = low == high or plan.granule_ids[0] == low
         for module in self.modules:
@@ -750,7 +694,7 @@ def _attach(
     set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
     if group is not None:
         set_attribute(undo, group, "post_backward", ordered.post_backward)
-        set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model.levels))
+        set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model))
         set_attribute(undo, group, "gradient_divide_factor", 1.0)
         set_attribute(undo, group, "force_sum_reduction_for_comms", True)
     return ordered

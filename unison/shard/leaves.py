@@ -18,7 +18,6 @@ it saved, and names neither the parameter nor a remedy. The same wait therefore 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -34,24 +33,24 @@ RECOMPUTE = -2  # what code that activation checkpointing runs again sees; see L
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
+class _LeafOrigin:
     """What a watched tensor is a view of: one parameter in the buffer.
 
     Attributes:
         base: The parameter as a plain view, which counts the writes to it.
-        before_read: Called when the backward pass of an operation on it begins.
-        refuse: Called where that would read values which have changed since.
+        group: The flat group, whose unit has the parameters before a backward pass reads them.
+        slot: The parameter's number in it.
     """
 
     base: Tensor
-    before_read: Callable[[], None]
-    refuse: Callable[[], NoReturn]
+    group: Any
+    slot: int
 
 
-class _Watched(Tensor):
+class _BufferView(Tensor):
     """A view of the buffer that notices which operations it enters; see [Note: gather on use]."""
 
-    source: _Source
+    source: _LeafOrigin
 
     @classmethod
     def __torch_function__(
@@ -70,15 +69,15 @@ class _Watched(Tensor):
             return type(result)(_watch(each, watched) for each in result)
 
 
-def _watched_in(values: Any) -> Iterator[_Watched]:
+def _watched_in(values: Any) -> Iterator[_BufferView]:
     for value in values.values() if isinstance(values, dict) else values or ():
-        if isinstance(value, _Watched):
+        if isinstance(value, _BufferView):
             yield value
         elif isinstance(value, tuple | list | dict):
             yield from _watched_in(value)
 
 
-def _watch(result: Any, watched: list[_Watched]) -> Any:
+def _watch(result: Any, watched: list[_BufferView]) -> Any:
     """Let what an operation returned wait for the parameters in its backward pass."""
     if not isinstance(result, Tensor) or result.grad_fn is None:
         return result
@@ -86,16 +85,16 @@ def _watch(result: Any, watched: list[_Watched]) -> Any:
 
     def before_read(_: Any) -> None:
         for source, _version in read:
-            source.before_read()
+            source.group.unit.reach()
         for source, version in read:
             if source.base._version != version and _reads_changed(source.base):
-                source.refuse()
+                source.group.unit.refuse_changed(source.group, source.slot)
 
     result.grad_fn.register_prehook(before_read)
     for each in watched:
         is_view = result.untyped_storage()._cdata == each.untyped_storage()._cdata
-        if is_view and not isinstance(result, _Watched):
-            result = result.as_subclass(_Watched)
+        if is_view and not isinstance(result, _BufferView):
+            result = result.as_subclass(_BufferView)
             result.source = each.source
     return result
 
@@ -135,15 +134,15 @@ def _has_stale_values(node: Any) -> bool:
     return False
 
 
-class Changed(Tensor):
+class ChangedParameter(Tensor):
     """Stands for a parameter that a recompute may not see: it was changed since its first pass."""
 
     refuse: Callable[[], NoReturn]
 
     @staticmethod
-    def of(base: Tensor, refuse: Callable[[], NoReturn]) -> "Changed":
+    def of(base: Tensor, refuse: Callable[[], NoReturn]) -> "ChangedParameter":
         """Stand for a parameter; every torch function calls `refuse`."""
-        made = torch.Tensor._make_subclass(Changed, base)
+        made = torch.Tensor._make_subclass(ChangedParameter, base)
         made.refuse = refuse
         return made
 
@@ -152,7 +151,9 @@ class Changed(Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse."""
-        next(each for each in tree_iter((args, kwargs)) if isinstance(each, Changed)).refuse()
+        next(
+            each for each in tree_iter((args, kwargs)) if isinstance(each, ChangedParameter)
+        ).refuse()
 
 
 def watch_compiled(output: Any, inputs: Any, wait: Callable[[], None]) -> None:
@@ -193,7 +194,7 @@ _STEPS_TO_LEAF = 5  # a function of torch leaves a few nodes behind: linear's ar
 _LEAVES = ("torch::autograd::AccumulateGrad",)
 
 
-class _Leaf(_Watched, nn.Parameter):
+class _Leaf(_BufferView, nn.Parameter):
     """A watched leaf."""
 
 
@@ -203,23 +204,12 @@ class Leaves:
     Args:
         bases: The parameters as plain views of the buffer, which may have no memory at the moment.
         requires_grad: Whether gradients are wanted; without, leaves are plain views.
-        before_read: Called before a backward pass reads them.
-        refuse_changed: Called with the number of a parameter that a backward pass would read, but
-            which has changed since the forward pass.
+        group: The flat group they are of.
     """
 
-    def __init__(
-        self,
-        bases: Sequence[Tensor],
-        requires_grad: bool,
-        before_read: Callable[[], None],
-        refuse_changed: Callable[[int], NoReturn],
-    ) -> None:
+    def __init__(self, bases: Sequence[Tensor], requires_grad: bool, group: Any) -> None:
         self.bases, self._requires_grad = bases, requires_grad
-        self._sources = [
-            _Source(base, before_read, partial(refuse_changed, index))
-            for index, base in enumerate(bases)
-        ]
+        self._sources = [_LeafOrigin(base, group, slot) for slot, base in enumerate(bases)]
         self._of_granule: dict[int, list[Tensor]] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -261,15 +251,6 @@ class Leaves:
         if on_gradient is not None:
             leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
         return leaf
-
-    def give_gradients_to(self, pieces: Sequence[nn.Parameter]) -> None:
-        """Hand the gradients that lie here to the pieces, where both are the same elements."""
-        for leaves in self._of_granule.values() if self._requires_grad else ():
-            for leaf, piece in zip(leaves, pieces, strict=True):
-                gradient = leaf.grad
-                if gradient is not None:
-                    leaf.grad = None
-                    give_gradient(piece, gradient)
 
     def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
         """Take the gradients that lie here, with the granule of each set that has any."""

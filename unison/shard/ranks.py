@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,19 +26,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Work(Protocol):
-    """A collective under way; `wait` returns when its result may be used."""
-
-    def wait(self) -> object:
-        """Wait for the result, on the current stream for a GPU."""
-
-
 class _Done:
+    """A collective that is over."""
+
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
-DONE: Work = _Done()
+DONE = _Done()
+Work = dist.Work | _Done
+"""A collective under way; `wait` returns when its result may be used, on the current stream."""
 
 
 class Ranks:
@@ -112,7 +108,7 @@ class Ranks:
         if self.size == 1:
             full.copy_(shard)
             return DONE
-        return _work(_all_gather(full, shard, group=self.group, async_op=True))
+        return _all_gather(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Work:
         """Start to sum `full` [size * n] over ranks, each keeping its part in `shard` [n]."""
@@ -120,7 +116,7 @@ class Ranks:
         if self.size == 1:
             shard.copy_(full)
             return DONE
-        return _work(_reduce_scatter(shard, full, group=self.group, async_op=True))
+        return _reduce_scatter(shard, full, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def exchange(self, received: Tensor, sent: Tensor) -> Work:
         """Start to send row r of `sent` [size, n] to rank r, and to receive a row from each."""
@@ -128,20 +124,20 @@ class Ranks:
         if self.size == 1:
             received.copy_(sent)
             return DONE
-        return _work(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def sum_(self, value: Tensor) -> Tensor:
         """Add a small tensor over ranks, in place."""
-        self._count("sum", value.nbytes * (self.size - 1) // self.size * 2)
-        if self.size > 1:
-            dist.all_reduce(value, group=self.group)
-        return value
+        return self._all_reduce("sum", value, dist.ReduceOp.SUM)
 
     def max_(self, value: Tensor) -> Tensor:
         """Take the largest of a small tensor over ranks, in place."""
-        self._count("max", value.nbytes * (self.size - 1) // self.size * 2)
+        return self._all_reduce("max", value, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, kind: str, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        self._count(kind, value.nbytes * (self.size - 1) // self.size * 2)
         if self.size > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(value, op, group=self.group)
         return value
 
     def _count(self, kind: str, num_bytes: int) -> None:
@@ -183,11 +179,6 @@ class Axes:
         if mesh is None or mesh.ndim == 1:
             return cls(all=everyone, shard=everyone, replicas=Ranks(None))
         return cls(all=everyone, shard=Ranks(mesh.get_group(1)), replicas=Ranks(mesh.get_group(0)))
-
-
-def _work(work: Work | None) -> Work:
-    assert work is not None  # async_op=True always gives one
-    return work
 
 
 def same_on_every_rank(ranks: Ranks, values: Tensor) -> bool:

@@ -83,7 +83,10 @@ class ShardedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute on this rank's elements, with the other ranks, or not at all."""
-        return _dispatch(func, args, kwargs or {})
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _handlers[func] = _handler_of(func)
+        return handler(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """The whole parameter, on every rank; a collective.
@@ -201,8 +204,10 @@ class _NoStorage(torch.UntypedStorage):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        ctx.name = shard.placement.name
-        return gathered(shard)
+        place = shard.placement
+        ctx.name = place.name
+        meet(place.ranks, f"full_tensor() of {place.name!r}")
+        return _gather(shard.local, place).to(shard.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -220,22 +225,15 @@ class _Local(torch.autograd.Function):
         return ShardedTensor(gradient.contiguous(), ctx.placement)
 
 
-def gathered(shard: ShardedTensor) -> Tensor:
-    """All elements of a sharded tensor; a collective."""
-    placement = shard.placement
-    meet(placement.ranks, f"full_tensor() of {placement.name!r}")
+def _gather(part: Tensor, placement: Placement) -> Tensor:
+    """The whole of a tensor, from the elements that each rank holds; a collective."""
     longest = max(stop - start for start, stop in placement.ranges)
-    sent = torch.zeros(longest, dtype=shard.dtype, device=placement.device)
-    sent[: len(shard.local)] = shard.local.detach()
-    received = sent.new_empty(placement.ranks.size * longest)
-    placement.ranks.gather(received, sent).wait()
-    parts = [
-        row[: stop - start]
-        for row, (start, stop) in zip(
-            received.view(placement.ranks.size, longest), placement.ranges, strict=True
-        )
-    ]
-    return torch.cat(parts).view(placement.shape).to(shard.device)
+    sent = torch.zeros(longest, dtype=part.dtype, device=placement.device)
+    sent[: placement.stop - placement.start] = part.detach().reshape(-1)
+    received = sent.new_empty(placement.ranks.size, longest)
+    placement.ranks.gather(received.view(-1), sent).wait()
+    rows = zip(received, placement.ranges, strict=True)
+    return torch.cat([row[: stop - start] for row, (start, stop) in rows]).view(placement.shape)
 
 
 # As for DTensor: without this, optimizers and clip_grad_norm_ would go tensor by tensor.
@@ -244,14 +242,6 @@ _types_of_clipping.append(ShardedTensor)
 
 
 # ---- what an operation does ----------------------------------------------------------------------
-
-
-def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation of which at least one argument is a sharded tensor."""
-    handler = _handlers.get(func)
-    if handler is None:
-        handler = _handlers[func] = _handler_of(func)
-    return handler(func, args, kwargs)
 
 
 def _handler_of(func: Any) -> Handler:
@@ -650,14 +640,21 @@ def whole(value: Tensor, name: str) -> Tensor:
     Raises:
         UnsupportedOperation: If it is spread in any other way than by rows, naming it.
     """
+    part = local_part(value)
+    return value.detach() if part is value else _gather(part, placement_of(value, name))
+
+
+def placement_of(value: Tensor, name: str) -> Placement:
+    """Which elements of a tensor each rank holds: of one of ours, of FSDP2's, or of a plain one.
+
+    Raises:
+        UnsupportedOperation: If it is spread in any other way than by rows, naming it.
+    """
     if isinstance(value, ShardedTensor):
-        return gathered(value)
+        return value.placement
+    shape = tuple(value.shape)
     if not is_dtensor(value):
-        return value.detach()
-    mesh, part = mesh_of(value, name), local_part(value)
-    rows, per_rank = value.shape[0], -(-value.shape[0] // mesh.size())
-    sent = torch.zeros(per_rank, *value.shape[1:], dtype=value.dtype, device=mesh.device_type)
-    sent[: part.shape[0]] = part
-    full = sent.new_empty(mesh.size() * per_rank, *value.shape[1:])
-    Ranks.of(mesh).gather(full, sent).wait()
-    return full[:rows]
+        return Placement(name, shape, ((0, value.numel()),), Ranks(None), value.device)
+    mesh = mesh_of(value, name)
+    ranges = tuple(element_ranges(value, mesh.size()))
+    return Placement(name, shape, ranges, Ranks.of(mesh), torch.device(mesh.device_type))

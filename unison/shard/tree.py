@@ -9,6 +9,8 @@ them. All ranks' subtrees, put in leaf order, are then enough to finish the same
 number of ranks.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 
@@ -85,3 +87,25 @@ class TreeSum:
         while self._stack:
             total = self._stack.pop()[1].add_(total)
         return total
+
+
+def sum_over_granules(values: dict[int, Tensor], plan: Any) -> Tensor | None:
+    """The sum over all granules of a logical batch, whoever holds them; a collective.
+
+    Args:
+        values: One value per granule that this rank holds; that of a ghost does not count.
+        plan: Of the batch.
+
+    Returns:
+        The sum, in the canonical order; None if the batch has no granules.
+    """
+    first = next(iter(values.values()))
+    slots = first.new_zeros(plan.num_granules + 1, *first.shape)  # the last one takes a ghost's
+    for granule, value in values.items():
+        slots[granule] = value
+    # Each slot has one owner and all others add 0.0, which is exact but for the sign of zero.
+    plan.ranks.sum_(slots.add_(0.0))
+    total = TreeSum()
+    for value in slots[:-1]:
+        total.push(value.clone())
+    return total.finish()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.names import canonical_name
 from unison.rng import Box
-from unison.shard.deferred.recorder import ORIGINALS, Recipe, foreign_attributes, recipe_of
+from unison.shard.deferred.recorder import (
+    ORIGINALS,
+    InitRecipe,
+    active_recorder,
+    foreign_attributes,
+    recipe_of,
+)
 from unison.shard.deferred.replay import Streams, contents, evaluate, fill_part_, refuse_unknown
 from unison.shard.deferred.tape import Geometry, Operand, leaves, ops_behind
-from unison.shard.flat_group import RECIPE, FlatGroup
-from unison.shard.layout import Piece
-from unison.shard.sharded_tensor import is_dtensor, local_part
+from unison.shard.flat_group import RECIPE
+from unison.shard.sharded_tensor import is_dtensor, local_part, placement_of
 from unison.shard.unit import TAKEN_BY, units_of
 
 # ------------------------------------------------------------------------------------------------
@@ -67,42 +72,40 @@ _NOT_PLAIN = {"_parameters", "_buffers", "_modules", "_flat_weights", ORIGINALS}
 
 
 @dataclass(eq=False)
-class Place:
+class ModuleTensor:
     """One tensor of a module.
 
     Attributes:
         name: Its canonical name; of a tied one the first.
         tensor: The tensor; under FSDP2 a DTensor.
         recipe: How to make its values; None if it has values that are to stay.
-        group: The flat buffer that it is a piece of, where `fully_shard` made it one.
-        piece: Which elements of the whole parameter it then is.
+        is_piece: Whether `fully_shard` made it what a rank holds of a parameter.
     """
 
     name: str
     tensor: Tensor
-    recipe: Recipe | None
-    group: FlatGroup | None = None
-    piece: Piece | None = None
+    recipe: InitRecipe | None
+    is_piece: bool = False
 
     @property
     def is_parameter(self) -> bool:
         """Whether it is a parameter, rather than a buffer or a plain attribute."""
         return isinstance(self.tensor, nn.Parameter)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, over all ranks."""
-        return tuple(self.tensor.shape)
 
-
-def find_places(module: nn.Module) -> list[Place]:
+def find_places(module: nn.Module) -> list[ModuleTensor]:
     """Return the tensors of a module, each once: parameters, buffers, then plain attributes.
 
     Raises:
         BadInput: One of them cannot be filled; the message names it.
     """
-    pieces = _pieces(module)
-    found: dict[int, Place] = {}
+    recipes = {
+        id(piece): recipe
+        for unit in units_of(module)
+        for group in unit.groups
+        for piece, recipe in zip(group.pieces, group.recipes, strict=True)
+    }
+    found: dict[int, ModuleTensor] = {}
     for name, owner, attribute, tensor in _named_tensors(module):
         if id(tensor) in found:
             continue
@@ -111,12 +114,11 @@ def find_places(module: nn.Module) -> list[Place]:
                 f"{name!r} belongs to a lazy module, whose shape is not known yet; give the sizes, "
                 "or run one batch through the module before it is materialised"
             )
-        if id(tensor) in pieces:
-            group, index, piece = pieces[id(tensor)]
-            found[id(tensor)] = Place(name, tensor, group.recipes[index], group, piece)
+        if id(tensor) in recipes:
+            found[id(tensor)] = ModuleTensor(name, tensor, recipes[id(tensor)], is_piece=True)
         else:
             original = vars(owner).get(ORIGINALS, {}).get(attribute)
-            found[id(tensor)] = Place(name, tensor, _find_recipe(tensor, original))
+            found[id(tensor)] = ModuleTensor(name, tensor, _find_recipe(tensor, original))
     places = list(found.values())
     for place in places:
         with naming(place.name):
@@ -180,16 +182,7 @@ def _join(path: str, attribute: str) -> str:
     return f"{path}.{attribute}" if path else attribute
 
 
-def _pieces(module: nn.Module) -> dict[int, tuple[FlatGroup, int, Piece]]:
-    return {
-        id(piece): (group, index, place)
-        for unit in units_of(module)
-        for group in unit.groups
-        for index, (piece, place) in enumerate(zip(group.pieces, group.piece_places(), strict=True))
-    }
-
-
-def _find_recipe(tensor: Tensor, original: Tensor | None) -> Recipe | None:
+def _find_recipe(tensor: Tensor, original: Tensor | None) -> InitRecipe | None:
     """The recipe of a tensor, or of what was there before FSDP2 or a cast replaced it."""
     recipe = None if is_dtensor(tensor) else recipe_of(tensor)
     if recipe is None and original is not None:
@@ -199,7 +192,7 @@ def _find_recipe(tensor: Tensor, original: Tensor | None) -> Recipe | None:
     return recipe
 
 
-def _check(place: Place) -> None:
+def _check(place: ModuleTensor) -> None:
     tensor, recipe = place.tensor, place.recipe
     if recipe is None:
         if tensor.is_meta:
@@ -210,18 +203,18 @@ def _check(place: Place) -> None:
             )
         return
     operand = recipe.operand
-    if operand.geometry.shape != place.shape:
+    if operand.geometry.shape != tensor.shape:
         raise BadInput(
-            f"it has shape {list(place.shape)}, but was built with shape "
+            f"it has shape {list(tensor.shape)}, but was built with shape "
             f"{list(operand.geometry.shape)}; change it inside unison.meta_init()"
         )
-    is_labelled = isinstance(getattr(tensor, RECIPE, None), Recipe)
+    is_labelled = isinstance(getattr(tensor, RECIPE, None), InitRecipe)
     if is_labelled and tensor.is_meta and tensor._version != recipe.num_writes:
         raise BadInput(
             "it was written after unison.meta_init() had ended, where nothing is recorded; move "
             "that code into the context"
         )
-    if place.piece is None and hasattr(tensor, TAKEN_BY):
+    if not place.is_piece and hasattr(tensor, TAKEN_BY):
         raise BadInput(
             "it is a parameter as it was before fully_shard; look parameters up by their own "
             "attributes instead of keeping them in another one"
@@ -239,9 +232,9 @@ def _check(place: Place) -> None:
     refuse_unknown(ops_behind(operand.version))
 
 
-def _refuse_shared_parameters(places: list[Place]) -> None:
+def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
     """Refuse a parameter whose memory is also that of another tensor: filled apart, they differ."""
-    by_buffer: dict[object, list[Place]] = {}
+    by_buffer: dict[object, list[ModuleTensor]] = {}
     for place in places:
         if place.recipe is not None and place.tensor.is_meta:
             by_buffer.setdefault(place.recipe.operand.version.buffer, []).append(place)
@@ -255,7 +248,7 @@ def _refuse_shared_parameters(places: list[Place]) -> None:
                     )
 
 
-def _overlap(first: Place, second: Place) -> bool:
+def _overlap(first: ModuleTensor, second: ModuleTensor) -> bool:
     """Whether two tensors on one storage have an element in common."""
     assert first.recipe is not None
     assert second.recipe is not None
@@ -278,7 +271,7 @@ def _overlap(first: Place, second: Place) -> bool:
 
 @torch.no_grad()
 def fill_places(
-    module: nn.Module, places: list[Place], seed: int, device: torch.device | None
+    module: nn.Module, places: list[ModuleTensor], seed: int, device: torch.device | None
 ) -> None:
     """Fill the tensors of a module that have a recipe, and give those without memory some.
 
@@ -296,13 +289,12 @@ def fill_places(
             unit.allocate(default)
         if any(is_dtensor(place.tensor) and place.tensor.is_meta for place in places):
             give_memory(module, device)
-        plain: list[Place] = []
+        plain: list[ModuleTensor] = []
         for place in places:
             with naming(place.name):
-                if place.piece is not None:
-                    _fill_piece(place, streams)
-                elif is_dtensor(place.tensor):
-                    _fill_distributed(place, streams)
+                if place.is_piece or is_dtensor(place.tensor):
+                    if place.recipe is not None:
+                        _fill_part(place.tensor, place.recipe.operand, place.name, streams)
                 elif place.is_parameter:
                     _fill_parameter(place, streams, _device_for(place, device, default))
                 else:
@@ -319,31 +311,28 @@ def fill_places(
             vars(child).pop(ORIGINALS, None)
 
 
-def _device_for(place: Place, device: torch.device | None, default: torch.device) -> torch.device:
+def _device_for(
+    place: ModuleTensor, device: torch.device | None, default: torch.device
+) -> torch.device:
     return device or (default if place.tensor.is_meta else place.tensor.device)
 
 
-def _fill_piece(place: Place, streams: Streams) -> None:
-    if place.recipe is not None:
-        assert place.piece is not None
-        part = local_part(place.tensor).detach().view(-1)
-        fill_part_(part, place.recipe.operand, place.piece.start, streams)
-
-
-def _fill_distributed(place: Place, streams: Streams) -> None:
-    if place.recipe is None:
+def _fill_part(tensor: Tensor, operand: Operand, name: str, streams: Streams) -> None:
+    """Fill what this rank holds of a parameter."""
+    part = local_part(tensor).detach()
+    if not is_dtensor(tensor):
+        fill_part_(part.view(-1), operand, placement_of(tensor, name).start, streams)
         return
-    operand, out = place.recipe.operand, place.tensor._local_tensor  # type: ignore[attr-defined]
-    box = local_box(place.tensor, place.name)
+    box = local_box(tensor, name)
     starts, run = box.rows()
     if len(starts) <= 1:
-        fill_part_(out.view(-1), operand, int(starts[0]) if run else 0, streams)
+        fill_part_(part.view(-1), operand, int(starts[0]) if run else 0, streams)
         return
     corner = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    out.copy_(evaluate(operand, streams)[corner])
+    part.copy_(evaluate(operand, streams)[corner])
 
 
-def _fill_parameter(place: Place, streams: Streams, device: torch.device) -> None:
+def _fill_parameter(place: ModuleTensor, streams: Streams, device: torch.device) -> None:
     old = place.tensor
     filled = _filled(place, streams, device)
     if filled is old:
@@ -360,7 +349,7 @@ def _fill_parameter(place: Place, streams: Streams, device: torch.device) -> Non
         ) from error
 
 
-def _filled(place: Place, streams: Streams, device: torch.device) -> Tensor:
+def _filled(place: ModuleTensor, streams: Streams, device: torch.device) -> Tensor:
     """Return a tensor with its initial values: the same one if it has memory in the right place."""
     old = place.tensor
     if old.device == device:
@@ -369,24 +358,20 @@ def _filled(place: Place, streams: Streams, device: torch.device) -> Tensor:
         new = torch.empty_like(old, device=device, requires_grad=False)
         vars(new).update(foreign_attributes(old))
     if place.recipe is not None:
-        fill_whole_(new.detach(), place.recipe.operand, streams)
+        operand, out = place.recipe.operand, new.detach()
+        if out.is_contiguous():
+            fill_part_(out.view(-1), operand, 0, streams)
+        else:
+            out.copy_(evaluate(operand, streams))
         setattr(new, RECIPE, place.recipe)
     elif new is not old:
         new.copy_(old)
     return new
 
 
-def fill_whole_(out: Tensor, operand: Operand, streams: Streams) -> None:
-    """Fill a tensor of an operand's shape with its values."""
-    if out.is_contiguous():
-        fill_part_(out.view(-1), operand, 0, streams)
-    else:
-        out.copy_(evaluate(operand, streams))
-
-
-def _by_storage(places: list[Place]) -> list[list[Place]]:
+def _by_storage(places: list[ModuleTensor]) -> list[list[ModuleTensor]]:
     """Put together the tensors without memory that are views of one storage."""
-    groups: dict[object, list[Place]] = {}
+    groups: dict[object, list[ModuleTensor]] = {}
     for place in places:
         is_view = place.recipe is not None and place.tensor.is_meta
         key = place.recipe.operand.version if is_view and place.recipe else place
@@ -394,7 +379,9 @@ def _by_storage(places: list[Place]) -> list[list[Place]]:
     return list(groups.values())
 
 
-def _filled_together(places: list[Place], streams: Streams, device: torch.device) -> list[Tensor]:
+def _filled_together(
+    places: list[ModuleTensor], streams: Streams, device: torch.device
+) -> list[Tensor]:
     """Return tensors with their initial values that share memory as they did when built."""
     if len(places) == 1:
         (place,) = places
@@ -430,3 +417,52 @@ def _weak_references_renewed(module: nn.Module) -> Iterator[None]:
         child._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
         if not any(id(weight) in pieces for weight in weights):
             child.flatten_parameters()  # cuDNN's own layout; on other devices nothing happens
+
+
+# ---- the whole module ----------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def materialize(module: M, *, seed: int, device: torch.device | str | None = None) -> M:
+    """Fill a module that was built under `unison.meta_init`, in place.
+
+    Parameters, buffers and other tensors that the module holds get memory and their initial values,
+    as their recorded init makes them. Of a sharded module (`unison.fully_shard`, PyTorch's FSDP2)
+    each rank makes its own part only. Called again, it fills the module anew.
+
+    Guarantees:
+        A value depends on the seed, on the recorded operations, and, where they are random, on the
+        name of the parameter and the index of the element; not on the number of ranks, the device,
+        the number of threads or the state of torch's generators. A parameter that is filled by one
+        draw gets the bits of `unison.rng.fill_`.
+
+    Args:
+        module: What to fill. Names, on which random values hang, are counted from here: call it on
+            the whole model.
+        seed: Seed of the random values.
+        device: Where to put the tensors; torch's default device unless given. Under FSDP2 the
+            mesh's. Tensors that have values already keep them and move there.
+
+    Returns:
+        The same module; its parameters are the same objects.
+
+    Raises:
+        BadInput: A tensor has no memory and no record, or was changed after its recording ended.
+        UnsupportedOperation: A tensor depends on an operation that cannot be replayed.
+    """
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"materialize takes a module, found {type(module).__name__}")
+    if active_recorder() is not None:
+        raise BadInput("call unison.materialize after the `with unison.meta_init():` block")
+    where = None if device is None else torch.empty(0, device=device).device
+    if (where or torch.get_default_device()).type == "meta":
+        raise BadInput("expected a device with memory, found 'meta'; pass another device=")
+    places = find_places(module)
+    if not any(place.recipe is not None for place in places):
+        raise BadInput(
+            f"no tensor of this {type(module).__name__} was built under unison.meta_init(), so "
+            "there is nothing to fill; its tensors have the values that they were given"
+        )
+    fill_places(module, places, seed, where)
+    return module

@@ -25,8 +25,8 @@ from unison.shard.deferred.tape import (
     Geometry,
     Op,
     Operand,
-    Registered,
-    Unknown,
+    RegisteredInit,
+    UnknownValues,
     Version,
     describe,
     is_random,
@@ -103,7 +103,7 @@ def refuse_unknown(ops: list[Op]) -> None:
         UnsupportedOperation: With the operation and the remedy.
     """
     for op in ops:
-        if isinstance(op.call, Unknown):
+        if isinstance(op.call, UnknownValues):
             raise UnsupportedOperation(
                 f"it depends on {op.call}, whose values nobody knows; build that inside too"
             )
@@ -169,9 +169,9 @@ def _run(op: Op, real: _RealStorages, streams: Streams | None) -> None:
         else:
             streams.fill_(target, op)
         return
-    if isinstance(op.call, Registered):
+    if isinstance(op.call, RegisteredInit):
         assert streams is not None
-        with one_thread(op.default_dtype), _Redirected(streams, op):
+        with one_thread(op.default_dtype), _StreamDraws(streams, op):
             op.call.function(*args, **kwargs)
         return
     assert callable(op.call)
@@ -200,7 +200,7 @@ def one_thread(default_dtype: torch.dtype | None = None) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-class _Redirected(TorchDispatchMode):
+class _StreamDraws(TorchDispatchMode):
     """Lets torch's random operations draw from the streams of one registered call.
 
     Stream k of the call is the k-th draw it makes, so the values do not depend on torch's
@@ -333,7 +333,7 @@ def part_of(
 
 
 @dataclass(frozen=True)
-class Cut:
+class Overlap:
     """The elements of a region that lie in a range of its storage.
 
     Attributes:
@@ -384,7 +384,7 @@ class Region:
             span = (size - 1) * stride + span
         return cls(starts, run)
 
-    def cut(self, low: int, high: int) -> Cut:
+    def cut(self, low: int, high: int) -> Overlap:
         """Return what lies in [low, high)."""
         begin = int(torch.searchsorted(self.starts, low - self.run, right=True))
         end = max(int(torch.searchsorted(self.starts, high)), begin)
@@ -392,10 +392,10 @@ class Region:
             start = int(self.starts[begin]) if end > begin else low
             bottom, top = max(low, start), min(high, start + self.run) if end > begin else low
             first = begin * self.run + bottom - start
-            return Cut(first, first + top - bottom, slice(bottom - low, top - low))
+            return Overlap(first, first + top - bottom, slice(bottom - low, top - low))
         places = (self.starts[begin:end, None] + torch.arange(self.run)).view(-1)
         keep = (places >= low) & (places < high)
-        return Cut(begin * self.run, end * self.run, places[keep] - low, keep)
+        return Overlap(begin * self.run, end * self.run, places[keep] - low, keep)
 
 
 def _of_fill(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> Part | None:

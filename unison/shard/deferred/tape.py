@@ -114,7 +114,7 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredInit:
     """The operation that calls a user's init function (see `register_init`) on its operand."""
 
     function: Callable[..., Any]
@@ -124,7 +124,7 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownValues:
     """Stands for values that were never recorded, because their tensor was made elsewhere."""
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class Op:
     """One operation.
 
     Attributes:
-        call: An aten operation, or a `Fill`, `Registered` or `Unknown`.
+        call: An aten operation, or a `Fill`, `RegisteredInit` or `UnknownValues`.
         args: Its arguments, with an `Operand` for each tensor that has no memory. Tensors that have
             memory are kept as they were.
         kwargs: Likewise.
@@ -146,7 +146,7 @@ class Op:
         serial: Its place in the order of all operations.
     """
 
-    call: Callable[..., Any] | Fill | Registered | Unknown
+    call: Callable[..., Any] | Fill | RegisteredInit | UnknownValues
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     fresh: tuple[tuple[Buffer, Geometry] | None, ...] = ()
@@ -162,7 +162,7 @@ class Op:
         """Whether the result depends on the seed."""
         if isinstance(self.call, Fill):
             return not isinstance(self.call.init, Constant)
-        return isinstance(self.call, Registered) or is_random(self.call)
+        return isinstance(self.call, RegisteredInit) or is_random(self.call)
 
 
 def is_random(call: object) -> bool:

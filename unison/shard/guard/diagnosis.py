@@ -5,7 +5,7 @@ Nothing here talks to a store or a thread: states go in, a finding or a text com
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ class RankLost(UnisonError):
     """A rank died, or has given no sign of life for too long."""
 
 
-class Status(enum.Enum):
+class Status(enum.StrEnum):
     """Where a rank is in its guarded block; only INSIDE can still call collectives."""
 
     INSIDE = "inside"
@@ -115,7 +115,7 @@ class GroupState:
 
     ranks: list[int]
     last: int
-    marks: dict[int, str]
+    marks: dict[str, str]  # by number, as JSON has it
     call: str
     stack: list[str]
     age: float
@@ -140,7 +140,7 @@ class RankState:
     status: Status
     note: str
     stack: list[str]
-    waiting: tuple[str, int] | None
+    waiting: Sequence[Any] | None
     identity: list[str]
     groups: dict[str, GroupState]
     everyone_left: bool = False
@@ -148,22 +148,15 @@ class RankState:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankState":
         """Read what `to_json` of another rank wrote."""
-        groups = {
-            name: GroupState(**{**group, "marks": {int(n): m for n, m in group["marks"].items()}})
-            for name, group in data["groups"].items()
-        }
-        waiting = tuple(data["waiting"]) if data["waiting"] else None
-        return cls(
-            **{**data, "status": Status(data["status"]), "waiting": waiting, "groups": groups}
-        )
+        groups = {name: GroupState(**group) for name, group in data["groups"].items()}
+        return cls(**{**data, "status": Status(data["status"]), "groups": groups})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        groups = {name: vars(group) for name, group in self.groups.items()}
-        return {**vars(self), "status": self.status.value, "groups": groups}
+        return {**vars(self), "groups": {name: vars(each) for name, each in self.groups.items()}}
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.StrEnum):
     """What is wrong."""
 
     MISMATCH = "mismatch"
@@ -175,7 +168,7 @@ class Kind(enum.Enum):
 class Finding:
     """What is wrong, and with whom."""
 
-    kind: Kind
+    kind: FaultKind
     ranks: tuple[int, ...]  # the ranks that differ, lag or are gone
     group: str = ""
     number: int = 0
@@ -183,7 +176,7 @@ class Finding:
 
 
 @dataclass
-class Judge:
+class Diagnosis:
     """Compares the ranks' states; remembers since when a rank lags.
 
     Attributes:
@@ -209,11 +202,11 @@ class Judge:
             common = issued[first].keys() & marks.keys()
             differing = [n for n in common if issued[first][n] != marks[n]]
             if differing:
-                return Finding(Kind.MISMATCH, (rank,), name, min(differing))
+                return Finding(FaultKind.MISMATCH, (rank,), name, min(map(int, differing)))
         return None
 
     def _skipped(self, name: str, members: Mapping[int, RankState], now: float) -> Finding | None:
-        last = {r: _last(s, name) for r, s in members.items()}
+        last = {r: s.groups[name].last if name in s.groups else 0 for r, s in members.items()}
         top = max(last.values())
         lagging = [r for r in last if last[r] < top]
         for rank in last.keys() - lagging:
@@ -232,11 +225,7 @@ class Judge:
             return None
         # The first collective that is missing is the one whose callers wait.
         number = min(last[r] for r in found) + 1
-        return Finding(Kind.SKIPPED, tuple(sorted(found)), name, number)
-
-
-def _last(state: RankState, group: str) -> int:
-    return state.groups[group].last if group in state.groups else 0
+        return Finding(FaultKind.SKIPPED, tuple(sorted(found)), name, number)
 
 
 def _ranks_of(group: str, states: Mapping[int, RankState]) -> list[int]:
@@ -257,7 +246,7 @@ _SLOW = " If the rank is only slow, give guard(timeout=...) more seconds."
 
 def error_of(kind: str, message: str) -> UnisonError:
     """Return the exception for a finding's kind."""
-    return RankLost(message) if kind == Kind.LOST.value else CollectiveMismatch(message)
+    return RankLost(message) if kind == FaultKind.LOST else CollectiveMismatch(message)
 
 
 def message_of(
@@ -267,7 +256,7 @@ def message_of(
     ranks = sorted(states)
     if finding.group:
         ranks = [r for r in ranks if r in _ranks_of(finding.group, states)]
-    if finding.kind is Kind.MISMATCH:
+    if finding.kind is FaultKind.MISMATCH:
         finding = _earliest(finding, details)
     parts = [_headline(finding, states)]
     # Many ranks mostly say the same; the ones concerned come first, then a few of the others.
@@ -278,8 +267,8 @@ def message_of(
     if len(ranks) > len(shown):
         parts.append(f"  … and {len(ranks) - len(shown)} more ranks")
     parts += _where_sites_part(finding, ranks, details)
-    if finding.kind is not Kind.LOST:
-        is_slow = finding.kind is Kind.SKIPPED and any(
+    if finding.kind is not FaultKind.LOST:
+        is_slow = finding.kind is FaultKind.SKIPPED and any(
             states[r].status is Status.INSIDE for r in finding.ranks
         )
         parts.append(_REMEDY + (_SLOW if is_slow else ""))
@@ -290,16 +279,16 @@ def _headline(finding: Finding, states: Mapping[int, RankState]) -> str:
     who = _listed(finding.ranks)
     what = f"collective number {finding.number} of {_group(finding.group)}"
     match finding.kind:
-        case Kind.MISMATCH:
+        case FaultKind.MISMATCH:
             return f"ranks called different collectives as {what}:"
-        case Kind.SKIPPED:
+        case FaultKind.SKIPPED:
             callers = [
                 r
                 for r, s in states.items()
                 if finding.group in s.groups and s.groups[finding.group].last >= finding.number
             ]
             return f"{who} did not call {what}, which {_listed(callers)} called:"
-        case Kind.LOST:
+        case FaultKind.LOST:
             return f"{who} is lost: {finding.why}; last known of each rank:"
 
 
@@ -363,7 +352,7 @@ def _where_sites_part(
     program are then the only trace of it.
     """
     calls = {r: details[r][finding.group] for r in ranks if finding.group in details.get(r, {})}
-    if finding.kind is Kind.LOST or len(calls) < 2:
+    if finding.kind is FaultKind.LOST or len(calls) < 2:
         return []
     common = set.intersection(*(set(c) for c in calls.values()))
     for number in sorted(int(n) for n in common if int(n) < finding.number):

@@ -34,7 +34,6 @@ from unison.shard.state.entries import (
 from unison.shard.state.optimizer import (
     ElementState,
     OptimizerState,
-    SavedState,
     collect,
     dtype_name,
     dtype_of,
@@ -58,7 +57,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """The elements [start, stop) of a tensor, in a file."""
 
     start: int
@@ -68,7 +67,7 @@ class Chunk:
     def key(self, name: str) -> str:
         """What the chunk is called in its file.
 
-        >>> Chunk(0, 256, "rank-0.safetensors").key("model/bias")
+        >>> FileChunk(0, 256, "rank-0.safetensors").key("model/bias")
         'model/bias[0:256]'
         """
         return f"{name}[{self.start}:{self.stop}]"
@@ -80,7 +79,7 @@ class SavedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[FileChunk, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -173,7 +172,7 @@ class Manifest:
             name: SavedTensor(
                 tuple(tensor["shape"]),
                 dtype_of(tensor["dtype"]),
-                tuple(Chunk(**chunk) for chunk in tensor["chunks"]),
+                tuple(FileChunk(**chunk) for chunk in tensor["chunks"]),
             )
             for name, tensor in content["tensors"].items()
         }
@@ -419,7 +418,7 @@ def _own_share(parts: dict[str, FlatPart], ranks: Ranks) -> dict[str, FlatPart]:
 
 def _write_parts(
     folder: Path, parts: dict[str, FlatPart], rank: int
-) -> tuple[dict[str, Chunk], dict[str, SavedFile]]:
+) -> tuple[dict[str, FileChunk], dict[str, SavedFile]]:
     """Write a rank's parts, some files after one another; returns what lies where."""
     chunks, files = {}, {}
     with _naming_rank(rank):
@@ -427,7 +426,7 @@ def _write_parts(
             name = f"rank-{rank}-{index}.safetensors"
             for key in keys:
                 start = parts[key].start
-                chunks[key] = Chunk(start, start + len(parts[key].values), name)
+                chunks[key] = FileChunk(start, start + len(parts[key].values), name)
             values = {chunks[key].key(key): parts[key].values.cpu().contiguous() for key in keys}
             files[name] = _write_file(folder / name, values)
     return chunks, files
@@ -462,7 +461,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> SavedFile:
 
 def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ranks: Ranks) -> None:
     """Fill every rank's parts in place, reading no other bytes; a collective."""
-    by_file: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[str, FileChunk]]] = defaultdict(list)
     for key, part in parts.items():
         for chunk in manifest.tensors[key].chunks:
             if chunk.start < part.stop and part.start < chunk.stop:
@@ -476,7 +475,7 @@ def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ran
     together(ranks, read)
 
 
-def _read_file(path: Path, chunks: list[tuple[str, Chunk]], parts: dict[str, FlatPart]) -> None:
+def _read_file(path: Path, chunks: list[tuple[str, FileChunk]], parts: dict[str, FlatPart]) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -600,16 +599,12 @@ def _model_key(entry: Entry) -> str:
 
 
 def _model_parts(entries: Iterable[Entry]) -> dict[str, FlatPart]:
-    return {
-        _model_key(entry): FlatPart(entry.shape, entry.start, entry.flat()) for entry in entries
-    }
+    return {_model_key(entry): entry.flat_part(entry.tensor) for entry in entries}
 
 
 def _state_parts(elements: list[ElementState]) -> dict[str, FlatPart]:
     return {
-        f"optimizer/{state.entry.name}/{state.key}": FlatPart(
-            state.entry.shape, state.entry.start, state.value.detach().reshape(-1)
-        )
+        f"optimizer/{state.entry.name}/{state.key}": state.entry.flat_part(state.held)
         for state in elements
     }
 
@@ -665,9 +660,10 @@ def _matched(
         faults.append(f"the model lacks {unexpected}")
     for key, entry in expected.items():
         saved = manifest.tensors.get(key)
-        if saved is not None and saved.shape != entry.shape:
+        if saved is not None and saved.shape != entry.tensor.shape:
             faults.append(
-                f"{entry.name!r} has the shape {list(saved.shape)} there, {list(entry.shape)} here"
+                f"{entry.name!r} has the shape {list(saved.shape)} there, "
+                f"{list(entry.tensor.shape)} here"
             )
         if saved is not None and saved.dtype != entry.value.dtype and not cast:
             faults.append(
@@ -683,7 +679,7 @@ def _matched(
     return entries, *prepare(module, optimizer, _saved_state(manifest, expected))
 
 
-def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> SavedState:
+def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> OptimizerState:
     """The optimizer's part of a manifest."""
     assert manifest.optimizer is not None
     dtypes: dict[str, dict[str, Any]] = {}
@@ -695,7 +691,7 @@ def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> SavedState:
             follows = saved is not None and entry is not None and saved.dtype == tensor.dtype
             dtype = entry.value.dtype if follows else tensor.dtype  # type: ignore[union-attr]
             dtypes.setdefault(name, {})[state_key] = dtype
-    return SavedState(
+    return OptimizerState(
         class_name=manifest.optimizer["class"],
         groups=manifest.optimizer["groups"],
         scalars={

@@ -1,6 +1,5 @@
 """What a rank holds of every tensor that a model's state is made of, by name."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.guard import compare_across_ranks
-from unison.shard.layout import Piece
+from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks
-from unison.shard.sharded_tensor import element_ranges, is_dtensor, local_part, mesh_of, show_shards
+from unison.shard.sharded_tensor import is_dtensor, local_part, mesh_of, placement_of, show_shards
 from unison.shard.unit import units_of
 
 # ------------------------------------------------------------------------------------------------
@@ -117,20 +116,14 @@ class Entry:
 
     Attributes:
         names: All names of it, several where it is tied; the first one is *the* name.
-        shape: Its shape in the unsharded model.
         tensor: The parameter or buffer, as the module and an optimizer know it.
-        start: First element of the whole that the rank holds.
-        stop: One past its last element; equal to `start` where the rank holds none.
-        device: Where ranks exchange it: an offloaded piece lies elsewhere than it computes.
+        placement: Which elements of the whole each rank holds.
         is_parameter: Whether it is a parameter, not a buffer.
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
     tensor: Tensor
-    start: int
-    stop: int
-    device: torch.device
+    placement: Placement
     is_parameter: bool
 
     @property
@@ -143,13 +136,17 @@ class Entry:
         """What the rank holds: a one-dimensional piece, some rows (under FSDP2), or the whole."""
         return local_part(self.tensor)
 
-    def flat(self) -> Tensor:  # [stop - start]
-        """What this rank holds, in one dimension; a view unless the memory is not contiguous."""
-        return self.value.detach().reshape(-1)
+    def flat_part(self, held: Tensor) -> "FlatPart":
+        """This rank's elements of the tensor, or of another that lies on ranks as it does.
+
+        They are a view unless the memory is not contiguous.
+        """
+        values = local_part(held).detach().reshape(-1)
+        return FlatPart(tuple(self.tensor.shape), self.placement.start, values)
 
     @torch.no_grad()
     def store(self, flat: Tensor) -> None:  # [stop - start]
-        """Take new values; `flat` may be what `flat()` gave, written in place."""
+        """Take new values; `flat` may be what `flat_part` gave, written in place."""
         if flat.data_ptr() != self.value.data_ptr():
             self.value.copy_(flat.view(self.value.shape))
 
@@ -195,12 +192,6 @@ def entries_of(module: nn.Module) -> list[Entry]:
         UnsupportedOperation: If a part of the state is no plain tensor.
     """
     show_shards(module)
-    places = {
-        id(piece): (place, group.device)
-        for unit in units_of(module)
-        for group in unit.groups
-        for piece, place in zip(group.pieces, group.piece_places(), strict=True)
-    }
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[Tensor, bool]] = {}
     owners: dict[str, int] = {}
@@ -212,8 +203,12 @@ def entries_of(module: nn.Module) -> list[Entry]:
             )
         names.setdefault(id(value), []).append(name)
         tensors[id(value)] = (value, is_parameter)
+        if value.is_meta:
+            raise BadInput(
+                f"{name!r} is on the meta device and has no values; materialize the model first"
+            )
     return [
-        _entry(tuple(names[key]), value, is_parameter, places.get(key))
+        Entry(tuple(names[key]), value, placement_of(value, names[key][0]), is_parameter)
         for key, (value, is_parameter) in tensors.items()
     ]
 
@@ -237,29 +232,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         for attribute, value in child._buffers.items():
             if value is not None and attribute not in child._non_persistent_buffers_set:
                 yield canonical_name(prefix + attribute), value, False
-
-
-def _entry(
-    names: tuple[str, ...],
-    value: Tensor,
-    is_parameter: bool,
-    sharded: tuple[Piece, torch.device] | None,
-) -> Entry:
-    """Where the rank's part lies: in one of our units, in rows of FSDP2's, or whole."""
-    if value.is_meta:
-        raise BadInput(
-            f"{names[0]!r} is on the meta device and has no values; materialize the model first"
-        )
-    if is_dtensor(value):
-        mesh = mesh_of(value, names[0])
-        start, stop = element_ranges(value, mesh.size())[mesh.get_local_rank()]
-        device = torch.device(mesh.device_type)
-        return Entry(names, tuple(value.shape), value, start, stop, device, is_parameter)
-    if sharded is None:
-        shape, stop = tuple(value.shape), value.numel()
-        return Entry(names, shape, value, 0, stop, value.device, is_parameter)
-    place, device = sharded
-    return Entry(names, place.slot.shape, value, place.start, place.stop, device, is_parameter)
 
 
 class Delivery:
@@ -306,26 +278,26 @@ class Delivery:
         Returns:
             The part; None where nothing was read, because the part is empty or an error was met.
         """
-        numel = math.prod(entry.shape)
-        is_needed = self._broadcasts or entry.start < entry.stop
+        place = entry.placement
+        is_needed = self._broadcasts or place.start < place.stop
         whole: Tensor | None = None
         if self._error is None and self.is_reader and is_needed:
             try:
                 value = read()
-                if tuple(value.shape) != entry.shape:
+                if tuple(value.shape) != place.shape:
                     raise BadInput(
-                        f"{name!r} must have the shape {list(entry.shape)}, "
+                        f"{name!r} must have the shape {list(place.shape)}, "
                         f"found {list(value.shape)}"
                     )
                 flat = value.detach().reshape(-1).contiguous()
-                whole = flat.to(device=entry.device, dtype=dtype)
+                whole = flat.to(device=place.device, dtype=dtype)
             except Exception as error:
                 self._error = error
-        if self._broadcasts and numel > 0:
+        if self._broadcasts and place.numel > 0:
             if whole is None:
-                whole = torch.zeros(numel, dtype=dtype, device=entry.device)
+                whole = torch.zeros(place.numel, dtype=dtype, device=place.device)
             dist.broadcast(whole, group=self._ranks.group, group_src=0)
-        return None if whole is None else whole[entry.start : entry.stop]
+        return None if whole is None else whole[place.start : place.stop]
 
     def finish(self) -> None:
         """Raise on every rank what any of them met; a collective."""

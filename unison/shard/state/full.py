@@ -1,6 +1,5 @@
 """The state of a model as one plain `state_dict`: gathered, or taken apart, unit by unit."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput
-from unison.shard.flat_group import FlatGroup
 from unison.shard.sharded_tensor import whole
 from unison.shard.state.entries import (
     Delivery,
@@ -24,8 +22,7 @@ from unison.shard.state.entries import (
     require_same,
     together,
 )
-from unison.shard.state.optimizer import ElementState, SavedState, collect, keys_of_scalars, prepare
-from unison.shard.unit import units_of
+from unison.shard.state.optimizer import OptimizerState, collect, keys_of_scalars, prepare
 
 # ------------------------------------------------------------------------------------------------
 # A safetensors file as a mapping that reads a tensor when it is asked for one.
@@ -85,7 +82,7 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The whole state of a model, as the unsharded model's `state_dict()` has it; a collective.
 
-    One flat buffer is gathered at a time, so the device never holds the whole model. Names are
+    One tensor is gathered at a time, so the device never holds the whole model. Names are
     those of the unsharded model, in its order: persistent buffers are there (this rank's own), and
     a tied parameter under all its names, as one tensor.
 
@@ -101,23 +98,14 @@ def full_state_dict(
     """
     copies: dict[int, Tensor] = {}
     ranks = ranks_of(module)
-    for entry, value in _full_values(module):
+    for entry in entries_of(module):
+        value = whole(entry.tensor, entry.name)
         if ranks.rank == 0 or not rank0_only:
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
             copies[id(entry.tensor)] = value.to(device=device, dtype=wanted, copy=True)
     return {
         name: copies[id(value)] for name, value, _ in named_tensors(module) if id(value) in copies
     }
-
-
-def _full_values(module: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield every whole tensor once; a value is good until the next one is asked for."""
-    entries = {id(entry.tensor): entry for entry in entries_of(module)}
-    for unit in units_of(module):
-        for piece, value in unit.full_parameters():
-            yield entries.pop(id(piece)), value
-    for entry in entries.values():
-        yield entry, whole(entry.tensor, entry.name)
 
 
 def load_full_state_dict(
@@ -170,10 +158,11 @@ def _checked(entries: list[Entry], state: Mapping[str, Tensor], strict: bool) ->
         faults.append(f"unexpected {unexpected}")
     if isinstance(state, dict):
         faults += [
-            f"{name!r} has the shape {list(state[name].shape)} instead of {list(entry.shape)}"
+            f"{name!r} has the shape {list(state[name].shape)} instead of "
+            f"{list(entry.tensor.shape)}"
             for entry in entries
             for name in entry.names
-            if name in given and tuple(state[name].shape) != entry.shape
+            if name in given and tuple(state[name].shape) != entry.tensor.shape
         ]
     if faults:
         raise BadInput(f"the state does not fit the model: {'; '.join(faults)}")
@@ -226,56 +215,16 @@ def full_optimizer_state_dict(
     state: dict[str, dict[str, Any]] = {}
     if keeps:
         for name, values in held.scalars.items():
-            state[name] = {key: _copied(value, device) for key, value in values.items()}
-    for element, value in _full_elements(module, held.elements):
+            state[name] = {
+                key: value.to(device=device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+    for element in held.elements:
+        full = whole(element.held, element.entry.name)
         if keeps:
-            copy = value.view(element.entry.shape).to(device=device, copy=True)
+            copy = full.to(device=device, copy=True)
             state.setdefault(element.entry.name, {})[element.key] = copy
     return {"state": state, "param_groups": held.groups} if keeps else {}
-
-
-def _copied(value: Any, device: str | torch.device) -> Any:
-    return value.to(device=device, copy=True) if isinstance(value, Tensor) else value
-
-
-def _full_elements(
-    module: nn.Module, elements: list[ElementState]
-) -> Iterator[tuple[ElementState, Tensor]]:
-    """Yield every element state with its whole value [numel]; one flat buffer at a time."""
-    by_piece: dict[int, list[ElementState]] = defaultdict(list)
-    for element in elements:
-        by_piece[id(element.entry.tensor)].append(element)
-    for unit in units_of(module):
-        for group in unit.groups:
-            # One gather per key and dtype, in an order that every rank shares.
-            alike: dict[tuple[str, torch.dtype], list[tuple[int, ElementState]]] = defaultdict(list)
-            for index, piece in enumerate(group.pieces):
-                for element in by_piece.pop(id(piece), []):
-                    alike[element.key, element.value.dtype].append((index, element))
-            for (_, dtype), members in alike.items():
-                full = _gathered(group, members, dtype)
-                for index, element in members:
-                    slot = group.slots[index]
-                    yield element, full[slot.offset : slot.offset + slot.numel]
-    for left in by_piece.values():
-        for element in left:
-            yield element, whole(element.held, element.entry.name).reshape(-1)
-
-
-def _gathered(
-    group: FlatGroup, members: list[tuple[int, ElementState]], dtype: torch.dtype
-) -> Tensor:  # [padded length]
-    """All ranks' parts of one kind of state, laid out as the parameters are."""
-    shard = torch.zeros(len(group.shard), dtype=dtype, device=group.device)
-    places = group.piece_places()
-    for index, element in members:
-        part = shard.narrow(0, places[index].shard_offset, places[index].numel)
-        part.copy_(element.value.reshape(-1))
-    full = torch.empty(
-        group.layout.padded_length(group.ranks.size), dtype=dtype, device=group.device
-    )
-    group.ranks.gather(full, shard).wait()
-    return full
 
 
 def load_full_optimizer_state_dict(
@@ -298,7 +247,7 @@ def load_full_optimizer_state_dict(
     """
     ranks = ranks_of(module)
     delivery = Delivery(ranks, has_state=bool(state), what="the optimizer's state")
-    shapes = {entry.name: entry.shape for entry in entries_of(module)}
+    shapes = {entry.name: entry.tensor.shape for entry in entries_of(module)}
     outlines = agree(ranks, lambda: _outline(state, shapes) if state else None)
     outline = outlines[ranks.rank] or outlines[0]
     assert outline is not None
@@ -317,7 +266,7 @@ def load_full_optimizer_state_dict(
     install()
 
 
-def _outline(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> SavedState:
+def _outline(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
     """What a full state says, without its tensors."""
     if not {"state", "param_groups"} <= state.keys():
         raise BadInput(
@@ -338,6 +287,6 @@ def _outline(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
                 scalars.setdefault(name, {})[key] = value
             else:
                 dtypes.setdefault(name, {})[key] = value.dtype
-    return SavedState(
+    return OptimizerState(
         class_name=None, groups=list(state["param_groups"]), scalars=scalars, dtypes=dtypes
     )

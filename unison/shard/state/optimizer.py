@@ -66,31 +66,32 @@ class ElementState:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """What an optimizer holds, by name; of `elements` each rank has its part, the rest is equal.
+    """What an optimizer holds, or held when it was saved, by the names of parameters.
 
     Attributes:
-        class_name: Of the optimizer.
-        groups: Per group the names of its `params`, and its hyperparameters.
+        class_name: Of the optimizer; None where it was not recorded.
+        groups: Per group the names of its `params`, and its hyperparameters; values of a saved one
+            may have been through JSON.
         scalars: Per parameter name and key, what is one number: a tensor without dimensions, or a
             plain value.
-        elements: What has a value per element.
+        dtypes: Per parameter name and key, the dtype of what has a value per element.
+        elements: What has a value per element, of which each rank has its part; empty where it has
+            not been read.
     """
 
-    class_name: str
+    class_name: str | None
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
     elements: list[ElementState] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
         """What must be the same on every rank, by parameter name."""
-        described: dict[str, Any] = {
-            name: {key: scalar_to_json(value) for key, value in values.items()}
-            for name, values in self.scalars.items()
-        }
-        for state in self.elements:
-            described.setdefault(state.entry.name, {})[state.key] = str(state.value.dtype)
-        for index, group in enumerate(self.groups):
-            described[f"group {index}"] = group
+        described: dict[str, Any] = {f"group {i}": group for i, group in enumerate(self.groups)}
+        for name in self.scalars.keys() | self.dtypes.keys():
+            scalars = self.scalars.get(name, {}).items()
+            numbers = {key: scalar_to_json(value) for key, value in scalars}
+            described[name] = numbers | self.dtypes.get(name, {})
         return described
 
 
@@ -154,6 +155,7 @@ def collect(module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         for key, value in optimizer.state[entry.tensor].items():
             if _is_elementwise(key, value, entry, scalar_keys):
                 collected.elements.append(ElementState(entry, key, value))
+                collected.dtypes.setdefault(entry.name, {})[key] = value.dtype
             else:
                 collected.scalars.setdefault(entry.name, {})[key] = value
     return collected
@@ -206,25 +208,8 @@ def _is_elementwise(key: str, value: Any, entry: Entry, scalar_keys: set[str]) -
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedState:
-    """What a saved optimizer state says, before its tensors are read.
-
-    Attributes:
-        class_name: Of the optimizer; None where it was not recorded.
-        groups: As in `OptimizerState`; values may have been through JSON.
-        scalars: As in `OptimizerState`.
-        dtypes: Per parameter name and key, the dtype of what has a value per element.
-    """
-
-    class_name: str | None
-    groups: list[dict[str, Any]]
-    scalars: dict[str, dict[str, Any]]
-    dtypes: dict[str, dict[str, torch.dtype]]
-
-
 def prepare(
-    module: nn.Module, optimizer: Optimizer, saved: SavedState
+    module: nn.Module, optimizer: Optimizer, saved: OptimizerState
 ) -> tuple[list[ElementState], Callable[[], None]]:
     """Match a saved state with an optimizer, by name, and make memory for it.
 
