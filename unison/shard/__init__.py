@@ -27,14 +27,16 @@ from unison.shard.state.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from unison.shard.state.entries import CheckpointFailed
-from unison.shard.state.full import (
+from unison.shard.state.entries import (
+    CheckpointFailed,
     KeyReport,
-    full_optimizer_state_dict,
     full_state_dict,
-    load_full_optimizer_state_dict,
     load_full_state_dict,
     open_weights,
+)
+from unison.shard.state.optimizer import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
 )
 from unison.shard.unit import units_of
 

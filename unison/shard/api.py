@@ -20,7 +20,7 @@ from unison.shard.engine import compile_inside, context_of, install
 from unison.shard.flat_group import (
     MixedPrecision,
     ParameterInfo,
-    Use,
+    ParameterUse,
     as_offload,
     as_precision,
     is_piece,
@@ -177,7 +177,7 @@ def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
                     "leave that unit out, so that the module that holds both takes the parameter"
                 )
             info = found.setdefault(id(parameter), ParameterInfo(name, parameter))
-            info.uses.append(Use(submodule, attribute))
+            info.uses.append(ParameterUse(submodule, attribute))
     devices = {info.value.device for info in found.values()}
     if len(devices) > 1:
         raise BadInput(f"expected all parameters on one device, found {sorted(map(str, devices))}")

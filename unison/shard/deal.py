@@ -133,7 +133,7 @@ class AccumulationState:
     """What the passes of one logical batch share.
 
     Attributes:
-        statistics: Of buffers, what granules of passes so far make of them; see module_state.py.
+        statistics: Of buffers, what granules of passes so far make of them; see each_granule.py.
         starts: Models as they were before the first pass.
     """
 
@@ -372,7 +372,7 @@ def deal(
         mesh: The ranks to deal to, in the mesh's order; all by default.
         granule: Samples per granule. Given, tensors come as one value per granule, which the
             ordered reducer needs; the size is part of the experiment and changes the bits. None
-            hands out tensors that can be used as plain ones; see dealt.py.
+            hands out tensors that can be used as plain ones; see `DealtTensor`.
         micro_batch: At most this many rows per pass, where a rank's part does not fit at once. A
             global batch then comes in several passes, of which the last has
             `current_plan().closes_logical_batch`: step the optimizer there. It changes no bit with

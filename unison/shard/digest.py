@@ -96,7 +96,7 @@ def fingerprint(
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "blas": _blas(),
-        # It may be there and switched off, by torch itself: [Note: oneDNN] in first_use.py.
+        # It may be there and switched off, by torch itself: [Note: oneDNN] in engine.py.
         "mkldnn": torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
         "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,

@@ -439,7 +439,7 @@ MAPPED_BY[F.instance_norm] = _map_norm(F.instance_norm, "use_input_stats")
 #
 # The same bits on any number of ranks need a forward pass that depends on nothing but parameters
 # and the granule. What a model does beside that is made right (draws in rng/draw_mode.py, what it
-# is given in each_granule.py, what it leaves in module_state.py) or refused. Two looks make sure
+# is given in `_GranuleArguments`, what it leaves in `ModuleState`) or refused. Two looks make sure
 # of it: in every pass torch's own generators must not move, and in some passes every operation is
 # looked at.
 

@@ -414,11 +414,12 @@ class Context:
 
 def context_of(unit: Unit) -> Context:
     """The context of a unit's model; the first unit to run outside any other becomes the root."""
-    if unit.context is None:
+    context = unit.context
+    if context is None:
         context = Context(unit)
         for each in context.units:
             each.context = context
-    return unit.context
+    return context
 
 
 NO_TASK = -1

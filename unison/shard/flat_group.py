@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.layout import FlatLayout, Piece, Placement, Slot
+from unison.shard.layout import FlatLayout, Placement, ShardPiece, Slot
 from unison.shard.leaves import Leaves, give_gradient
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
@@ -173,7 +173,7 @@ class StoragePhase(Enum):
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One place where a module holds a parameter; a tied parameter has several."""
 
     module: nn.Module
@@ -186,7 +186,7 @@ class ParameterInfo:
 
     name: str
     value: nn.Parameter
-    uses: list[Use] = field(default_factory=list)
+    uses: list[ParameterUse] = field(default_factory=list)
 
 
 class FlatGroup:
@@ -325,7 +325,7 @@ class FlatGroup:
         """The buffers of a copy of the module, whose parameters they become."""
         made = copy.copy(self)
         made.uses = [
-            [Use(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
+            [ParameterUse(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
             for uses in self.uses
         ]
         made._make_memory(self.device)
@@ -368,7 +368,7 @@ class FlatGroup:
         """Bytes of `full` while it has memory of its own."""
         return 0 if self.is_alias else self._full_bytes
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         """What this rank holds of each parameter."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 

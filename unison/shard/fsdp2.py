@@ -1,4 +1,24 @@
-"""`use_ordered_reduction` and its inverse."""
+"""The ordered reducer on a model under torch's own FSDP2.
+
+[Note: how FSDP2 is made to keep the order] FSDP2 gathers, frees and reduces as ever. What
+changes:
+
+* Each module's forward runs granule by granule, on leaves of its own for every granule that share
+  the memory of FSDP2's full parameters (`OrderedModule`, `OrderedParameter`).
+* Their gradients are added in the canonical tree. When FSDP2 asks for a module's gradients, it
+  gets this rank's subtree as the gradient it would have accumulated itself.
+* FSDP2 then calls `OrderedReduceScatter`, which finishes the tree over ranks.
+* FSDP2's hooks see the parts of per-granule values (`take_apart`).
+
+A gradient under FSDP2 is *one* tensor per parameter and rank, so a rank's granules must form one
+subtree. They do when the number of ranks is a power of two and each has as many granules, again a
+power of two. Our own engine sends several subtrees and takes any number.
+
+[Note: used flags] A parameter that no rank used must end with no gradient, as it would on one
+process. A rank that did not use one sends zeros, so that all ranks exchange the same shapes, and
+at the end of the backward pass the ranks add up one flag per parameter. A rank reads them only if
+it sent zeros itself.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +37,7 @@ from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.engine import NO_TASK, backward_task
-from unison.shard.flat_group import Use
+from unison.shard.flat_group import ParameterUse
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 from unison.shard.leaves import per_granule
 from unison.shard.ranks import Ranks
@@ -251,11 +271,13 @@ class OrderedParameter:
         self.fsdp, self.name = fsdp, name
         info = fsdp._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        self.uses = [Use(info.module, info.param_name), *(Use(*place) for place in shared)]
+        self.uses = [
+            ParameterUse(info.module, info.param_name),
+            *(ParameterUse(*place) for place in shared),
+        ]
         self._leaves: dict[int, Tensor] = {}
         self._mine = (0, 0)
         self._tree = SubtreeSum(0, 0)
-        self._granules: set[int] = set()  # those whose gradients have come
         self._had_gradient = False  # before the last sum over ranks
         self.was_used = False  # by this rank, in what it sent to the last sum over ranks
 
@@ -272,7 +294,7 @@ class OrderedParameter:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for the sum over ranks."""
-        return bool(self._granules)
+        return bool(self._tree.seen)
 
     # --- leaves ----------------------------------------------------------------------------------
 
@@ -290,7 +312,7 @@ class OrderedParameter:
     def begin_batch(self, low: int, high: int) -> None:
         """Be ready for a logical batch of which this rank has the granules [low, high)."""
         self._mine = low, high
-        self._tree, self._granules = SubtreeSum(low, high), set()
+        self._tree = SubtreeSum(low, high)
 
     def begin_pass(self) -> None:
         """Be ready for other granules of the batch."""
@@ -300,7 +322,6 @@ class OrderedParameter:
         gradient, leaf.grad = leaf.grad, None
         if gradient is None or not self._mine[0] <= granule < self._mine[1]:
             return
-        self._granules.add(granule)
         # In the dtype of the exchange from the first addition on: what a rank has summed before it
         # must not be rounded differently from what others send.
         self._tree.put(granule, gradient.to(self.fsdp.reduce_dtype or gradient.dtype))
@@ -323,21 +344,19 @@ class OrderedParameter:
     def hand_over(self) -> None:
         """Give FSDP2 this rank's subtree as the gradient to sum over ranks.
 
-        A granule that did not use the parameter counts as zeros, and so does a rank: adding nothing
-        instead would keep a -0.0 that adding 0.0 elsewhere does not.
+        A granule that did not use the parameter counts as zeros, and so does a rank.
         """
         self.was_used = self.has_gradients
         self._had_gradient = self.fsdp.sharded_param.grad is not None
         if not self.was_used:
             self.fsdp.unsharded_accumulated_grad = self._zeros()
             return
-        for granule in set(range(*self._mine)) - self._granules:
-            self._tree.put(granule, self._zeros())
+        self._tree.fill(self._zeros)
         total = TreeSum()
         for level, node in self._tree.take():
             total.push(node, level)
         self.fsdp.unsharded_accumulated_grad = total.finish()
-        self._granules = set()
+        self._tree = SubtreeSum(*self._mine)
 
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self.full, dtype=self.fsdp.reduce_dtype or self.full.dtype)
@@ -468,29 +487,6 @@ class OrderedModule:
         self._num_calls = 0
         for parameter in self.parameters:
             parameter.begin_pass()
-
-
-# ------------------------------------------------------------------------------------------------
-# The ordered reducer on a model under torch's own FSDP2.
-#
-# [Note: how FSDP2 is made to keep the order] FSDP2 gathers, frees and reduces as ever. What
-# changes:
-#
-# * Each module's forward runs granule by granule, on leaves of its own for every granule that share
-#   the memory of FSDP2's full parameters (module.py, parameter.py).
-# * Their gradients are added in the canonical tree. When FSDP2 asks for a module's gradients, it
-#   gets this rank's subtree as the gradient it would have accumulated itself.
-# * FSDP2 then calls our reduce-scatter, which finishes the tree over ranks (exchange.py).
-# * FSDP2's hooks see the parts of per-granule values (parts.py).
-#
-# A gradient under FSDP2 is *one* tensor per parameter and rank, so a rank's granules must form one
-# subtree. They do when the number of ranks is a power of two and each has as many granules, again a
-# power of two. Our own engine sends several subtrees and takes any number.
-#
-# [Note: used flags] A parameter that no rank used must end with no gradient, as it would on one
-# process. A rank that did not use one sends zeros, so that all ranks exchange the same shapes, and
-# at the end of the backward pass the ranks add up one flag per parameter. A rank reads them only if
-# it sent zeros itself.
 
 
 class OrderedModel:

@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """What one rank's shard holds of one parameter.
 
     Attributes:
@@ -103,17 +103,7 @@ class FlatLayout:
         """Elements of all shards together."""
         return self.shard_length(world_size) * world_size
 
-    def gaps(self, world_size: int) -> list[tuple[int, int]]:
-        """The runs [low, high) of the padded buffer that no parameter fills.
-
-        >>> FlatLayout.of([("a", (3, 5)), ("b", (256,))]).gaps(1)
-        [(15, 256)]
-        """
-        ends = [slot.offset + slot.numel for slot in self.slots]
-        starts = [*(slot.offset for slot in self.slots[1:]), self.padded_length(world_size)]
-        return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
-
-    def pieces(self, rank: int, world_size: int) -> list[Piece]:
+    def pieces(self, rank: int, world_size: int) -> list[ShardPiece]:
         """What a rank's shard holds of every parameter, empty pieces included."""
         length = self.shard_length(world_size)
         low, high = rank * length, (rank + 1) * length
@@ -122,7 +112,7 @@ class FlatLayout:
             start = min(max(low - slot.offset, 0), slot.numel)
             stop = max(min(high - slot.offset, slot.numel), start)
             shard_offset = min(max(slot.offset - low, 0), length)
-            pieces.append(Piece(slot, start, stop, shard_offset))
+            pieces.append(ShardPiece(slot, start, stop, shard_offset))
         return pieces
 
 

@@ -74,6 +74,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 @torch.no_grad()
 def _norm(module: nn.Module, source: Source) -> Tensor:
     parameters, ranks, wire = _spread_parameters(module)
+    if not parameters:
+        return torch.zeros((), dtype=torch.float64)
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
     sums, shared = [], []  # one number per subtree; the squares of blocks that several ranks hold
@@ -85,11 +87,10 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
             _block(part, placement, first) for first, _, rank in of_parameter if rank is None
         ]
     is_shared = [rank is None for of_parameter in nodes for _, _, rank in of_parameter]
-    flat = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device=wire)
-    ranks.sum_(flat)  # each number has one owner, all others add 0.0: exact
-    if shared:
-        squares = ranks.sum_(torch.stack(shared))  # and each element, too
-        flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares)
+    # Each number and each square has one owner, and all others add 0.0: exact.
+    flat = ranks.sum_(torch.cat([*sums, *shared]))
+    flat, squares = flat.split([len(is_shared), len(shared) * ALIGNMENT])
+    flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares.view(-1, ALIGNMENT))
     total = TreeSum()
     numbers = iter(flat.cpu())
     for of_parameter in nodes:
@@ -99,7 +100,7 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
         of_blocks = tree.finish()
         total.push(torch.zeros((), dtype=torch.float64) if of_blocks is None else of_blocks)
     result = total.finish()
-    assert result is not None, "a module with parameters"
+    assert result is not None
     return result.sqrt().to(wire)
 
 

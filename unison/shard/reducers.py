@@ -35,7 +35,8 @@ class FastReducer:
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
-        self._sent = torch.empty(
+        # Zeros, which remain where a parameter is not used and between parameters.
+        self._sent = torch.zeros(
             group.layout.padded_length(group.ranks.size),
             dtype=group.reduce_dtype,
             device=group.device,
@@ -69,11 +70,6 @@ class FastReducer:
 
     def start(self) -> None:
         """Begin the reduce-scatter."""
-        for low, high in self._group.layout.gaps(self._group.ranks.size):
-            self._sent[low:high].zero_()
-        for place, used in zip(self._places, self.used, strict=True):
-            if not used:
-                place.zero_()
         if self._group.ranks.size == 1:
             self._gradient = self._sent
             return
@@ -109,14 +105,13 @@ class OrderedReducer:
         self._edges_of_copy = edges[first : first + axes.shard.size + 1]
         self._edges_of_replicas = edges[:: axes.shard.size]
         self._trees = [SubtreeSum(*self._mine) for _ in group.slots]
-        self._granules: list[set[int]] = [set() for _ in group.slots]
         self._work: Work | None = None
         self._received = self._sent = torch.zeros(0, dtype=group.reduce_dtype, device=group.device)
 
     @property
     def used(self) -> list[bool]:
         """Which parameters some granule of this rank used."""
-        return [len(seen) > 0 for seen in self._granules]
+        return [bool(tree.seen) for tree in self._trees]
 
     def take(self, granule: int, gradients: Parts) -> None:
         """Take the leaves of one granule."""
@@ -127,7 +122,6 @@ class OrderedReducer:
     def put(self, granule: int, slot: int, gradient: Tensor) -> None:
         """Take a leaf of the tree; a granule that is not of the batch (a ghost) adds nothing."""
         if self._mine[0] <= granule < self._mine[1]:
-            self._granules[slot].add(granule)
             self._trees[slot].put(granule, gradient.to(self._group.reduce_dtype))
 
     @property
@@ -158,14 +152,12 @@ class OrderedReducer:
     def _subtrees(self, slot: int) -> list[Tensor]:
         """This rank's subtrees of a parameter, none if it was not used at all.
 
-        A granule that did not use it counts as zeros, here as on a rank that never used it: adding
-        nothing instead would keep a -0.0 that adding 0.0 elsewhere does not.
+        A granule that did not use it counts as zeros, here as on a rank that never used it.
         """
-        tree, seen = self._trees[slot], self._granules[slot]
-        if not seen:
+        tree = self._trees[slot]
+        if not tree.seen:
             return []
-        for granule in set(range(*self._mine)) - seen:
-            tree.put(granule, self._sent.new_zeros(self._group.slots[slot].shape))
+        tree.fill(lambda: self._sent.new_zeros(self._group.slots[slot].shape))
         nodes = tree.take()
         assert [level for level, _ in nodes] == aligned_levels(*self._mine)
         return [node for _, node in nodes]

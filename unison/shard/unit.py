@@ -18,8 +18,8 @@ from unison.shard.flat_group import (
     FlatGroup,
     MixedPrecision,
     ParameterInfo,
+    ParameterUse,
     StoragePhase,
-    Use,
     take_over,
 )
 from unison.shard.leaves import PLAIN, RECOMPUTE, ChangedParameter, per_granule, tripwire
@@ -44,7 +44,7 @@ class Attributes:
         uses: For each flat group and each parameter in it, where modules hold it.
     """
 
-    def __init__(self, uses: Sequence[Sequence[Sequence[Use]]]) -> None:
+    def __init__(self, uses: Sequence[Sequence[Sequence[ParameterUse]]]) -> None:
         self._places = [
             (use.module.__dict__, use.attribute, group, slot)
             for group, of_group in enumerate(uses)

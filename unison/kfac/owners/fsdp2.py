@@ -18,7 +18,7 @@ from unison.capture.names import places
 from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.owners.base import Held
-from unison.shard.flat_group import Use
+from unison.shard.flat_group import ParameterUse
 from unison.shard.fsdp2 import (
     ordered_model_of,
     param_groups_of,
@@ -119,7 +119,7 @@ class _Group:
             set_attribute(undo, fsdp, "reduce_scatter_unused_params", False)
 
     def begin(self, capture: Capture | None) -> None:
-        """Use another capture, or none."""
+        """ParameterUse another capture, or none."""
         self._take_away()
         self._capture, self._tracked = capture, []
         self._place()
@@ -142,9 +142,9 @@ class _Group:
             self._hidden = None
 
 
-def _uses(info: Any) -> list[Use]:
+def _uses(info: Any) -> list[ParameterUse]:
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [Use(info.module, info.param_name), *(Use(*place) for place in shared)]
+    return [ParameterUse(info.module, info.param_name), *(ParameterUse(*place) for place in shared)]
 
 
 def _both(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:

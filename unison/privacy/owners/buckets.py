@@ -10,7 +10,7 @@ from torch import Tensor
 from unison.privacy.owners.base import MakeSums, Owned
 from unison.privacy.owners.sums import GroupSums, exchange
 from unison.shard.deal import BatchPlan
-from unison.shard.layout import FlatLayout, Piece, Slot
+from unison.shard.layout import FlatLayout, ShardPiece, Slot
 from unison.shard.ranks import Axes, Ranks
 
 BYTES_PER_BUCKET = 64 << 20  # of sums: large for the network, small beside a model
@@ -35,7 +35,7 @@ class _Bucket:
     def slots(self) -> tuple[Slot, ...]:
         return self.layout.slots
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         return self.layout.pieces(0, 1)
 
 

@@ -21,10 +21,10 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.owners.base import Owned
 from unison.privacy.owners.sums import GroupSums
 from unison.privacy.owners.units import capture_of
-from unison.shard.flat_group import Use
+from unison.shard.flat_group import ParameterUse
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule
-from unison.shard.layout import FlatLayout, Piece, Slot
+from unison.shard.layout import FlatLayout, ShardPiece, Slot
 from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Axes, Ranks
 from unison.shard.sharded_tensor import element_ranges
@@ -46,11 +46,14 @@ class Rows(Owned):
     width: int
 
     @property
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[ParameterUse]:
         """Where modules hold the parameter."""
         info = self.fsdp._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        return [Use(info.module, info.param_name), *(Use(*place) for place in shared)]
+        return [
+            ParameterUse(info.module, info.param_name),
+            *(ParameterUse(*place) for place in shared),
+        ]
 
     def as_gradient(self, values: Tensor) -> Tensor:
         """A distributed tensor that is cut as the parameter is."""
@@ -101,7 +104,7 @@ class FSDP2Group:
         """All lines together."""
         return self.layout.slots
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         """This rank's line."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 
@@ -147,7 +150,7 @@ class FSDP2Group:
             set_attribute(undo, fsdp, "reduce_scatter_unused_params", False)
 
     def begin(self, captures: Mapping[int, Capture]) -> Mapping[int, Capture]:
-        """Use other captures; returns those before."""
+        """ParameterUse other captures; returns those before."""
         self.take_away()
         before, self._captures, self._tracked = self._captures, captures, {}
         self.place()

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unison.shard.layout import FlatLayout, Piece, Slot
+from unison.shard.layout import FlatLayout, ShardPiece, Slot
 from unison.shard.ranks import Axes, Ranks
 from unison.shard.reducers import FastReducer, Parts
 
@@ -33,7 +33,7 @@ class Group(Protocol):
         """The places of the parameters."""
         ...
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         """What this rank holds of each parameter."""
         ...
 

@@ -1,7 +1,7 @@
 """Filling: give the tensors of a module memory where they have none, and their initial values.
 
 One tensor at a time: beside what the module holds in the end, no more than one whole tensor is ever
-in memory, and that only where its values cannot be made in parts (local.py).
+in memory, and that only where its values cannot be made in parts (replay.py).
 """
 
 import weakref

@@ -3,7 +3,7 @@
 [Note: pretence] Tensors made inside are plain meta tensors, so the module never holds anything else
 and nothing has to be converted at the end. But code that builds models asks tensors where they are,
 and skips its work if the answer is "meta" (transformers leaves out its whole init). So a function
-mode (pretence.py) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
+mode (`CpuPretence`) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
 below it, sees every operation that really happens.
 """
 

@@ -4,7 +4,7 @@
 device the values are for: a GPU divides by a scalar as it multiplies by the reciprocal, its
 transcendental functions have other last bits, and a CPU's vector loops have other last bits than
 their scalar tails, which move with the number of threads. Random draws alone give the same bits
-everywhere (`unison.rng`), and so may be made where they are needed (local.py).
+everywhere (`unison.rng`), and so may be made where they are needed (`fill_part_`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -321,15 +321,58 @@ def part_of(
         return lambda low, high: torch.zeros(high - low, dtype=dtype)
     if depth == 0:
         return None
+    is_exact = op.call in EXACT
+    is_new = op.call in COPIES or (is_exact and not op.call._schema.is_mutable)  # type: ignore[union-attr]
+    if is_exact and not (dtype.is_floating_point and _are_numbers(op.args[1:], op.kwargs)):
+        return None
+    if is_new:
+        return _part_of_new(op, dtype, streams, depth)
+    if not (is_exact or isinstance(op.call, Fill) or op.call is aten.copy_.default):
+        return None
+    target = op.args[0]
+    if not isinstance(target, Operand) or target.geometry.dtype != dtype:
+        return None
+    region, before = Region.of(target.geometry), part_of(target.version, dtype, streams, depth - 1)
+    written = None if is_exact else _written_part(op, streams, depth)
+    if region is None or before is None or (written is None and not is_exact):
+        return None
+
+    def part(low: int, high: int) -> Tensor:
+        overlap = region.cut(low, high)
+        if isinstance(op.call, Fill) and overlap.is_all(high - low):
+            return written(overlap.first, overlap.last)  # type: ignore[misc]
+        values = before(low, high)
+        if written is not None:
+            overlap.put(written(overlap.first, overlap.last), values)
+            return values
+        with one_thread():
+            changed = values[overlap.where]
+            op.call(changed, *op.args[1:], **op.kwargs)  # type: ignore[operator]
+            values[overlap.where] = changed
+        return values
+
+    return part
+
+
+def _written_part(op: Op, streams: Streams, depth: int) -> Part | None:
+    """What evaluates ranges of the elements that a fill or a copy writes, in row-major order."""
+    target = op.args[0].geometry
     if isinstance(op.call, Fill):
-        return _of_fill(op, dtype, streams, depth)
-    if op.call is aten.copy_.default:
-        return _of_copy(op, dtype, streams, depth)
-    if op.call in COPIES or (op.call in EXACT and dtype.is_floating_point):
-        is_in_place = op.call._schema.is_mutable  # type: ignore[union-attr]
-        rule = _of_arithmetic_in_place if is_in_place else _of_arithmetic
-        return rule(op, dtype, streams, depth)
-    return None
+
+        def drawn(first: int, last: int) -> Tensor:
+            values = torch.empty(last - first, dtype=target.dtype)
+            streams.fill_(values, op, Box.flat(first, last, target.numel))
+            return values
+
+        return drawn
+    source = op.args[1]
+    if not isinstance(source, Operand):
+        return None
+    if source.geometry.shape != target.shape or not source.geometry.is_contiguous:
+        return None
+    copied = part_of(source.version, source.geometry.dtype, streams, depth - 1)
+    offset = source.geometry.offset
+    return copied and (lambda first, last: copied(offset + first, offset + last))
 
 
 @dataclass(frozen=True)
@@ -398,53 +441,10 @@ class Region:
         return Overlap(begin * self.run, end * self.run, places[keep] - low, keep)
 
 
-def _of_fill(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> Part | None:
-    (target,) = op.args
-    region = Region.of(target.geometry)
-    before = part_of(target.version, dtype, streams, depth - 1)
-    if region is None or before is None or target.geometry.dtype != dtype:
-        return None
-
-    def part(low: int, high: int) -> Tensor:
-        cut = region.cut(low, high)
-        drawn = torch.empty(cut.last - cut.first, dtype=dtype)
-        streams.fill_(drawn, op, Box.flat(cut.first, cut.last, target.geometry.numel))
-        if cut.is_all(high - low):
-            return drawn
-        values = before(low, high)
-        cut.put(drawn, values)
-        return values
-
-    return part
-
-
-def _of_copy(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> Part | None:
-    target, source = op.args[:2]
-    region = Region.of(target.geometry)
-    if not isinstance(source, Operand) or region is None or target.geometry.dtype != dtype:
-        return None
-    if source.geometry.shape != target.geometry.shape or not source.geometry.is_contiguous:
-        return None
-    before = part_of(target.version, dtype, streams, depth - 1)
-    copied = part_of(source.version, source.geometry.dtype, streams, depth - 1)
-    if before is None or copied is None:
-        return None
-    offset = source.geometry.offset
-
-    def part(low: int, high: int) -> Tensor:
-        cut = region.cut(low, high)
-        values = before(low, high)
-        cut.put(copied(offset + cut.first, offset + cut.last), values)
-        return values
-
-    return part
-
-
-def _of_arithmetic(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> Part | None:
-    """A new tensor, made of one that lies in order."""
-    source, numbers = op.args[0], op.args[1:]
-    made = op.fresh[0]
-    if not isinstance(source, Operand) or made is None or not _are_numbers(numbers, op.kwargs):
+def _part_of_new(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> Part | None:
+    """What evaluates ranges of a new tensor, made of one that lies in order."""
+    source, made = op.args[0], op.fresh[0]
+    if not isinstance(source, Operand) or made is None or not _are_numbers(op.args[1:], op.kwargs):
         return None
     if not (source.geometry.is_contiguous and made[1].is_contiguous and made[1].dtype == dtype):
         return None
@@ -458,31 +458,7 @@ def _of_arithmetic(op: Op, dtype: torch.dtype, streams: Streams, depth: int) -> 
         if op.call in COPIES:
             return values.to(dtype)
         with one_thread():
-            return op.call(values, *numbers, **op.kwargs)  # type: ignore[operator]
-
-    return part
-
-
-def _of_arithmetic_in_place(
-    op: Op, dtype: torch.dtype, streams: Streams, depth: int
-) -> Part | None:
-    target, numbers = op.args[0], op.args[1:]
-    if not isinstance(target, Operand) or not _are_numbers(numbers, op.kwargs):
-        return None
-    region = Region.of(target.geometry)
-    before = part_of(target.version, dtype, streams, depth - 1)
-    if region is None or before is None or target.geometry.dtype != dtype:
-        return None
-
-    def part(low: int, high: int) -> Tensor:
-        values = before(low, high)
-        where = region.cut(low, high).where
-        with one_thread():
-            changed = values[where]
-            op.call(changed, *numbers, **op.kwargs)  # type: ignore[operator]
-            if isinstance(where, Tensor):  # a slice is a view, changed in place
-                values[where] = changed
-        return values
+            return op.call(values, *op.args[1:], **op.kwargs)  # type: ignore[operator]
 
     return part
 

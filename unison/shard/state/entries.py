@@ -1,8 +1,11 @@
-"""What a rank holds of every tensor that a model's state is made of, by name."""
+"""What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,14 @@ from unison.names import canonical_name
 from unison.shard.guard import compare_across_ranks
 from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks
-from unison.shard.sharded_tensor import is_dtensor, local_part, mesh_of, placement_of, show_shards
+from unison.shard.sharded_tensor import (
+    is_dtensor,
+    local_part,
+    mesh_of,
+    placement_of,
+    show_shards,
+    whole,
+)
 from unison.shard.unit import units_of
 
 # ------------------------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return work(), None
     except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
@@ -307,3 +317,164 @@ class Delivery:
                 raise self._error
 
         agree(self._ranks, tell)
+
+
+# ---- the whole state -----------------------------------------------------------------------------
+
+
+# ------------------------------------------------------------------------------------------------
+# A safetensors file as a mapping that reads a tensor when it is asked for one.
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of an open file by name; nothing is kept in memory."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = dict.fromkeys(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextmanager
+def open_weights(path: str | Path) -> Iterator[Weights]:
+    """Open a safetensors file for `load_full_state_dict`, for example a model's of a run.
+
+    Raises:
+        BadInput: If there is no such file, or it is not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise BadInput(f"expected a safetensors file at {path}, found none")
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadInput(f"{path} is not a whole file of safetensors: {error}") from None
+    with file as opened:
+        yield Weights(opened)
+
+
+class KeyReport(NamedTuple):
+    """Which names did not fit, after a load with `strict=False`."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def full_state_dict(
+    module: nn.Module,
+    *,
+    rank0_only: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, Tensor]:
+    """The whole state of a model, as the unsharded model's `state_dict()` has it; a collective.
+
+    One tensor is gathered at a time, so the device never holds the whole model. Names are
+    those of the unsharded model, in its order: persistent buffers are there (this rank's own), and
+    a tied parameter under all its names, as one tensor.
+
+    Args:
+        module: The model, sharded or not.
+        rank0_only: Whether rank 0 alone keeps the copies; the others get an empty dictionary.
+        dtype: What to cast floating-point values to; None leaves them as they are.
+        device: Where the copies lie.
+
+    Returns:
+        Copies by name: `plain.load_state_dict(full_state_dict(sharded))` works, and so does the
+        reverse with `load_full_state_dict`.
+    """
+    copies: dict[int, Tensor] = {}
+    ranks = ranks_of(module)
+    for entry in entries_of(module):
+        value = whole(entry.tensor, entry.name)
+        if ranks.rank == 0 or not rank0_only:
+            wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            copies[id(entry.tensor)] = value.to(device=device, dtype=wanted, copy=True)
+    return {
+        name: copies[id(value)] for name, value, _ in named_tensors(module) if id(value) in copies
+    }
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor] | None, *, strict: bool = True
+) -> KeyReport:
+    """Fill a model from a whole state; a collective.
+
+    Args:
+        module: The model, sharded or not; its parameters have memory.
+        state: The state by the names of the unsharded model, on every rank or on rank 0 alone (the
+            others pass None), which then broadcasts one tensor at a time. It may be lazy, reading a
+            tensor when it is asked for one, as `open_weights` does: a rank asks for one at a time,
+            and only for those of which it keeps a part. Values are cast to the model's dtypes. A
+            tied parameter needs to be there under one of its names.
+        strict: Whether names that are missing or too many are an error.
+
+    Returns:
+        The names that are missing and those that were not expected.
+
+    Raises:
+        BadInput: On every rank, naming what does not fit. Names are checked before anything is
+            changed, and so are shapes unless the state is lazy.
+    """
+    ranks, entries = ranks_of(module), entries_of(module)
+    delivery = Delivery(ranks, has_state=bool(state), what="the state")
+    reports = agree(ranks, lambda: _checked(entries, state, strict) if state else None)
+    report = (reports[ranks.rank] if delivery.is_reader else None) or reports[0]
+    assert report is not None
+    absent = set(report.missing)
+    for entry in entries:
+        if entry.name not in absent:
+            read = partial(_read, entry, state or {})
+            part = delivery.take(read, entry, entry.name, entry.value.dtype)
+            if part is not None:
+                entry.store(part.to(entry.value.device))
+    delivery.finish()
+    return report
+
+
+def _checked(entries: list[Entry], state: Mapping[str, Tensor], strict: bool) -> KeyReport:
+    """Compare names, and shapes where they are at hand."""
+    given = set(state.keys())
+    missing = [entry.name for entry in entries if not given.intersection(entry.names)]
+    expected = {name for entry in entries for name in entry.names}
+    unexpected = sorted(given - expected)
+    faults = []
+    if strict and missing:
+        faults.append(f"missing {missing}")
+    if strict and unexpected:
+        faults.append(f"unexpected {unexpected}")
+    if isinstance(state, dict):
+        faults += [
+            f"{name!r} has the shape {list(state[name].shape)} instead of "
+            f"{list(entry.tensor.shape)}"
+            for entry in entries
+            for name in entry.names
+            if name in given and tuple(state[name].shape) != entry.tensor.shape
+        ]
+    if faults:
+        raise BadInput(f"the state does not fit the model: {'; '.join(faults)}")
+    return KeyReport(missing, unexpected)
+
+
+def _read(entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
+    """Read one tensor; a tied one that is there more than once must be one."""
+    first, *others = (name for name in entry.names if name in state)
+    value = state[first]
+    for name in others:
+        other = state[name]
+        if other is not value and not torch.equal(other, value):
+            raise BadInput(
+                f"{first!r} and {name!r} are tied in the model, but differ in the state; give one"
+            )
+    return value

@@ -1,4 +1,11 @@
-"""A saved optimizer state on its way back into an optimizer: matched by name, then installed."""
+"""An optimizer's state by the names of parameters: what is sharded, what is not, how it returns.
+
+[Note: two kinds of state] What an elementwise optimizer keeps for a parameter either has one
+value per element (`exp_avg`) and is cut as the parameter is, or is one number (`step`), the
+same on every rank. The first kind is stored as tensors; the second, with the hyperparameters of
+the groups, as JSON. Nothing depends on the order of parameters or on how they are grouped: all
+go by name.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -11,17 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.sharded_tensor import local_part
-from unison.shard.state.entries import Entry, entries_of
-
-# ------------------------------------------------------------------------------------------------
-# An optimizer's state by the names of parameters: what is sharded, what is not, how it returns.
-#
-# [Note: two kinds of state] What an elementwise optimizer keeps for a parameter either has one
-# value per element (`exp_avg`) and is cut as the parameter is, or is one number (`step`), the
-# same on every rank. The first kind is stored as tensors; the second, with the hyperparameters of
-# the groups, as JSON. Nothing depends on the order of parameters or on how they are grouped: all
-# go by name.
+from unison.shard.sharded_tensor import local_part, whole
+from unison.shard.state.entries import (
+    Delivery,
+    Entry,
+    agree,
+    entries_of,
+    ranks_of,
+    require_same,
+    together,
+)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -321,3 +327,113 @@ def _like(value: Any, before: Any) -> Any:
     if isinstance(before, tuple) and isinstance(value, list):
         return tuple(value)
     return value
+
+
+# ------------------------------------------------------------------------------------------------
+# An optimizer's whole state in plain tensors, by parameter name: gathered, or taken apart.
+
+
+def full_optimizer_state_dict(
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    rank0_only: bool = False,
+    device: str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """The whole state of an optimizer, by the names of parameters; a collective.
+
+    It is laid out as torch's `get_optimizer_state_dict(..., full_state_dict=True)` lays it out:
+    `state` by parameter name, in the parameters' own shapes, and `param_groups` whose `params` are
+    names. A parameter without state (frozen, or never given a gradient) is only in the latter.
+
+    Args:
+        module: The model whose parameters the optimizer holds, sharded or not.
+        optimizer: An elementwise optimizer.
+        rank0_only: Whether rank 0 alone keeps the copies; the others get an empty dictionary.
+        device: Where the copies lie.
+
+    Raises:
+        BadInput: On every rank, if ranks hold different state.
+    """
+    ranks = ranks_of(module)
+    held = together(ranks, lambda: collect(module, optimizer))
+    require_same(ranks, held.describe(), what="the optimizer's state")
+    keeps = ranks.rank == 0 or not rank0_only
+    state: dict[str, dict[str, Any]] = {}
+    if keeps:
+        for name, values in held.scalars.items():
+            state[name] = {
+                key: value.to(device=device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+    for element in held.elements:
+        full = whole(element.held, element.entry.name)
+        if keeps:
+            copy = full.to(device=device, copy=True)
+            state.setdefault(element.entry.name, {})[element.key] = copy
+    return {"state": state, "param_groups": held.groups} if keeps else {}
+
+
+def load_full_optimizer_state_dict(
+    module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None
+) -> None:
+    """Give an optimizer the state that `full_optimizer_state_dict` returned; a collective.
+
+    Everything goes by name: parameters may be in another order or grouped otherwise, as long as
+    those of one group were saved with equal hyperparameters. The optimizer need not have stepped.
+    `foreach`, `fused`, `capturable` and `differentiable` stay as they are in the optimizer.
+
+    Args:
+        module: The model whose parameters the optimizer holds, sharded or not.
+        optimizer: The optimizer to fill.
+        state: The state, on every rank or on rank 0 alone (the others pass None), which then
+            broadcasts one tensor at a time.
+
+    Raises:
+        BadInput: On every rank, naming what does not fit.
+    """
+    ranks = ranks_of(module)
+    delivery = Delivery(ranks, has_state=bool(state), what="the optimizer's state")
+    shapes = {entry.name: entry.tensor.shape for entry in entries_of(module)}
+    outlines = agree(ranks, lambda: _outline(state, shapes) if state else None)
+    outline = outlines[ranks.rank] or outlines[0]
+    assert outline is not None
+    elements, install = together(ranks, lambda: prepare(module, optimizer, outline))
+    for element in elements:
+        entry, key = element.entry, element.key
+        part = delivery.take(
+            lambda: (state or {})["state"][entry.name][key],  # noqa: B023 - called at once
+            entry,
+            f"{key} of {entry.name}",
+            element.value.dtype,
+        )
+        if part is not None:
+            element.value.copy_(part.view(element.value.shape))
+    delivery.finish()
+    install()
+
+
+def _outline(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    """What a full state says, without its tensors."""
+    if not {"state", "param_groups"} <= state.keys():
+        raise BadInput(
+            "expected 'state' and 'param_groups' as full_optimizer_state_dict gives them, found "
+            f"{sorted(state.keys())}"
+        )
+    scalar_keys = keys_of_scalars(
+        (len(shapes.get(name, ())), values) for name, values in state["state"].items()
+    )
+    scalars: dict[str, dict[str, Any]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            is_number = not isinstance(value, Tensor) or (
+                value.ndim == 0 and (key in scalar_keys or shapes.get(name) != ())
+            )
+            if is_number:
+                scalars.setdefault(name, {})[key] = value
+            else:
+                dtypes.setdefault(name, {})[key] = value.dtype
+    return OptimizerState(
+        class_name=None, groups=list(state["param_groups"]), scalars=scalars, dtypes=dtypes
+    )
