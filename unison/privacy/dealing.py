@@ -33,8 +33,8 @@ from unison.shard.deal import (
     take_mean_was_used,
 )
 from unison.shard.each_granule import granular_pass
+from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
-from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
 
 __all__ = [

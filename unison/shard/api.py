@@ -18,11 +18,10 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.engine import compile_inside, context_of, install
 from unison.shard.flat_group import (
+    CPUOffload,
     MixedPrecision,
     ParameterInfo,
     ParameterUse,
-    as_offload,
-    as_precision,
     is_piece,
 )
 from unison.shard.ranks import DONE, Axes, Ranks, Work
@@ -219,6 +218,48 @@ def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
                     child._buffers[name] = buffer.to(precision.buffers)
 
 
+def as_precision(policy: Any) -> MixedPrecision:
+    """Accept None, our own policy, or the one of torch's FSDP2.
+
+    Raises:
+        BadInput: If it is something else.
+    """
+    if policy is None:
+        return MixedPrecision()
+    if isinstance(policy, MixedPrecision):
+        return policy
+    if type(policy).__name__ == "MixedPrecisionPolicy":  # torch.distributed.fsdp's, not imported
+        return MixedPrecision(
+            param=policy.param_dtype,
+            # FSDP2 sums in the computing dtype unless told otherwise; its users rely on that.
+            reduce=policy.reduce_dtype or policy.param_dtype,
+            output=policy.output_dtype,
+            cast_inputs=policy.cast_forward_inputs,
+        )
+    raise BadInput(
+        "mp_policy must be a unison.MixedPrecision or torch.distributed.fsdp.MixedPrecisionPolicy, "
+        f"found {policy!r}"
+    )
+
+
+def as_offload(policy: Any) -> CPUOffload | None:
+    """Accept None, our own policy, or one of torch's FSDP2.
+
+    Raises:
+        BadInput: If it is something else.
+    """
+    if policy is None or isinstance(policy, CPUOffload):
+        return policy
+    if type(policy).__name__ == "CPUOffloadPolicy":
+        return CPUOffload(pin_memory=policy.pin_memory)
+    if type(policy).__name__ == "OffloadPolicy":  # FSDP2's word for none
+        return None
+    raise BadInput(
+        "offload_policy must be a unison.CPUOffload or torch.distributed.fsdp.CPUOffloadPolicy, "
+        f"found {policy!r}"
+    )
+
+
 def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:
     if not isinstance(value, bool | int):
         raise BadInput(f"reshard_after_forward must be True, False or a number, found {value!r}")
@@ -244,15 +285,9 @@ def _checked_divisor(value: str | float, ranks: Ranks) -> float:
 
 def add_verbs(module: nn.Module) -> None:
     """Let a sharded module have FSDP2's verbs; copies of the module get their own."""
-    verbs = {
-        "unshard": unshard,
-        "reshard": reshard,
-        "set_requires_gradient_sync": set_requires_gradient_sync,
-        "set_reshard_after_forward": set_reshard_after_forward,
-        "compile": compile_module,
-    }
-    for name, verb in verbs.items():
-        module.__dict__[name] = partial(verb, module)
+    for verb in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
+        module.__dict__[verb.__name__] = partial(verb, module)
+    module.__dict__["compile"] = partial(compile_module, module)
 
 
 def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -7,10 +7,10 @@
     end            finish the sums; every piece has its gradient
 
 The module's `forward` is wrapped; its outputs carry a hook that fires before the unit's backward
-pass begins (a backward pass that comes another way is noticed by the leaves, see leaves.py); and a
-callback of the autograd engine ends the backward pass. Collectives are issued in
-an order that every rank shares, whatever parameters it used: the order of the forward pass, and its
-reverse in the backward pass. A unit must therefore be entered by every rank or by none. What the
+pass begins (a backward pass that comes another way is noticed by the leaves, see flat_group.py);
+and a callback of the autograd engine ends the backward pass. Collectives are issued in an order
+that every rank shares, whatever parameters it used: the order of the forward pass, and its reverse
+in the backward pass. A unit must therefore be entered by every rank or by none. What the
 units of one model share meanwhile is their `Context`.
 
 [Note: one rank] Where one rank holds all of a unit's parameters as it computes with them, nothing
@@ -48,6 +48,7 @@ from unison.shard.deal import (
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
+from unison.shard.flat_group import PLAIN, per_granule, watch_compiled
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
@@ -56,7 +57,6 @@ from unison.shard.granules import (
     plan_of,
 )
 from unison.shard.guard import compare_across_ranks
-from unison.shard.leaves import PLAIN, per_granule, watch_compiled
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.unit import Unit, Versions, units_of
 

@@ -37,9 +37,8 @@ from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.engine import NO_TASK, backward_task
-from unison.shard.flat_group import ParameterUse
+from unison.shard.flat_group import ParameterUse, per_granule
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
-from unison.shard.leaves import per_granule
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels

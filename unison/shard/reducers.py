@@ -105,7 +105,7 @@ class OrderedReducer:
         self._edges_of_copy = edges[first : first + axes.shard.size + 1]
         self._edges_of_replicas = edges[:: axes.shard.size]
         self._trees = [SubtreeSum(*self._mine) for _ in group.slots]
-        self._work: Work | None = None
+        self._work: Work = DONE
         self._received = self._sent = torch.zeros(0, dtype=group.reduce_dtype, device=group.device)
 
     @property
@@ -169,7 +169,6 @@ class OrderedReducer:
                 _finish_tree([self._subtrees(slot)], self._mine) for slot in range(len(self._trees))
             ]
             return [None if total is None else total.reshape(-1) for total in totals]
-        assert self._work is not None
         self._work.wait()
         self._sent = self._sent.new_zeros(0)
         group = self._group

@@ -14,15 +14,19 @@ from torch.autograd.profiler import record_function
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.flat_group import (
+    PLAIN,
+    RECOMPUTE,
+    ChangedParameter,
     CPUOffload,
     FlatGroup,
     MixedPrecision,
     ParameterInfo,
     ParameterUse,
     StoragePhase,
+    per_granule,
     take_over,
+    tripwire,
 )
-from unison.shard.leaves import PLAIN, RECOMPUTE, ChangedParameter, per_granule, tripwire
 from unison.shard.ranks import Axes
 from unison.shard.reducers import FastReducer, OrderedReducer
 
@@ -192,11 +196,8 @@ class Unit:
         self.forward_versions: Versions | None = None
         for group in self.groups:
             group.unit = self
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is gathered or freed: this rank holds all as it computes with it."""
-        return all(group.is_alias for group in self.groups)
+        # Whether nothing is gathered or freed: this rank holds all as it computes with it.
+        self.is_whole = all(group.is_alias for group in self.groups)
 
     @property
     def is_plain(self) -> bool:
@@ -236,6 +237,7 @@ class Unit:
         for group in self.groups:
             if group.shard.is_meta:
                 group.allocate(device)
+        self.is_whole = all(group.is_alias for group in self.groups)
 
     def check_untouched(self) -> None:
         """Refuse parameters without values, and those replaced or moved after sharding.

@@ -26,6 +26,7 @@ from unison.privacy.owners.fsdp2_group import FSDP2Group, rows_of
 from unison.privacy.owners.sums import GroupSums, exchange
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
+from unison.shard.flat_group import PLAIN
 from unison.shard.fsdp2 import (
     after_forward,
     before_forward,
@@ -37,7 +38,6 @@ from unison.shard.fsdp2 import (
     wrap_hook,
 )
 from unison.shard.granules import check_not_bypassed, num_granules_of
-from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Axes
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, show_shards
 

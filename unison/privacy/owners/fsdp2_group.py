@@ -21,11 +21,10 @@ from unison.errors import UnsupportedOperation
 from unison.privacy.owners.base import Owned
 from unison.privacy.owners.sums import GroupSums
 from unison.privacy.owners.units import capture_of
-from unison.shard.flat_group import ParameterUse
+from unison.shard.flat_group import PLAIN, RECOMPUTE, ParameterUse
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, ShardPiece, Slot
-from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Axes, Ranks
 from unison.shard.sharded_tensor import element_ranges
 from unison.shard.unit import Attributes, Hidden

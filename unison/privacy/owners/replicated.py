@@ -18,8 +18,8 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.owners.base import MakeSums, Owned, RecordsWhole
 from unison.privacy.owners.buckets import BucketedSums
 from unison.shard.deal import BatchPlan
+from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
-from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 
 

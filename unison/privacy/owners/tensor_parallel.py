@@ -42,8 +42,8 @@ from unison.privacy.ranks import device_of
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
+from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.granules import num_granules_of
-from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from unison.privacy.owners.base import MakeSums, Owned, RecordsWhole
 from unison.privacy.owners.sums import GroupSums, exchange
 from unison.shard.deal import BatchPlan
 from unison.shard.engine import context_of
-from unison.shard.flat_group import FlatGroup
-from unison.shard.leaves import PLAIN, RECOMPUTE
+from unison.shard.flat_group import PLAIN, RECOMPUTE, FlatGroup
 from unison.shard.unit import Unit, unit_of
 
 

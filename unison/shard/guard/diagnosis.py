@@ -5,8 +5,8 @@ Nothing here talks to a store or a thread: states go in, a finding or a text com
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -333,14 +333,9 @@ def _from(stack: list[str]) -> list[str]:
 
 def _earliest(finding: Finding, details: Mapping[int, Detail]) -> Finding:
     """Move a mismatch to the first number at which the calls differ, if it is still known."""
-    calls = [d[finding.group] for d in details.values() if finding.group in d]
-    if len(calls) < 2:
-        return finding
-    common = set.intersection(*(set(c) for c in calls))
-    for number in sorted(int(n) for n in common if int(n) <= finding.number):
-        if len({c[str(number)][2] for c in calls}) > 1:
-            return Finding(finding.kind, finding.ranks, finding.group, number, finding.why)
-    return finding
+    calls = {rank: each[finding.group] for rank, each in details.items() if finding.group in each}
+    found = _first_difference(calls, finding.number, lambda call: call[2])
+    return finding if found is None else replace(finding, number=found[0])
 
 
 def _where_sites_part(
@@ -352,12 +347,21 @@ def _where_sites_part(
     program are then the only trace of it.
     """
     calls = {r: details[r][finding.group] for r in ranks if finding.group in details.get(r, {})}
-    if finding.kind is FaultKind.LOST or len(calls) < 2:
+    found = _first_difference(calls, finding.number - 1, lambda call: call[1][0])
+    if finding.kind is FaultKind.LOST or found is None:
         return []
-    common = set.intersection(*(set(c) for c in calls.values()))
-    for number in sorted(int(n) for n in common if int(n) < finding.number):
-        sites = {r: c[str(number)][1][0] for r, c in calls.items()}
-        if len(set(sites.values())) > 1:
-            shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
-            return [f"  The call sites first part at number {number}: {shown}."]
-    return []
+    number, sites = found
+    shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
+    return [f"  The call sites first part at number {number}: {shown}."]
+
+
+def _first_difference(
+    calls: Mapping[int, Mapping[str, Any]], last: int, look: Callable[[Any], Any]
+) -> tuple[int, dict[int, Any]] | None:
+    """The first number up to `last` at which ranks' calls differ in what `look` takes of them."""
+    common = set.intersection(*map(set, calls.values())) if len(calls) > 1 else set()
+    for number in sorted(int(n) for n in common if int(n) <= last):
+        found = {rank: look(of_rank[str(number)]) for rank, of_rank in calls.items()}
+        if len(set(found.values())) > 1:
+            return number, found
+    return None
