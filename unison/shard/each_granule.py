@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import current_draws, following, nothing_else_drawn, of_granule
 from unison.rng.generators import is_draw, is_seeding
-from unison.shard.granules import MAPPED_BY, PerGranule, draws_of, num_granules_of, plan_of
+from unison.shard.granules import (
+    MAPPED_BY,
+    PerGranule,
+    draws_of,
+    is_in_backward,
+    num_granules_of,
+    plan_of,
+)
 from unison.shard.guard.records import caller, lines_of
 from unison.shard.tree import sum_over_granules
 
@@ -423,7 +430,7 @@ def _map_norm(func: Callable, use_statistics: str) -> Callable:
         for key, own in zip(("running_mean", "running_var"), copies, strict=True):
             given[key] = PerGranule.of(own, plan)
         result = call(*bound.args, **bound.kwargs)
-        if torch._C._current_graph_task_id() == -1:  # what a recompute makes is dropped
+        if not is_in_backward():  # what a recompute makes is dropped
             average(plan, buffers, copies)
         return result
 
@@ -464,7 +471,7 @@ def granular_pass(
     """
     global _looking
     num_granules = num_granules_of(inputs)
-    is_recompute = torch._C._current_graph_task_id() != -1
+    is_recompute = is_in_backward()
     plan = plan_of(inputs)
     draws = None
     if num_granules and not is_recompute:
@@ -619,7 +626,7 @@ def call_each_granule(
             object that all granules share.
     """
     plan = plan_of((args, kwargs))
-    is_recompute = torch._C._current_graph_task_id() != -1
+    is_recompute = is_in_backward()
     handed = _GranuleArguments(name, num_granules, plan)
     state = ModuleState(name, module, plan, is_recompute=is_recompute)
     containers = state.containers()

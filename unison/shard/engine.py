@@ -53,6 +53,7 @@ from unison.shard.granules import (
     Bypassed,
     PerGranule,
     check_not_bypassed,
+    is_in_backward,
     num_granules_of,
     plan_of,
 )
@@ -422,14 +423,6 @@ def context_of(unit: Unit) -> Context:
     return context
 
 
-NO_TASK = -1
-
-
-def backward_task() -> int:
-    """The number of the running backward pass, or NO_TASK."""
-    return torch._C._current_graph_task_id()
-
-
 class Forward:
     """What `module.forward` is: the unit's pass around the module's own. A copy has its own unit.
 
@@ -516,7 +509,7 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
-    is_recompute = backward_task() != NO_TASK
+    is_recompute = is_in_backward()
     is_inner = unit is not context.root if unit.is_plain else context.depth > 0
     plan = None if is_inner or is_recompute else use_plan_of((args, kwargs))
     if plan is None or plan.is_granular:
@@ -583,19 +576,22 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the module's own forward, once or granule by granule."""
-    is_plain = not kwargs and all(type(each) is Tensor for each in args)  # the usual case, quick
-    num_granules = 0 if is_plain else num_granules_of((args, kwargs))
-    is_recompute = backward_task() != NO_TASK
+    num_granules = num_granules_of((args, kwargs))
     if num_granules == 0:
         granule = _granule_of_plain(unit, context)
-        if not is_recompute:
+        if not is_in_backward():
             unit.last_granules = None if granule == PLAIN else [granule]
         with unit.attributes.shadowed(unit.leaves(granule)):
             return unit.inner(*args, **kwargs)
     granules = unit.last_granules = context.granules(num_granules)
     if unit.has_children and not unit.loops_over_model:
+        # A forward per granule would gather every unit below once per granule. So values and
+        # parameters are one tensor per granule, and every torch function maps over them.
         try:
-            return _map_operations(unit, granules, args, kwargs)
+            with unit.attributes.shadowed(per_granule([unit.leaves(each) for each in granules])):
+                output = unit.inner(*args, **kwargs)
+            check_not_bypassed(output, unit.name)
+            return output
         except Bypassed as error:
             if holds_cache((args, kwargs)):  # units have written to it
                 raise
@@ -613,7 +609,7 @@ def _granule_of_plain(unit: Unit, context: Context) -> int:
     is_ordered = unit.options.reducer == "ordered" and unit.leaf_source is None
     if not is_ordered or not torch.is_grad_enabled():
         return PLAIN
-    if backward_task() != NO_TASK:
+    if is_in_backward():
         if unit in context.ran_without_grad:
             raise UnsupportedOperation(
                 f"{unit.name} is under reentrant checkpointing, which hides from the ordered "
@@ -655,25 +651,8 @@ def _loop_over_granules(
     return output
 
 
-def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the unit's forward once, each of its own operations granule by granule.
-
-    A forward per granule would gather every unit below once per granule. So values and parameters
-    are one tensor per granule here, and every torch function maps over them.
-    """
-    leaves = [unit.leaves(granule) for granule in granules]
-    with unit.attributes.shadowed(per_granule(leaves)):
-        output = unit.inner(*args, **kwargs)
-    check_not_bypassed(output, unit.name)
-    return output
-
-
 def before_backward(output: Any, act: Callable[[], None]) -> Any:
     """Call `act` when the first gradient of any tensor in `output` arrives; without one, never."""
-    if type(output) is Tensor:  # the usual case, without looking for more
-        if output.requires_grad:
-            output.register_hook(lambda gradient: act())
-        return output
     for value in tree_iter(output) if torch.is_grad_enabled() else ():
         for tensor in value.parts if isinstance(value, PerGranule) else [value]:
             # Not of what private training follows itself: functions of parameters alone.

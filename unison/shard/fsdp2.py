@@ -36,9 +36,8 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
-from unison.shard.engine import NO_TASK, backward_task
 from unison.shard.flat_group import ParameterUse, per_granule
-from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
+from unison.shard.granules import PerGranule, check_not_bypassed, is_in_backward, num_granules_of
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
@@ -405,7 +404,7 @@ class OrderedModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, granule by granule."""
         num_granules = num_granules_of((args, kwargs))
-        is_training = torch.is_grad_enabled() and backward_task() == NO_TASK
+        is_training = torch.is_grad_enabled() and not is_in_backward()
         if num_granules == 0:
             if is_training:
                 raise BadInput(
@@ -518,7 +517,7 @@ class OrderedModel:
         """
         # A recompute in the backward pass belongs to the batch of the forward pass, whatever the
         # loader has handed out since.
-        plan = self._plan if backward_task() != NO_TASK else current_plan()
+        plan = self._plan if is_in_backward() else current_plan()
         if plan is None or len(plan.granule_ids) != num_granules:
             found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
             raise BadInput(
