@@ -21,7 +21,7 @@ from unison.parallel import (
     adapter_of,
     write_gradients,
 )
-from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import local_part
 
 SHAPES = {"0.weight": (5, 3), "0.bias": (5,), "2.weight": (7, 5), "2.bias": (7,)}
 

@@ -16,7 +16,7 @@ from tests.privacy.sharded import CONFIG, losses, rows
 from unison.models import build
 from unison.privacy import Poisson
 from unison.shard import auto_shard, find_blocks, full_parameters
-from unison.shard.fsdp2.model import ordered_model_of
+from unison.shard.fsdp2 import ordered_model_of
 
 
 def data(batch_size: int = 4) -> DataLoader[Any]:

@@ -21,8 +21,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build
 from unison.privacy import Poisson
 from unison.shard import find_blocks
-from unison.shard.fsdp2.checks import param_groups_of
-from unison.shard.fsdp2.model import ordered_model_of
+from unison.shard.fsdp2 import ordered_model_of, param_groups_of
 
 # --- what it costs --------------------------------------------------------------------------------
 

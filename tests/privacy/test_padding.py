@@ -13,7 +13,7 @@ from tests.privacy.common import attach
 from unison.clip.layers import MODES
 from unison.errors import BadInput
 from unison.privacy.sampling import Poisson, Shuffled
-from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import local_part
 
 NUM_RECORDS, WIDTH = 3, 4
 

@@ -18,7 +18,7 @@ from unison.models import build
 from unison.privacy import Poisson, PrivacyEngine
 from unison.privacy import noise as noises
 from unison.shard import full_optimizer_state_dict, load_checkpoint, save_checkpoint
-from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import local_part
 from unison.shard.unit import units_of
 
 

@@ -307,7 +307,7 @@ def test_torch_switches_onednn_off_before_the_first_pass_or_not_at_all(how, monk
     """On a CPU without bf16 its first narrow product does; here it is played."""
     products: list[torch.dtype] = []
     seen: list[int] = []
-    monkeypatch.setattr("unison.shard.first_use.multiply", lambda x: products.append(x.dtype))
+    monkeypatch.setattr(torch, "mm", lambda x, _: products.append(x.dtype))
     model = build(GPT2, seed=5)
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     auto_shard(model, **(options if how == "policy" else {}))

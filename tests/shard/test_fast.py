@@ -13,8 +13,7 @@ from tests.harness import World, assert_close, ranks, run_on_ranks
 from tests.shard.common import per_sample_loss, shard, tokens
 from unison.models import ModelConfig, build, preset
 from unison.shard import auto_shard, full_parameters, fully_shard, units_of
-from unison.shard.dtensors import local_part
-from unison.shard.sharded_tensor import ShardedTensor
+from unison.shard.sharded_tensor import ShardedTensor, local_part
 
 WORLD_SIZES = (1, 2, 3)
 

@@ -23,8 +23,7 @@ from unison.shard import (
     fully_shard,
     grad_norm,
 )
-from unison.shard.dtensors import local_part
-from unison.shard.sharded_tensor import ShardedTensor
+from unison.shard.sharded_tensor import ShardedTensor, local_part
 
 
 def step_of(world: World, model: nn.Module, lr: float = 0.1, step: int = 0) -> None:

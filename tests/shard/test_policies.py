@@ -27,7 +27,7 @@ from unison.shard import (
     fully_shard,
     units_of,
 )
-from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import local_part
 
 BF16 = MixedPrecision(param=torch.bfloat16)
 POLICIES = {

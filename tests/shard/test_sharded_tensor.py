@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import World, assert_close, assert_same_bits, ranks, run_on_ranks
 from unison.errors import BadInput, NeedsWhole
-from unison.shard import digest, full_state_dict, fully_shard, together
-from unison.shard.placement import Placement, boxes_of
+from unison.shard import digest, full_state_dict, fully_shard
+from unison.shard import ranks as ranks_module
+from unison.shard.layout import Placement, boxes_of
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import ShardedTensor
 
@@ -271,7 +272,7 @@ def alone(world: World, name: str) -> tuple[str, float]:
         return "", 0.0
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "PATIENCE", timedelta(seconds=2))
+        patch.setattr(ranks_module, "PATIENCE", timedelta(seconds=2))
         with pytest.raises(NeedsWhole) as caught:
             act()
     return str(caught.value), time.monotonic() - begin

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.harness import World, run_on_ranks
 from unison.errors import UnsupportedOperation
 from unison.shard import batch_mean, deal, fully_shard
-from unison.shard.verbs import reshard, unshard
+from unison.shard.api import reshard, unshard
 
 
 class Follow(nn.Module):

@@ -14,7 +14,7 @@ from unison.errors import BadInput, Diverged
 from unison.models import ModelConfig, build
 from unison.rng import Key
 from unison.shard import full_parameters
-from unison.shard.dtensors import local_part
+from unison.shard.sharded_tensor import local_part
 from unison.train.optimization import make_optimizer, make_schedule
 from unison.train.parallel import Parallel
 from unison.train.step import mean_loss, to_device, train_step

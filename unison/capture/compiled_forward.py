@@ -28,9 +28,9 @@ from unison.errors import UnsupportedOperation
 from unison.names import canonical_name
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
-from unison.shard.dtensors import fsdp2_modules
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
+from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import unit_of, units_of
 
 T = TypeVar("T")

@@ -32,10 +32,8 @@ from unison.kfac.inverse import Inverse, invert
 from unison.kfac.layers import Layer, Method
 from unison.parallel.exchange import broadcast_object, buckets
 from unison.shard.ranks import Ranks
-from unison.shard.state.agree import from_rank_0, gather_objects
-from unison.shard.state.entries import FlatPart
-from unison.shard.state.folder import settle
-from unison.shard.state.manifest import Manifest, SavedTensor, read_manifest
+from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
+from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 
 BYTES_AT_ONCE = 2 << 30  # of factors that are being inverted
 
@@ -328,7 +326,7 @@ def save_layers(
         extra: What else is written, as JSON can hold it; that of rank 0 is.
         ranks: Everyone.
     """
-    from unison.shard.state.transfer import write_folder
+    from unison.shard.state.checkpoint import write_folder
 
     parts = {
         _key(state.layer, key): FlatPart(tuple(each.shape), 0, each.reshape(-1))
@@ -370,7 +368,7 @@ def read_layers(
 
     The result is what `load_into` takes. A rank reads the bytes of its own layers.
     """
-    from unison.shard.state.transfer import read_parts
+    from unison.shard.state.files import read_parts
 
     found: dict[int, dict[str, Any]] = {}
     parts: dict[str, FlatPart] = {}

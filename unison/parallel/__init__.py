@@ -34,7 +34,7 @@ from unison.parallel.fsdp2 import FSDP2
 from unison.parallel.replicated import Replicated
 from unison.parallel.tensor_parallel import TensorParallel
 from unison.parallel.units import Units
-from unison.shard.dtensors import fsdp2_modules, is_dtensor
+from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor
 from unison.shard.unit import units_of
 
 __all__ = [

@@ -24,12 +24,11 @@ from unison.ops import Record
 from unison.parallel.exchange import buckets
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
-from unison.shard.dtensors import is_dtensor, local_part
-from unison.shard.layout import FlatLayout, Piece
-from unison.shard.leaves import PLAIN, RECOMPUTE
+from unison.shard.flat_group import PLAIN, RECOMPUTE
+from unison.shard.layout import FlatLayout, ShardPiece
 from unison.shard.ranks import Axes, Ranks
 from unison.shard.reducers import FastReducer, Parts
-from unison.shard.sharded_tensor import ShardedTensor
+from unison.shard.sharded_tensor import ShardedTensor, is_dtensor, local_part
 
 T = TypeVar("T")
 
@@ -199,7 +198,7 @@ class GroupSums:
         self._totals: Parts = [None] * len(self.slots)
         self._is_alone = axes.all.size == 1  # nothing is exchanged
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         """What this rank holds of each slot."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.shard.ranks import Ranks
-from unison.shard.state.agree import together
+from unison.shard.state.entries import together
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
 
 __all__ = [

@@ -30,21 +30,25 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.parallel.adapter import GroupSums, MakeSums, ParallelAdapter, ShardedParam, capture_of
 from unison.parallel.replicated import trained_params
-from unison.shard.attributes import Attributes, Hidden
 from unison.shard.deal import BatchPlan
-from unison.shard.dtensors import element_ranges, fsdp2_modules, is_dtensor, show_shards
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
-from unison.shard.flat_group import Use
-from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
-from unison.shard.fsdp2.attach import set_attribute, wrap_hook
-from unison.shard.fsdp2.checks import param_groups_of
-from unison.shard.fsdp2.model import ordered_model_of
-from unison.shard.fsdp2.parts import after_forward, before_forward
+from unison.shard.flat_group import PLAIN, RECOMPUTE, ParameterUse
+from unison.shard.fsdp2 import (
+    after_forward,
+    before_forward,
+    ordered_model_of,
+    param_groups_of,
+    set_attribute,
+    stop_ordered_reduction,
+    use_ordered_reduction,
+    wrap_hook,
+)
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 from unison.shard.layout import FlatLayout, Slot
-from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Axes
 from unison.shard.reducers import Parts
+from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, is_dtensor, show_shards
+from unison.shard.unit import Attributes, Hidden
 
 
 class FSDP2(ParallelAdapter):
@@ -303,10 +307,10 @@ class RowSums(GroupSums):
             yield each, line[low : low + each.stop - each.start]
 
 
-def _uses(info: Any) -> list[Use]:
+def _uses(info: Any) -> list[ParameterUse]:
     """Where modules hold a parameter."""
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [Use(info.module, info.param_name), *(Use(*place) for place in shared)]
+    return [ParameterUse(info.module, info.param_name), *(ParameterUse(*place) for place in shared)]
 
 
 def _both(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:

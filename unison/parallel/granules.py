@@ -11,8 +11,7 @@ from unison.errors import BadInput
 from unison.parallel.exchange import wire_device
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import current_draws
-from unison.shard.deal import BatchPlan, current_plan
-from unison.shard.dealt import without_plan
+from unison.shard.deal import BatchPlan, current_plan, without_plan
 from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks
 

@@ -15,10 +15,10 @@ from unison.capture import Capture
 from unison.capture.tracked import Source, Tracked, places
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import ParallelAdapter, ShardedParam, in_buckets
-from unison.shard.dtensors import local_part
+from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
-from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.sharded_tensor import local_part
 
 
 class Replicated(ParallelAdapter):

@@ -37,9 +37,9 @@ from unison.parallel.replicated import are_equal, trained_params
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
-from unison.shard.fsdp2.attach import set_attribute
+from unison.shard.flat_group import PLAIN, RECOMPUTE
+from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import num_granules_of
-from unison.shard.leaves import PLAIN, RECOMPUTE
 from unison.shard.ranks import Ranks
 
 if TYPE_CHECKING:

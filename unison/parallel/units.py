@@ -15,7 +15,7 @@ from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput
 from unison.names import canonical_name
 from unison.parallel.adapter import GroupSums, ParallelAdapter, ShardedParam, capture_of
-from unison.shard.context import context_of
+from unison.shard.engine import context_of
 from unison.shard.unit import Unit, unit_of
 
 

@@ -40,11 +40,11 @@ from unison.shard.deal import (
 from unison.shard.deal import batch_mean as batch_mean
 from unison.shard.deal import local_batch_mean as local_batch_mean
 from unison.shard.digest import fingerprint as fingerprint
-from unison.shard.dtensors import show_shards as show_shards
+from unison.shard.each_granule import granular_pass
+from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
-from unison.shard.leaves import PLAIN
 from unison.shard.ranks import Ranks
-from unison.shard.watch import granular_pass
+from unison.shard.sharded_tensor import show_shards as show_shards
 
 
 @dataclass(frozen=True, eq=False)

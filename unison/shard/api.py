@@ -1,24 +1,32 @@
 """`fully_shard` and `auto_shard`: from a module to units."""
 
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from unison import check
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.engine import install
-from unison.shard.flat_group import ParameterInfo, Use
-from unison.shard.optimizers import watch_optimizers
-from unison.shard.policies import MixedPrecision, as_offload, as_precision
-from unison.shard.ranks import Axes, Ranks
-from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of
-from unison.shard.verbs import add_verbs
+from unison.shard.engine import compile_inside, context_of, install
+from unison.shard.flat_group import (
+    CPUOffload,
+    MixedPrecision,
+    ParameterInfo,
+    ParameterUse,
+    is_piece,
+)
+from unison.shard.ranks import DONE, Axes, Ranks, Work
+from unison.shard.sharded_tensor import ShardedTensor, show_shards
+from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of, units_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -156,16 +164,9 @@ def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
             another device than the rest.
     """
     found: dict[int, ParameterInfo] = {}
-    owned = {
-        id(piece)
-        for child in module.modules()
-        if (unit := unit_of(child)) is not None
-        for group in unit.groups
-        for piece in group.pieces
-    }
     for path, submodule in module.named_modules(remove_duplicate=True):
         for attribute, parameter in submodule._parameters.items():
-            if parameter is None or id(parameter) in owned:
+            if parameter is None or is_piece(parameter):
                 continue
             name = canonical_name(f"{path}.{attribute}" if path else attribute)
             owner = getattr(parameter, TAKEN_BY, None)
@@ -175,7 +176,7 @@ def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
                     "leave that unit out, so that the module that holds both takes the parameter"
                 )
             info = found.setdefault(id(parameter), ParameterInfo(name, parameter))
-            info.uses.append(Use(submodule, attribute))
+            info.uses.append(ParameterUse(submodule, attribute))
     devices = {info.value.device for info in found.values()}
     if len(devices) > 1:
         raise BadInput(f"expected all parameters on one device, found {sorted(map(str, devices))}")
@@ -217,13 +218,53 @@ def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
                     child._buffers[name] = buffer.to(precision.buffers)
 
 
+def as_precision(policy: Any) -> MixedPrecision:
+    """Accept None, our own policy, or the one of torch's FSDP2.
+
+    Raises:
+        BadInput: If it is something else.
+    """
+    if policy is None:
+        return MixedPrecision()
+    if isinstance(policy, MixedPrecision):
+        return policy
+    if type(policy).__name__ == "MixedPrecisionPolicy":  # torch.distributed.fsdp's, not imported
+        return MixedPrecision(
+            param=policy.param_dtype,
+            # FSDP2 sums in the computing dtype unless told otherwise; its users rely on that.
+            reduce=policy.reduce_dtype or policy.param_dtype,
+            output=policy.output_dtype,
+            cast_inputs=policy.cast_forward_inputs,
+        )
+    raise BadInput(
+        "mp_policy must be a unison.MixedPrecision or torch.distributed.fsdp.MixedPrecisionPolicy, "
+        f"found {policy!r}"
+    )
+
+
+def as_offload(policy: Any) -> CPUOffload | None:
+    """Accept None, our own policy, or one of torch's FSDP2.
+
+    Raises:
+        BadInput: If it is something else.
+    """
+    if policy is None or isinstance(policy, CPUOffload):
+        return policy
+    if type(policy).__name__ == "CPUOffloadPolicy":
+        return CPUOffload(pin_memory=policy.pin_memory)
+    if type(policy).__name__ == "OffloadPolicy":  # FSDP2's word for none
+        return None
+    raise BadInput(
+        "offload_policy must be a unison.CPUOffload or torch.distributed.fsdp.CPUOffloadPolicy, "
+        f"found {policy!r}"
+    )
+
+
 def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:
     if not isinstance(value, bool | int):
         raise BadInput(f"reshard_after_forward must be True, False or a number, found {value!r}")
-    if not isinstance(value, bool) and (value < 1 or ranks.size % value):
-        raise BadInput(
-            f"reshard_after_forward={value} must divide the number of ranks, {ranks.size}"
-        )
+    if not isinstance(value, bool):
+        ranks.neighbours(value)
     return value
 
 
@@ -234,3 +275,262 @@ def _checked_divisor(value: str | float, ranks: Ranks) -> float:
         raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {value!r}")
     check.positive(gradient_divisor=value)
     return float(value)
+
+
+# ------------------------------------------------------------------------------------------------
+# FSDP2's verbs on a sharded module, such as `module.set_requires_gradient_sync(False)`.
+#
+# FSDP2 gives a module another class to have them; here the class stays, and the instance has them.
+
+
+def add_verbs(module: nn.Module) -> None:
+    """Let a sharded module have FSDP2's verbs; copies of the module get their own."""
+    for verb in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
+        module.__dict__[verb.__name__] = partial(verb, module)
+    module.__dict__["compile"] = partial(compile_module, module)
+
+
+def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """As `nn.Module.compile`: what the module computes is compiled, gathering goes around it."""
+    nn.Module.compile(module, *args, **kwargs)
+    compile_inside(_unit(module))
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> Work:
+    """Have the module's own parameters whole until `reshard`, or until its next pass ends.
+
+    For what uses parameters outside of `forward`: other methods, a look at a weight. Gradients are
+    right, whether it is sharded again before the backward pass or not. A collective.
+
+    Args:
+        module: A sharded module; units below it stay as they are.
+        async_op: For FSDP2's sake: what is returned can be waited for in any case.
+    """
+    unit = _unit(module)
+    context_of(unit)
+    unit.show_full()
+    return DONE
+
+
+def reshard(module: nn.Module) -> None:
+    """Give the memory back that `unshard` took.
+
+    Raises:
+        UnsupportedOperation: If the full parameters were written, which would be lost.
+    """
+    _unit(module).reshard()
+
+
+def set_requires_gradient_sync(
+    module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True
+) -> None:
+    """Sum gradients over ranks after a backward pass, or let them add up on each rank until later.
+
+    Without sums a rank holds the whole gradient of each unit; `deal(micro_batch=...)` and the fast
+    reducer's own way, a sum after each pass, do not.
+
+    Args:
+        module: A sharded module.
+        requires_gradient_sync: Whether to sum.
+        recurse: Whether this is for the units below it, too.
+
+    Raises:
+        UnsupportedOperation: With the ordered reducer, which sums a logical batch once.
+    """
+    units = units_of(module) if recurse else [_unit(module)]
+    for unit in units:
+        if unit.options.reducer == "ordered":
+            raise UnsupportedOperation(
+                f"{unit.name or 'the module'} sums a logical batch once, in one order; let "
+                "unison.deal(loader, granule=..., micro_batch=...) cut the batch into passes"
+            )
+    for unit in units:
+        unit.requires_sync = requires_gradient_sync
+
+
+def set_reshard_after_forward(
+    module: nn.Module, reshard_after_forward: bool, recurse: bool = True
+) -> None:
+    """Free full parameters after the forward pass, or keep them for the backward pass."""
+    for unit in units_of(module) if recurse else [_unit(module)]:
+        unit.options = replace(unit.options, reshard_after_forward=bool(reshard_after_forward))
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers of sharded parameters: groups by name and shape, and what a first step looks at.
+
+
+def param_groups(
+    module: nn.Module, weight_decay: float, no_decay: Iterable[str] = ()
+) -> list[dict[str, Any]]:
+    """Optimizer groups with and without weight decay, by name and number of dimensions.
+
+    Args:
+        module: The model, sharded (by unison or by torch's own FSDP2) or not.
+        weight_decay: Decay of parameters with two or more dimensions.
+        no_decay: Patterns of names (`"*embeddings*"`) that are not decayed either.
+
+    Returns:
+        Two groups for a torch optimizer: decayed, and not.
+    """
+    check.not_negative(weight_decay=weight_decay)
+    show_shards(module)
+    patterns = list(no_decay)
+    decayed, others = [], []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_exempt = any(fnmatch(canonical_name(name), pattern) for pattern in patterns)
+        (decayed if parameter.ndim >= 2 and not is_exempt else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+_is_watching = False
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def watch_optimizers() -> None:
+    """Look at every optimizer before its first step: it may hold what is trained no longer."""
+    global _is_watching
+    if not _is_watching:
+        register_optimizer_step_pre_hook(_look_once)
+        _is_watching = True
+
+
+def _look_once(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer not in _seen:
+        _check_parameters(optimizer)
+        if any(is_piece(each) for group in optimizer.param_groups for each in group["params"]):
+            _adopt_flat_state(optimizer)
+            optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
+        _seen.add(optimizer)
+
+
+def _check_parameters(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = getattr(parameter, TAKEN_BY, None)
+            if owner is not None:
+                raise BadInput(
+                    f"{type(optimizer).__name__} was made before fully_shard: it holds a parameter "
+                    f"of shape {list(parameter.shape)} that {owner} has taken and that is trained "
+                    "no longer; make the optimizer after sharding, from module.parameters()"
+                )
+
+
+def _adopt_flat_state(optimizer: Optimizer) -> None:
+    """Take over state of one dimension, as it was while pieces had one."""
+    for parameter, state in optimizer.state.items():
+        if not is_piece(parameter):
+            continue
+        for key, value in state.items():
+            if type(value) is not Tensor or value.ndim != 1:
+                continue
+            if isinstance(parameter, ShardedTensor) and value.shape == parameter.local.shape:
+                state[key] = ShardedTensor(value, parameter.placement)
+            elif value.shape != parameter.shape and value.numel() == parameter.numel():
+                state[key] = value.view(parameter.shape)
+
+
+# ------------------------------------------------------------------------------------------------
+# How much memory each unit takes on a rank.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """Bytes of one unit on one rank.
+
+    Attributes:
+        name: The unit's module in the model.
+        num_parameters: Elements of its parameters, over all ranks.
+        shard: What the rank always holds of them.
+        full: What it holds in addition while the unit computes.
+        gradient: Its shard of the gradient, trainable parameters only.
+    """
+
+    name: str
+    num_parameters: int
+    shard: int
+    full: int
+    gradient: int
+
+
+def unit_memory(module: nn.Module) -> list[UnitMemory]:
+    """What each unit of a sharded model takes on this rank, the root first.
+
+    Raises:
+        BadInput: If the module is not sharded.
+    """
+    paths = {child: path for path, child in module.named_modules()}
+    units = units_of(module)
+    if not units:
+        raise BadInput(f"{type(module).__name__} is not sharded; call unison.fully_shard first")
+    return [
+        UnitMemory(
+            name=paths[unit.module] or "root",
+            num_parameters=sum(slot.numel for group in unit.groups for slot in group.slots),
+            shard=sum(group.shard.nbytes for group in unit.groups),
+            full=sum(group.full_bytes for group in unit.groups),
+            gradient=sum(group.shard.nbytes for group in unit.groups if group.requires_grad),
+        )
+        for unit in units
+    ]
+
+
+def memory_report(module: nn.Module) -> str:
+    """A table of `unit_memory`, in MiB, with its sums."""
+    rows = unit_memory(module)
+    mib = 2**20
+    lines = [f"{'unit':24s} {'parameters':>14s} {'shard':>9s} {'gradient':>9s} {'gathered':>9s}"]
+    for row in rows:
+        lines.append(
+            f"{row.name:24s} {row.num_parameters:14,d} {row.shard / mib:9.2f} "
+            f"{row.gradient / mib:9.2f} {row.full / mib:9.2f}"
+        )
+    # The root and one block are full at a time; prefetching makes it two blocks.
+    largest = sorted((row.full for row in rows[1:]), reverse=True)[:2]
+    lines.append(
+        f"{'sum; gathered at a time':24s} {sum(row.num_parameters for row in rows):14,d} "
+        f"{sum(row.shard for row in rows) / mib:9.2f} "
+        f"{sum(row.gradient for row in rows) / mib:9.2f} {(rows[0].full + sum(largest)) / mib:9.2f}"
+    )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# Loss scaling for float16, decided by all ranks together.
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` on the device of a sharded model; torch's own is right for it, too.
+
+    An infinity lies in one rank's part of a gradient, and all ranks learn of it, since parts are
+    looked at together (see sharded_tensor.py). `step`, `update` and `unscale_` are collectives:
+    every rank calls them.
+
+    Args:
+        module: The sharded model.
+        device: The kind of device that computes the loss; by default the model's own.
+        options: Passed on to `torch.amp.GradScaler`.
+
+    Raises:
+        BadInput: If the module is not sharded.
+    """
+
+    def __init__(self, module: nn.Module, device: str | None = None, **options: Any) -> None:
+        units = units_of(module)
+        if not units:
+            raise BadInput(
+                f"{type(module).__name__} is not sharded; torch.amp.GradScaler is right for it"
+            )
+        own = next(group.device.type for unit in units for group in unit.groups)
+        super().__init__(device or own, **options)

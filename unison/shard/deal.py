@@ -1,7 +1,8 @@
 """One global batch, dealt to ranks in granules; and its mean, which knows nothing of ranks."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,15 +12,120 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from unison import check
 from unison.errors import BadInput
 from unison.rng import BatchDraws, Key
-from unison.shard.dealt import Dealt, plan_of_loss
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
-from unison.shard.tree import TreeSum
+from unison.shard.tree import sum_over_granules
+
+# ------------------------------------------------------------------------------------------------
+# Plain tensors of a dealt batch, which hand its plan on to what is computed of them.
+#
+# [Note: where the plan goes] A reader may look ahead, so that the batch which was handed out last
+# is not the one in use. What a batch is (its plan) therefore goes with its tensors: through
+# copies to a device, casts, slices and stacks, as `DealtTensor`; into a sharded model, which takes
+# plain tensors, and out at its outputs; and with everything that needs gradients as a note at its
+# autograd node, where `batch_mean` finds it again. So the type is met before a model and in
+# losses without gradients only, and costs some ten microseconds for each operation there. What
+# leaves torch (numpy and back) loses its plan; then the batch that the model ran last, or that
+# was handed out since, is meant.
+
+_BASE_OF = Tensor._base.__get__  # type: ignore[attr-defined]
+_MAX_NODES = 1000  # of a loss, between it and the outputs of the model
+
+
+class DealtTensor(Tensor):
+    """A tensor that knows the plan of its batch; see [Note: where the plan goes]."""
+
+    @staticmethod
+    def of(value: Tensor, plan: Any) -> "DealtTensor":
+        """A tensor with the same memory that knows its plan."""
+        made = value.as_subclass(DealtTensor)
+        setattr(made, PLAN, plan)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function, and let what it returns know the plan."""
+        kwargs = kwargs or {}
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or set(types) == {DealtTensor} or func in TAKES_GRANULES:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        else:  # of the other types, each with its own ways
+            result = func(*without_plan(args), **without_plan(kwargs))
+        if is_compiling or not isinstance(result, Tensor | tuple | list | dict):
+            return result
+        # As a dealt one a view's base would be a view itself; Dynamo asks on until there is none.
+        if type(result) is torch.Size or func == _BASE_OF:
+            return result
+        # Mostly it is `x.f(...)` or `f(x, ...)`; to look through everything takes longer.
+        first = args[0] if args else None
+        plan = getattr(first, PLAN, None) if type(first) is DealtTensor else plan_of((args, kwargs))
+        if isinstance(result, Tensor) and any(result is each for each in args):  # written in place
+            setattr(result, PLAN, plan)
+            return result
+        return hand_on(result, plan)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(proto)  # a file has no use for the plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DealtTensor":
+        if id(self) not in memo:
+            memo[id(self)] = DealtTensor.of(
+                self.as_subclass(Tensor).__deepcopy__(memo), plan_of(self)
+            )
+        return memo[id(self)]
+
+
+def without_plan(value: Any) -> Any:
+    """A nested value with plain tensors in the place of dealt ones."""
+    return tree_map_only(DealtTensor, lambda each: each.as_subclass(Tensor), value)
+
+
+def hand_on(value: Any, plan: Any) -> Any:
+    """Let what was computed of a batch know its plan; returns what to use in its place."""
+    if type(value) is Tensor:
+        if value.grad_fn is None:
+            return value if value.requires_grad else DealtTensor.of(value, plan)
+        _note(value.grad_fn, plan)
+        return value
+    if type(value) is dict:
+        return {key: hand_on(each, plan) for key, each in value.items()}
+    is_structseq = type(value).__module__ == "torch.return_types"  # of `x.max(dim=0)`
+    if type(value) in (tuple, list) or is_structseq:
+        return type(value)([hand_on(each, plan) for each in value])
+    for each in tree_iter(value):  # in a class of the user's: left as it is
+        if type(each) is Tensor and each.grad_fn is not None:
+            _note(each.grad_fn, plan)
+        elif type(each) is Tensor:
+            setattr(each, PLAN, plan)
+    return value
+
+
+def _note(node: Any, plan: Any) -> None:
+    node.metadata[PLAN] = plan
+
+
+def plan_of_loss(losses: Tensor) -> Any:
+    """The plan of the batch that losses were computed of; None if it is not known."""
+    plan = plan_of(losses)
+    if isinstance(losses, PerGranule):
+        return plan
+    nodes: deque[Any] = deque([losses.grad_fn])
+    seen: set[Any] = set()
+    while plan is None and nodes and len(seen) < _MAX_NODES:
+        node = nodes.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            plan = node.metadata.get(PLAN)
+            nodes.extend(below for below, _ in node.next_functions)
+    return plan
 
 
 @dataclass(eq=False)
@@ -27,7 +133,7 @@ class AccumulationState:
     """What the passes of one logical batch share.
 
     Attributes:
-        statistics: Of buffers, what granules of passes so far make of them; see module_state.py.
+        statistics: Of buffers, what granules of passes so far make of them; see each_granule.py.
         starts: Models as they were before the first pass.
     """
 
@@ -266,7 +372,7 @@ def deal(
         mesh: The ranks to deal to, in the mesh's order; all by default.
         granule: Samples per granule. Given, tensors come as one value per granule, which the
             ordered reducer needs; the size is part of the experiment and changes the bits. None
-            hands out tensors that can be used as plain ones; see dealt.py.
+            hands out tensors that can be used as plain ones; see `DealtTensor`.
         micro_batch: At most this many rows per pass, where a rank's part does not fit at once. A
             global batch then comes in several passes, of which the last has
             `current_plan().closes_logical_batch`: step the optimizer there. It changes no bit with
@@ -308,15 +414,15 @@ def batch_mean(per_sample_losses: Tensor) -> Tensor:
     """
     if has_torch_function_unary(per_sample_losses):  # who follows operations is told of this one
         return handle_torch_function(batch_mean, (per_sample_losses,), per_sample_losses)
-    return _batch_mean(per_sample_losses, _BatchMean)
+    return _batch_mean(per_sample_losses)
 
 
 def local_batch_mean(per_sample_losses: Tensor) -> Tensor:
     """As `batch_mean`, with the same gradient and without a collective: a share of its value."""
-    return _batch_mean(per_sample_losses, _LocalMean)
+    return _batch_mean(per_sample_losses, is_local=True)
 
 
-def _batch_mean(per_sample_losses: Tensor, function: type[torch.autograd.Function]) -> Tensor:
+def _batch_mean(per_sample_losses: Tensor, is_local: bool = False) -> Tensor:
     plan = plan_of_loss(per_sample_losses) or current_plan()
     if plan is None:
         raise BadInput("batch_mean needs a batch from unison.deal(loader), found none dealt yet")
@@ -329,7 +435,9 @@ def _batch_mean(per_sample_losses: Tensor, function: type[torch.autograd.Functio
                 f"expected one loss per sample, [{rows}], found {list(part.shape)}; use "
                 "reduction='none' and average over each sample's own tokens"
             )
-    return function.apply(plan, *parts)  # type: ignore[return-value]
+    if is_local:
+        plan = replace(plan, ranks=Ranks(None))
+    return _BatchMean.apply(plan, *parts)  # type: ignore[return-value]
 
 
 class _BatchMean(torch.autograd.Function):
@@ -347,7 +455,9 @@ class _BatchMean(torch.autograd.Function):
         # A row of weight zero may hold anything, NaN included: select, do not multiply.
         counted = torch.where(weights > 0, flat.double(), 0.0)
         sums = counted.view(-1, plan.granule).sum(dim=1)  # [granules of this rank]
-        return (_sum_of_granules(sums, plan) / count).to(flat.dtype)
+        of_granules = dict(zip(plan.granule_ids, sums, strict=True))
+        total = sum_over_granules(of_granules, plan)
+        return (sums.new_zeros(()) if total is None else total / count).to(flat.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -356,24 +466,7 @@ class _BatchMean(torch.autograd.Function):
         return None, *(gradient * scale for scale in ctx.scales)
 
 
-class _LocalMean(_BatchMean):
-    @staticmethod
-    def forward(ctx: Any, plan: BatchPlan, *losses: Tensor) -> Tensor:
-        return _BatchMean.forward(ctx, replace(plan, ranks=Ranks(None)), *losses)
-
-
 TAKES_GRANULES.add(batch_mean)
-
-
-def _sum_of_granules(sums: Tensor, plan: BatchPlan) -> Tensor:
-    """Add the granules' sums of all ranks in the canonical tree."""
-    slots = sums.new_zeros(plan.num_granules + 1)  # the last one takes a ghost's
-    slots[list(plan.granule_ids)] = sums
-    plan.ranks.sum_(slots)  # each slot has one owner, all others add 0.0: exact
-    total = TreeSum()
-    for value in slots[:-1]:
-        total.push(value.clone())
-    return total.finish() if plan.num_granules else sums.new_zeros(())  # type: ignore[return-value]
 
 
 def _num_samples(flat: list[Any]) -> int:
@@ -421,7 +514,7 @@ def _part(value: Any, plan: BatchPlan) -> Any:
     if not isinstance(value, Tensor):
         return value
     rows = padded_rows(value, plan) if len(value) == 0 else _cut(value[ids.clamp(min=0)], plan)
-    return rows if plan.is_granular else Dealt.of(rows, plan)
+    return rows if plan.is_granular else DealtTensor.of(rows, plan)
 
 
 def padded_rows(value: Tensor, plan: BatchPlan, padding: Tensor | None = None) -> Tensor:

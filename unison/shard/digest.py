@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unison.names import canonical_name
-from unison.shard.dtensors import local_part, show_shards, whole
 from unison.shard.ranks import Ranks
-from unison.shard.unit import Unit, units_of
+from unison.shard.sharded_tensor import local_part, show_shards, whole
+from unison.shard.unit import units_of
 
 
 def digest(module: nn.Module) -> str:
@@ -20,7 +21,7 @@ def digest(module: nn.Module) -> str:
 
     It is the same at every world size, and the same for a sharded module and a plain one that hold
     equal parameters, whether unison or torch's own FSDP2 shards it. On a sharded module every rank
-    must call it; one unit is gathered at a time. Of buffers those of the first rank count.
+    must call it; one parameter is gathered at a time. Of buffers those of the first rank count.
     """
     hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
     hashes |= _of_first_rank(module, {name: _hash(name, value) for name, value in _buffers(module)})
@@ -28,21 +29,15 @@ def digest(module: nn.Module) -> str:
 
 
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (canonical name, full parameter), unit by unit; every rank must iterate to the end.
+    """Yield (canonical name, copy of the full parameter), one by one; every rank must iterate.
 
-    A tied parameter comes once, under its first name. Under torch's own FSDP2 parameters come one
-    by one.
+    A tied parameter comes once, under its first name.
     """
     show_shards(module)
-    units = units_of(module)
-    names = {id(value): canonical_name(name) for name, value in module.named_parameters()}
-    owned = set()
-    for unit in units:
-        yield from _of_unit(unit, names)
-        owned |= {id(piece) for group in unit.groups for piece in group.pieces}
-    for _, value in module.named_parameters():
-        if id(value) not in owned:
-            yield names[id(value)], whole(value, names[id(value)])
+    for path, value in module.named_parameters():
+        name = canonical_name(path)
+        full = whole(value, name)
+        yield name, full.clone() if local_part(value) is value else full
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -58,13 +53,9 @@ def _of_first_rank(module: nn.Module, hashes: dict[str, str]) -> dict[str, str]:
     ranks = _ranks_of(module)
     if ranks.size == 1 or not hashes:
         return hashes
-    names = sorted(hashes)
-    content = b"".join(bytes.fromhex(hashes[name]) for name in names)
-    device = next(local_part(each).device for each in module.parameters())
-    numbers = torch.tensor(list(content), device=device) * (ranks.rank == 0)
-    content = bytes(ranks.sum_(numbers).tolist())
-    size = len(content) // len(names)
-    return {name: content[i * size : (i + 1) * size].hex() for i, name in enumerate(names)}
+    of_first = [hashes]
+    dist.broadcast_object_list(of_first, group=ranks.group, group_src=0)
+    return of_first[0]
 
 
 def _ranks_of(module: nn.Module) -> Ranks:
@@ -73,14 +64,6 @@ def _ranks_of(module: nn.Module) -> Ranks:
         return unit.axes.all
     mesh = next((getattr(each, "device_mesh", None) for each in module.parameters()), None)
     return Ranks(None) if mesh is None else Ranks.of(mesh)
-
-
-def _of_unit(unit: Unit, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    for group in unit.groups:
-        full = group.gathered()
-        for slot, piece in zip(group.slots, group.pieces, strict=True):
-            flat = full[slot.offset : slot.offset + slot.numel]
-            yield names[id(piece)], flat.view(slot.shape).clone()
 
 
 def _hash(name: str, value: Tensor) -> str:
@@ -113,7 +96,7 @@ def fingerprint(
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "blas": _blas(),
-        # It may be there and switched off, by torch itself: [Note: oneDNN] in first_use.py.
+        # It may be there and switched off, by torch itself: [Note: oneDNN] in engine.py.
         "mkldnn": torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
         "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,

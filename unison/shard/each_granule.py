@@ -11,20 +11,591 @@ to the next block. Objects of other classes are shared, and refused once a call 
 
 import copy
 import functools
+import random
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
-from unison.rng.draw_mode import of_granule
-from unison.shard.granules import PerGranule, plan_of
-from unison.shard.module_state import ModuleState, StaleTensor
-from unison.shard.watch import look_at_granule
+from unison.rng.draw_mode import current_draws, following, nothing_else_drawn, of_granule
+from unison.rng.draws import is_draw, is_seeding
+from unison.shard.granules import (
+    MAPPED_BY,
+    PerGranule,
+    draws_of,
+    is_in_backward,
+    num_granules_of,
+    plan_of,
+)
+from unison.shard.guard.records import caller, lines_of
+from unison.shard.tree import sum_over_granules
+
+# ------------------------------------------------------------------------------------------------
+# What a module's forward leaves behind in the module, where it runs once per granule.
+#
+# [Note: kept by modules] A forward pass may write to the module itself: a router keeps its aux
+# loss, a rotary embedding its table of cosines, a counter counts, batch norm follows a mean.
+# Granule after granule, each would find what the one before left, and the last one's would
+# remain; then it matters how many granules a rank has. So every granule finds the module as it
+# was before the pass, and what they leave is joined afterwards: values that all granules agree on
+# are set as they are, other tensors become one value per granule (a loss may be made of them),
+# and everything else that differs is refused by name. A tensor that was kept for each granule of
+# an earlier batch can no longer be read: which granule follows which depends on the ranks.
+#
+# Buffers are part of the model, so more is asked of them. The running statistics of batch norm
+# become the mean over all granules, added in the canonical tree. Buffers that are no part of
+# `state_dict()` are tables, on which granules must agree; all others are refused.
+
+Key = tuple[nn.Module, str]
+"""An attribute of a module."""
+
+_MISSING = object()
+_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+
+
+class ModuleState:
+    """The attributes and buffers of the modules of a unit, while it runs once per granule.
+
+    Args:
+        name: The unit's name, for messages.
+        module: The unit's module.
+        plan: Of the batch.
+        is_recompute: Whether activation checkpointing runs the unit again, which leaves nothing.
+    """
+
+    def __init__(self, name: str, module: nn.Module, plan: Any, *, is_recompute: bool) -> None:
+        self._name, self._module, self._plan = name, module, plan
+        self._is_recompute = is_recompute
+        self._before = {each: dict(vars(each)) for each in module.modules()}
+        self._tensors = {
+            (each, key): value
+            for each, before in self._before.items()
+            for key, value in (*each._buffers.items(), *before.items())
+            if isinstance(value, Tensor) and not isinstance(value, PerGranule | nn.Parameter)
+        }
+        self._versions = {key: _version(value) for key, value in self._tensors.items()}
+        self._num_buffers = {each: len(each._buffers) for each in self._before}
+        # Those that may be written in place. Each granule has its own: autograd saves them.
+        self._own_buffers: dict[Key, Tensor] = {
+            (each, key): value
+            for each in self._before
+            if isinstance(each, _NormBase | _SpectralNorm) and each.training
+            for key, value in each._buffers.items()
+            if value is not None
+        }
+        self._changes: list[dict[Key, Any]] = []  # of each granule
+        self._written: list[dict[Key, Tensor]] = []
+        self._per_granule = {
+            (each, key): value
+            for each, attributes in self._before.items()
+            for key, value in attributes.items()
+            if isinstance(value, PerGranule)
+        }
+
+    def containers(self) -> dict[Key, Any]:
+        """The lists and dicts that modules hold, of which each granule is to have a copy."""
+        return {
+            (each, key): value
+            for each, attributes in self._before.items()
+            for key, value in attributes.items()
+            if type(value) in (list, dict) and key not in _OWN
+        }
+
+    @contextmanager
+    def granule(self, index: int, containers: dict[Key, Any]) -> Iterator[list[Tensor]]:
+        """Let one granule find everything as it was, and note what it leaves.
+
+        Yields:
+            The tensors that modules hold, which are looked after here.
+        """
+        given = {**containers, **self._own_parts(index)}
+        for (each, key), value in given.items():
+            vars(each)[key] = value
+        own = {place: value.clone() for place, value in self._own_buffers.items()}
+        for (each, key), value in own.items():
+            each._buffers[key] = value
+        try:
+            yield [*self._tensors.values(), *own.values()]
+        except BaseException:  # checkpointing ends a recompute so, once it has what it needs
+            self._put_back()
+            raise
+        changes, written = self._changes_since(given), self._take_buffers()
+        self._changes.append(changes)
+        self._written.append(written)
+
+    def _put_back(self) -> None:
+        """Let everything be as it was found."""
+        for each in self._before:
+            self._restore_attributes(each)
+        for (each, key), value in self._tensors.items():
+            if key in each._buffers:
+                each._buffers[key] = value
+
+    def _restore_attributes(self, module: nn.Module) -> None:
+        now, before = vars(module), self._before[module]
+        for key in [key for key in now if key not in before]:
+            del now[key]
+        now.update(before)
+
+    def _own_parts(self, index: int) -> dict[Key, Any]:
+        """What was kept as one value per granule: its own, or a tensor that nobody may read."""
+        return {
+            (each, key): value.parts[index]
+            if value.plan is self._plan
+            else StaleTensor.of(value, f"{self._path(each)}{key}")
+            for (each, key), value in self._per_granule.items()
+        }
+
+    def _changes_since(self, given: dict[Key, Any]) -> dict[Key, Any]:
+        """What a granule set, other than it found it; all is put back."""
+        changes: dict[Key, Any] = {}
+        for each, before in self._before.items():
+            now = vars(each)
+            if len(now) == len(before) and all(
+                now.get(key, _MISSING) is value for key, value in before.items()
+            ):
+                continue
+            for key in [*before, *(key for key in now if key not in before)]:
+                if key in _OWN:
+                    continue
+                found = given.get((each, key), before.get(key, _MISSING))
+                value = now.get(key, _MISSING)
+                if value is not found:
+                    changes[each, key] = value
+            self._restore_attributes(each)
+        return changes
+
+    def _take_buffers(self) -> dict[Key, Tensor]:
+        """What a granule wrote to buffers; all is put back."""
+        written: dict[Key, Tensor] = {}
+        for place, value in self._tensors.items():
+            module, key = place
+            now = module._buffers.get(key, value)
+            if place in self._own_buffers:
+                assert now is not None
+                written[place] = now
+                module._buffers[key] = value
+            elif now is not value:
+                if key not in module._non_persistent_buffers_set:
+                    raise UnsupportedOperation(
+                        f"the forward pass sets the buffer {self._path(module)}{key}, which would "
+                        "then depend on how many granules a rank has; return the value and set the "
+                        "buffer outside of the forward pass, or register it with persistent=False "
+                        "if it is a table that does not depend on data"
+                    )
+                if now is not None:
+                    written[place] = now
+                module._buffers[key] = value
+            elif _version(value) != self._versions[place]:
+                raise UnsupportedOperation(
+                    f"the forward pass writes into the tensor {self._path(module)}{key}, which all "
+                    "granules share, so that its value would depend on how many of them a rank "
+                    "has; return the new value from the forward pass and set it outside"
+                )
+        for module, number in self._num_buffers.items():
+            if len(module._buffers) != number:
+                raise UnsupportedOperation(
+                    f"the forward pass of {self._path(module)[:-1]} registers a buffer, which "
+                    "granule after granule would find; register it in __init__"
+                )
+        return written
+
+    # --- after the calls -------------------------------------------------------------------------
+
+    def join(self, join: Callable[[list[Any]], Any]) -> None:
+        """Set what the granules left, as one.
+
+        Args:
+            join: Makes one value of one per granule.
+
+        Raises:
+            UnsupportedOperation: Naming the attribute or buffer on which granules do not agree.
+        """
+        if self._is_recompute:
+            return
+        for each, key in dict.fromkeys(key for changes in self._changes for key in changes):
+            values = [
+                changes.get((each, key), vars(each).get(key, _MISSING)) for changes in self._changes
+            ]
+            vars(each)[key] = self._joined(each, key, values, join)
+        self._join_buffers()
+
+    def _joined(
+        self, module: nn.Module, key: str, values: list[Any], join: Callable[[list[Any]], Any]
+    ) -> Any:
+        if any(value is _MISSING for value in values):
+            raise self._different(module, key)
+        if _are_one_table(values):
+            return values[0]
+        try:
+            return join(values)
+        except UnsupportedOperation as error:
+            raise self._different(module, key) from error
+
+    def _different(self, module: nn.Module, key: str) -> UnsupportedOperation:
+        return UnsupportedOperation(
+            f"the forward pass sets {self._path(module)}{key} to different values for different "
+            "granules, so that it would depend on how many of them a rank has; return the value "
+            "from the forward pass instead"
+        )
+
+    def _path(self, module: nn.Module) -> str:
+        inner = next((path for path, each in self._module.named_modules() if each is module), "")
+        return ".".join(part for part in (self._name, inner) if part) + "."
+
+    def _join_buffers(self) -> None:
+        statistics: dict[Key, list[Tensor]] = {}
+        for module, key in dict.fromkeys(key for written in self._written for key in written):
+            before = self._tensors[module, key]
+            values = [written.get((module, key), before) for written in self._written]
+            if isinstance(module, _NormBase) and before.is_floating_point():
+                statistics[module, key] = values
+            elif not _are_one_table(values):
+                raise self._different(module, key)
+            elif (module, key) in self._own_buffers:
+                with torch.no_grad():
+                    before.copy_(values[0])
+            else:
+                module._buffers[key] = values[0]
+        if statistics:
+            average(self._plan, [self._tensors[key] for key in statistics], [*statistics.values()])
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _are_one_table(values: Sequence[Any]) -> bool:
+    """Whether all are the same tensor in every bit, without a history: no matter whose it is."""
+    first = values[0]
+    return isinstance(first, Tensor) and all(
+        isinstance(value, Tensor)
+        and not value.requires_grad
+        and (value is first or (value.shape == first.shape and torch.equal(value, first)))
+        for value in values
+    )
+
+
+class StaleTensor(Tensor):
+    """A tensor that was kept for a granule of an earlier batch; it cannot be read."""
+
+    title: str  # where it was kept
+
+    @staticmethod
+    def of(value: PerGranule, name: str) -> "StaleTensor":
+        """In the place of a value that was kept for each granule."""
+        stale = torch.Tensor._make_subclass(StaleTensor, value.parts[0].detach())
+        stale.title = name
+        return stale
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse."""
+        name = next((each.title for each in args if isinstance(each, StaleTensor)), "a tensor")
+        raise UnsupportedOperation(
+            f"the forward pass reads {name}, which it kept from an earlier batch: which granule "
+            "followed which depends on the number of ranks; pass what goes from batch to batch in "
+            "and out of the forward pass"
+        )
+
+
+# --- logical batches in several passes -----------------------------------------------------------
+
+
+class BatchStart:
+    """A model as it was before the first pass of a logical batch that comes in several.
+
+    Whether a rank takes one pass or four over its granules must not matter, so every pass begins
+    with the same numbers, lists and counts of batches.
+
+    Args:
+        module: The model.
+        plan: Of the first pass.
+    """
+
+    def __init__(self, module: nn.Module, plan: Any) -> None:
+        self.plan = plan
+        self._attributes = [(each, dict(vars(each))) for each in module.modules()]
+        self._contents = [
+            (value, value.copy())
+            for _, before in self._attributes
+            for key, value in before.items()
+            if type(value) in (list, dict) and key not in _OWN
+        ]
+        self._counts = [
+            (each.num_batches_tracked, each.num_batches_tracked.clone())
+            for each in module.modules()
+            if isinstance(each, _NormBase) and each.num_batches_tracked is not None
+        ]
+
+    def restore(self, plan: Any) -> None:
+        """Begin another pass."""
+        self.plan = plan
+        for each, before in self._attributes:
+            now = vars(each)
+            for key in [key for key in now if key not in before]:
+                if isinstance(now[key], _RESTORED_VALUES | PerGranule):
+                    del now[key]
+            now.update(
+                (key, value)
+                for key, value in before.items()
+                if now.get(key) is not value and isinstance(value, _RESTORED_VALUES)
+            )
+        for value, content in self._contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        with torch.no_grad():
+            for count, before in self._counts:
+                count.copy_(before)
+
+
+_RESTORED_VALUES = int | float | complex | str | bytes | tuple | None
+
+
+def begin_pass(module: nn.Module, plan: Any) -> None:
+    """Let every pass of a logical batch find the model as the first one did."""
+    starts = plan.accumulation.starts
+    start = starts.get(module)
+    if start is None:
+        if not plan.closes_logical_batch:
+            starts[module] = BatchStart(module, plan)
+    elif start.plan is not plan:
+        start.restore(plan)
+
+
+# --- running statistics --------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tensor]]) -> None:
+    """Let buffers be the mean of what each granule of the logical batch would make of them.
+
+    A collective, in the last pass of the batch.
+
+    Args:
+        plan: Of the pass.
+        buffers: What is set.
+        values: For each buffer, what each granule of this pass makes of it.
+    """
+    flat = [
+        torch.cat([each.reshape(-1).double() for each in of]) for of in zip(*values, strict=True)
+    ]
+    held = plan.accumulation.statistics.setdefault(tuple(map(id, buffers)), {})
+    for granule, value in zip(plan.granule_ids, flat, strict=True):
+        if granule in held:
+            raise UnsupportedOperation(
+                "batch norm runs twice in one pass of a logical batch that comes in several; leave "
+                "out micro_batch, or run the module once per pass"
+            )
+        held[granule] = value
+    if not plan.closes_logical_batch:
+        return
+    del plan.accumulation.statistics[tuple(map(id, buffers))]
+    total = sum_over_granules(held, plan)
+    if total is None:
+        return
+    sizes = [each.numel() for each in buffers]
+    for buffer, value in zip(buffers, (total / plan.num_granules).split(sizes), strict=True):
+        buffer.copy_(value.view_as(buffer))
+
+
+def _map_norm(func: Callable, use_statistics: str) -> Callable:
+    """How a normalisation that follows statistics maps over granules, outside of units."""
+    arguments = signature(func)
+
+    def mapped(call: Callable, args: tuple, kwargs: dict[str, Any], plan: Any) -> Any:
+        bound = arguments.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        buffers = [given["running_mean"], given["running_var"]]
+        has_statistics = all(type(each) is Tensor for each in buffers)
+        if not has_statistics or not given[use_statistics]:
+            return call(*args, **kwargs)
+        copies = [[each.clone() for _ in plan.granule_ids] for each in buffers]
+        for key, own in zip(("running_mean", "running_var"), copies, strict=True):
+            given[key] = PerGranule.of(own, plan)
+        result = call(*bound.args, **bound.kwargs)
+        if not is_in_backward():  # what a recompute makes is dropped
+            average(plan, buffers, copies)
+        return result
+
+    return mapped
+
+
+MAPPED_BY[F.batch_norm] = _map_norm(F.batch_norm, "training")
+MAPPED_BY[F.instance_norm] = _map_norm(F.instance_norm, "use_input_stats")
+
+
+# ------------------------------------------------------------------------------------------------
+# Watching a pass over granules: whose random numbers it draws, and that it is what it must be.
+#
+# The same bits on any number of ranks need a forward pass that depends on nothing but parameters
+# and the granule. What a model does beside that is made right (draws in rng/draw_mode.py, what it
+# is given in `_GranuleArguments`, what it leaves in `ModuleState`) or refused. Two looks make sure
+# of it: in every pass torch's own generators must not move, and in some passes every operation is
+# looked at.
+
+FIRST_PASSES = 2  # of a loader, in which every operation is looked at
+LATER_PASSES = 64  # one of so many, after that
+
+
+@contextmanager
+def granular_pass(
+    name: str, module: nn.Module, inputs: Any, *, looks_at_writes: bool
+) -> Iterator[None]:
+    """Around a module's forward pass: the outermost one over a batch in granules is watched.
+
+    Args:
+        name: The module's name, for messages.
+        module: The module.
+        inputs: What it is called with.
+        looks_at_writes: Whether nobody else (the capture of private training) writes meanwhile.
+
+    Raises:
+        UnsupportedOperation: If it draws, or writes to tensors, in a way that depends on ranks.
+    """
+    global _looking
+    num_granules = num_granules_of(inputs)
+    is_recompute = is_in_backward()
+    plan = plan_of(inputs)
+    draws = None
+    if num_granules and not is_recompute:
+        draws = draws_of(plan, num_granules)
+    if draws is None or draws is current_draws():
+        yield
+        return
+    if plan is not None:
+        begin_pass(module, plan)
+    with following(draws), nothing_else_drawn(name):
+        # Whether this pass is one of those that are looked at is the same on all ranks.
+        is_later = plan is not None and (plan.step * 0x9E3779B1 & 0xFFFFFFFF) % LATER_PASSES
+        if plan is None or (plan.step >= FIRST_PASSES and is_later):
+            yield
+            return
+        _refuse_sync_batch_norm(name, module)
+        others = _other_generators()
+        before, _looking = _looking, OperationWatch(name) if looks_at_writes else None
+        try:
+            with _looking or OperationWatch(name):
+                yield
+        finally:
+            _looking = before
+        if _other_generators() != others:
+            raise UnsupportedOperation(
+                f"{name} draws from Python's random or from numpy, whose numbers would be others "
+                "at another number of ranks; draw with torch.rand and the like"
+            )
+
+
+def _refuse_sync_batch_norm(name: str, module: nn.Module) -> None:
+    """Refuse a layer that talks to other ranks once per granule: they have different numbers."""
+    for path, each in module.named_modules():
+        if isinstance(each, nn.SyncBatchNorm) and each.training:
+            raise UnsupportedOperation(
+                f"{name}: {path} is a SyncBatchNorm, whose ranks would wait for one another once "
+                "per granule; use BatchNorm, whose running statistics are means over all granules"
+            )
+
+
+def _other_generators() -> tuple[Any, ...]:
+    """The states of Python's and numpy's generators."""
+    kind, words, *rest = np.random.get_state()  # noqa: NPY002 - models that draw so
+    return random.getstate(), kind, words.tobytes(), *rest  # type: ignore[union-attr]
+
+
+class OperationWatch(TorchDispatchMode):
+    """Looks at every operation of a pass for draws that nobody counts and writes that all see.
+
+    Args:
+        name: The module's name, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._own: set[int] | None = None  # memory that the running granule may write to
+
+    @contextmanager
+    def granule(self, *own: Any) -> Iterator[None]:
+        """Let a block be a granule's: it may write to what it makes and to these values."""
+        before = self._own
+        self._own = {_memory(value) for value in tree_iter(own) if isinstance(value, Tensor)}
+        try:
+            yield
+        finally:
+            self._own = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Look at an operation and run it."""
+        kwargs = kwargs or {}
+        if current_draws() is None:  # a module is tried out, and this is nobody's batch
+            return func(*args, **kwargs)
+        if not is_seeding() and is_draw(func, args, kwargs):
+            raise UnsupportedOperation(
+                f"{self._name}: {_name_of(func)} draws random numbers in a way that cannot be "
+                "given to samples, so that they would be others at another number of ranks; draw "
+                "with torch.rand, torch.bernoulli, F.dropout and the like"
+            )
+        if self._own is not None and func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._own is not None:
+            self._own.update(
+                _memory(value) for value in tree_iter(result) if isinstance(value, Tensor)
+            )
+        return result
+
+    def _check_writes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self._own is not None
+        given = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in given if argument.is_write]
+        written += [
+            kwargs.get(each.name) for each in func._schema.arguments[len(args) :] if each.is_write
+        ]
+        for value in tree_iter(written):
+            if isinstance(value, Tensor) and value.numel() and _memory(value) not in self._own:
+                line = lines_of(caller(sys._getframe(1))[1])[0]
+                raise UnsupportedOperation(
+                    f"{self._name}: {_name_of(func)} writes to a tensor of shape "
+                    f"{list(value.shape)} that was there before, at {line}. All granules share it, "
+                    "so that its value would depend on how many of them a rank has; return the new "
+                    "value from the forward pass and set it outside"
+                )
+
+
+_looking: OperationWatch | None = None
+
+
+def look_at_granule(*own: Any) -> AbstractContextManager[None]:
+    """Let a block be a granule's for whoever looks."""
+    return nullcontext() if _looking is None else _looking.granule(*own)
+
+
+def _name_of(func: Any) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def _memory(value: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.untyped_storage().data_ptr()
+
 
 Call = Callable[[int, tuple, dict[str, Any]], Any]
 """(index of the granule on this rank, its arguments, its keyword arguments) -> its output."""
@@ -55,13 +626,13 @@ def call_each_granule(
             object that all granules share.
     """
     plan = plan_of((args, kwargs))
-    is_recompute = torch._C._current_graph_task_id() != -1
-    handed = _Handed(name, num_granules, plan)
+    is_recompute = is_in_backward()
+    handed = _GranuleArguments(name, num_granules, plan)
     state = ModuleState(name, module, plan, is_recompute=is_recompute)
     containers = state.containers()
     given = handed.split((args, tuple(kwargs.values())))
     # What a recompute leaves in modules is dropped.
-    held = (_Handed(name, num_granules, plan) if is_recompute else handed).split_kept(
+    held = (_GranuleArguments(name, num_granules, plan) if is_recompute else handed).split_kept(
         tuple(containers.values())
     )
     outputs = []
@@ -86,7 +657,7 @@ def holds_cache(value: Any) -> bool:
     return any(_is_cache(type(item)) for item in tree_iter(value, is_leaf=_is_changeable))
 
 
-class _Handed:
+class _GranuleArguments:
     """What the granules of one call were given."""
 
     def __init__(self, name: str, num_granules: int, plan: Any) -> None:

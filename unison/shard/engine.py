@@ -7,10 +7,10 @@
     end            finish the sums; every piece has its gradient
 
 The module's `forward` is wrapped; its outputs carry a hook that fires before the unit's backward
-pass begins (a backward pass that comes another way is noticed by the leaves, see leaves.py); and a
-callback of the autograd engine ends the backward pass. Collectives are issued in
-an order that every rank shares, whatever parameters it used: the order of the forward pass, and its
-reverse in the backward pass. A unit must therefore be entered by every rank or by none. What the
+pass begins (a backward pass that comes another way is noticed by the leaves, see flat_group.py);
+and a callback of the autograd engine ends the backward pass. Collectives are issued in an order
+that every rank shares, whatever parameters it used: the order of the forward pass, and its reverse
+in the backward pass. A unit must therefore be entered by every rank or by none. What the
 units of one model share meanwhile is their `Context`.
 
 [Note: one rank] Where one rank holds all of a unit's parameters as it computes with them, nothing
@@ -23,39 +23,404 @@ parameters are then full, or are gathered, and stay so: the unit's backward foll
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 from unison.dynamo import ORIGINAL, backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.rng.compiled_draws import DrawingBackend
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
-from unison.shard.context import Context, context_of
-from unison.shard.deal import use_plan_of
-from unison.shard.dealt import hand_on, without_plan
-from unison.shard.each_granule import call_each_granule, holds_cache
+from unison.shard.deal import (
+    BatchPlan,
+    current_plan,
+    hand_on,
+    take_mean_was_used,
+    use_plan_of,
+    without_plan,
+)
+from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
+from unison.shard.flat_group import PLAIN, per_granule, watch_compiled
 from unison.shard.granules import (
     Bypassed,
     PerGranule,
     check_not_bypassed,
+    is_in_backward,
     num_granules_of,
+    plan_of,
 )
-from unison.shard.leaves import PLAIN, per_granule, watch_compiled
-from unison.shard.unit import Unit
-from unison.shard.watch import granular_pass
+from unison.shard.guard import compare_across_ranks
+from unison.shard.ranks import Ranks, checksum, same_on_every_rank
+from unison.shard.unit import Unit, Versions, units_of
 
-NO_TASK = -1
+# ------------------------------------------------------------------------------------------------
+# What is settled before the first pass: the same model, not the same data, the same kernels.
 
 
-def backward_task() -> int:
-    """The number of the running backward pass, or NO_TASK."""
-    return torch._C._current_graph_task_id()
+def check_same_model(units: list[Unit]) -> None:
+    """Refuse ranks that hold different models or settings; a collective.
+
+    Raises:
+        BadInput: On every rank, naming what differs.
+    """
+    items: dict[str, object] = {}
+    for unit in units:
+        items[f"options of {unit.name}"] = unit.options
+        for group in unit.groups:
+            for slot in group.slots:
+                items[f"{unit.name}: {slot.name}"] = (slot.shape, group.dtype, group.requires_grad)
+    everyone = units[0].axes.all
+    compare_across_ranks("the sharded model", items, everyone.group)
+    _check_same_start(units, everyone)
+
+
+def _check_same_start(units: list[Unit], everyone: Ranks) -> None:
+    """Refuse ranks that each kept a part of another model, built from another seed."""
+    starts = {
+        f"initial values of {unit.name}: {slot.name}": value
+        for unit in units
+        for group in unit.groups
+        for slot, value in zip(group.slots, group.unchanged_start(), strict=True)
+    }
+    device = next((group.device for unit in units for group in unit.groups), None)
+    is_known = torch.tensor([float(None not in starts.values())], device=device)
+    if everyone.sum_(is_known).item() == everyone.size:
+        compare_across_ranks("the sharded model", starts, everyone.group)
+
+
+def warn_of_same_data(ranks: Ranks, inputs: Any) -> None:
+    """Warn if every rank was handed the very same batch; a collective.
+
+    Ranks that all compute the same samples look like a run on a larger batch and are not one (the
+    reference note 000 compared such a run with a single process).
+    """
+    tensors = [value for value in tree_iter(inputs) if isinstance(value, Tensor)]
+    if ranks.size == 1 or not tensors:
+        return
+    total = torch.stack([checksum(value) for value in tensors]).sum(dim=0)
+    # A rank may have no rows: it takes part all the same.
+    if same_on_every_rank(ranks, total.to(tensors[0].device)) and int(total[0]) > 0:
+        warnings.warn(
+            f"all {ranks.size} ranks were fed the same batch, so that they repeat one another's "
+            "work; feed the model from unison.deal(loader), or use a DistributedSampler",
+            stacklevel=2,
+        )
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+_LARGE = 64  # sides of a product that oneDNN takes
+
+
+def settle_kernels(units: list[Unit]) -> None:
+    """Let torch decide before the first pass how it multiplies narrow numbers on this CPU.
+
+    [Note: oneDNN] Where a CPU has no bf16, torch's first product in bfloat16 fails in oneDNN; torch
+    then switches oneDNN off *for the rest of the process*, and products in float32 have other bits
+    from there on. That must not happen in the middle of a pass, where it would depend on how many
+    granules the rank has run before.
+    """
+    groups = [group for unit in units for group in unit.groups]
+    dtypes = {group.compute_dtype for group in groups if group.device.type == "cpu"}
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.add(torch.get_autocast_dtype("cpu"))
+    for dtype in dtypes & {*_NARROW}:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "mkldnn_matmul failed": that is what it is for
+            square = torch.ones(_LARGE, _LARGE, dtype=dtype)
+            torch.mm(square, square)
+
+
+# ------------------------------------------------------------------------------------------------
+# What the units of one model share while they run: their order, and the state of the pass.
+#
+# [Note: when a unit's backward is over] Autograd runs what is ready in the reverse of the order
+# in which the forward pass made it. So when the backward pass comes to what a unit was given, or
+# enters a unit that the forward pass left before, the unit's own backward is over, and its
+# gradients are complete. That holds whether or not all parameters got one, which the arrival of
+# the last gradient would not tell (an unused parameter never sends word), and it is the same
+# moment on every rank. Calls are numbered as they are entered and left; a unit called several
+# times counts from its first call.
+
+MAX_REDUCTIONS_IN_FLIGHT = 1  # beside the computation; each holds a unit's gradient
+
+
+class Context:
+    """What the units of one model share: their order and the state of the running pass."""
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        self.units = units_of(root.module)
+        paths = {module: path for path, module in root.module.named_modules()}
+        for unit in self.units:
+            unit.name = canonical_name(paths[unit.module]) or "root"
+        self.order: list[Unit] = []  # units in the order of the running forward pass
+        self.last_order: list[Unit] = []  # and of the one before, for prefetching
+        self.depth = 0  # of nested units that are running
+        self.clock = itertools.count(1)  # numbers calls as they are entered and left
+        self._open: dict[Unit, int] = {}  # units yet to be summed, and when they were entered
+        self._summed: list[Unit] = []  # in the running backward pass
+        self._begun: set[int] = set()  # calls whose backward pass has begun
+        self._is_in_backward = False
+        self._keeps_graph = False  # whether the running backward pass has a graph of its own
+        self._reducing: list[Unit] = []
+        self._plan: BatchPlan | None = None
+        self._has_compared_models = self._has_compared_data = False
+        self.loop_granule: int | None = None  # see [Note: the whole-model loop] in engine.py
+        self.ran_without_grad: set[Unit] = set()
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def enter(self, is_recompute: bool) -> None:
+        """Keep count of nested units; the outermost one starts a forward pass."""
+        if self.depth == 0 and not is_recompute:
+            self.begin_forward()
+        self.depth += 1
+
+    def leave(self, is_recompute: bool) -> None:
+        """Keep count of nested units; the outermost one ends a forward pass."""
+        self.depth -= 1
+        if self.depth == 0 and not is_recompute and not torch.is_grad_enabled():
+            for each in self.units:
+                each.end_inference()  # no backward pass will come to do it
+
+    def begin_forward(self) -> None:
+        """Look after what the last pass left, and forget its order."""
+        if self._is_in_backward:  # the last pass ended in an exception
+            self.abandon()
+        for unit in self.units:
+            unit.check_untouched()
+            if unit.has_untaken_gradients:
+                raise UnsupportedOperation(
+                    f"a backward pass reached the parameters of {unit.name!r} but none of the "
+                    "model's outputs, so that their gradients were not summed; return every tensor "
+                    "that a loss is made of from the sharded module's forward"
+                )
+        take_mean_was_used()  # of a backward pass that was not ours
+        if self.order:
+            self.last_order = self.order
+        self.order = []
+        self.ran_without_grad = set()
+
+    def check_first_use(self, inputs: Any) -> None:
+        """Before the first pass, and the first training pass, compare model and data of ranks."""
+        if not self._has_compared_models:
+            self._has_compared_models = True
+            settle_kernels(self.units)
+            check_same_model(self.units)
+        if not self._has_compared_data and torch.is_grad_enabled():
+            self._has_compared_data = True
+            if plan_of(inputs) is None and current_plan() is None:
+                warn_of_same_data(self.root.axes.all, inputs)
+
+    def note_forward(self, unit: Unit) -> int:
+        """Put a unit into the order of the forward pass, and start to gather its successor.
+
+        Returns:
+            When the pass entered the unit.
+        """
+        entered_at = next(self.clock)
+        if torch.is_grad_enabled():
+            self._open.setdefault(unit, entered_at)
+        else:
+            self.ran_without_grad.add(unit)
+        self.order.append(unit)
+        place = len(self.order)
+        follows_last = place < len(self.last_order) and self.last_order[place - 1] is unit
+        if follows_last:
+            self.last_order[place].start_gather()
+        return entered_at
+
+    def keeps_full(self, unit: Unit) -> bool:
+        """Whether a unit's parameters stay after its forward pass."""
+        if self.loop_granule is not None:
+            return True  # ranks loop over different numbers of granules, but gather equally often
+        is_kept = unit is self.root or unit.options.reshard_after_forward is False
+        return is_kept and torch.is_grad_enabled()
+
+    def granules(self, num_granules: int) -> list[int]:
+        """Global numbers of the granules of the running pass."""
+        plan = current_plan()
+        if plan is None or len(plan.granule_ids) != num_granules:
+            found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
+            raise BadInput(
+                f"expected the plan of a batch of {num_granules} granules, found {found}"
+            )
+        if plan is not self._plan:
+            if self._plan is not None and plan.accumulation is not self._plan.accumulation:
+                for unit in self.units:  # what a logical batch that was left early had summed
+                    unit.forget_gradients()
+            self._plan = plan
+            for unit in self.units:
+                unit.begin_pass(plan.edges)
+        return list(plan.granule_ids)
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def end_backward_of(self, entered_at: int) -> None:
+        """The backward pass has come to what a unit was given: sum what is complete."""
+        if self._is_in_backward:
+            for each in self._entered_after(entered_at - 1):
+                self._complete(each)
+
+    def _entered_after(self, time: int) -> list[Unit]:
+        """The open units that were entered after a time, the last one first."""
+        # They were entered in this order, so that these are the last.
+        return list(itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open)))
+
+    def begin_backward_of(self, unit: Unit, left_at: int, versions: Versions) -> None:
+        """Have a unit's parameters full, start to gather the next one, sum what is complete.
+
+        Args:
+            unit: The unit that the backward pass enters.
+            left_at: When the forward pass left it.
+            versions: Of its parameters in that forward pass.
+        """
+        if left_at in self._begun:  # another of its outputs
+            return
+        self._begun.add(left_at)
+        self.reached(unit)
+        unit.forward_versions = versions
+        unit.begin_backward()
+        complete = self._entered_after(left_at)
+        for each in complete:
+            self._free(each)  # before memory is taken for the next one
+        if not unit.is_whole:
+            place = next((i for i in reversed(range(len(self.order))) if self.order[i] is unit), 0)
+            if place > 0:
+                self.order[place - 1].start_gather()
+        for each in complete:
+            self._complete(each)
+
+    def reached(self, unit: Unit) -> None:
+        """The backward pass is in a unit, announced by its outputs or not."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._keeps_graph = torch.is_grad_enabled()
+            Variable._execution_engine.queue_callback(self._end_backward)
+        if unit not in self._open:  # of a graph that an earlier backward pass left over, or late
+            self._open = {unit: 0, **self._open}
+
+    def _free(self, unit: Unit) -> None:
+        """Give a unit's memory back, unless nodes of this backward pass will be run backwards."""
+        if self._keeps_graph:
+            unit.show_pieces()
+        else:
+            unit.free()
+
+    def _complete(self, unit: Unit) -> None:
+        """A unit has all its gradients: free it and start to sum."""
+        del self._open[unit]
+        self._free(unit)
+        if unit.leaf_source is not None:
+            return  # whoever gave it its leaves sums their gradients
+        if not unit.requires_sync:
+            unit.hold_gradients()
+        elif not self._waits_for_more(unit):
+            self._start_reduce(unit)
+
+    def _waits_for_more(self, unit: Unit) -> bool:
+        """Whether the sum over ranks must wait for later passes of the logical batch.
+
+        The canonical tree is one over all granules of the batch, so it is finished once. The fast
+        reducer sums after each pass instead and so never holds a whole gradient.
+        """
+        is_open = self._plan is not None and not self._plan.closes_logical_batch
+        return is_open and unit.options.reducer == "ordered"
+
+    def _start_reduce(self, unit: Unit) -> None:
+        if unit.is_reducing:  # and was reached again
+            self.finish_reduce(unit)
+        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self.finish_reduce(self._reducing[0])
+        unit.start_reduce()
+        self._reducing.append(unit)
+        self._summed.append(unit)
+
+    def finish_reduce(self, unit: Unit) -> None:
+        """Wait for a unit's sum and hand out its gradients."""
+        self._reducing.remove(unit)
+        unit.finish_reduce()
+
+    def _end_backward(self) -> None:
+        divisor = self.root.options.gradient_divisor
+        if take_mean_was_used() and divisor != 1:
+            self.abandon()
+            raise BadInput(
+                "the loss was made by unison.batch_mean, which divides by the global batch, "
+                f"and fully_shard would divide by {divisor:g} again; pass gradient_divisor=1"
+            )
+        for unit in reversed(list(self._open)):
+            self._complete(unit)
+        for unit in reversed(self.units):
+            if not unit.requires_sync:
+                unit.hold_gradients()
+            elif unit.has_late_gradients and not self._waits_for_more(unit):
+                if unit.is_reducing:
+                    self.finish_reduce(unit)
+                self._start_reduce(unit)
+        while self._reducing:
+            self.finish_reduce(self._reducing[0])
+        self._give_unused()
+        for unit in self.units:
+            if self._keeps_graph:
+                unit.show_pieces()
+            else:
+                unit.end_backward()
+        for unit in self.units:
+            unit.settle()
+        self._begun.clear()
+        self._is_in_backward = False
+
+    def _give_unused(self) -> None:
+        """Let ranks tell one another which parameters they used; see reducers.py."""
+        units, self._summed = list(dict.fromkeys(self._summed)), []
+        places = [
+            (unit, (group, slot))
+            for unit in units
+            for group in unit.trainable
+            for slot in range(len(group.slots))
+        ]
+        used = [place in unit.used for unit, place in places]
+        # What this rank used itself it gets in any case: a unit that was summed twice may have
+        # used it in one of the two sums only.
+        used_by_any = {place for (_, place), is_used in zip(places, used, strict=True) if is_used}
+        everyone = self.root.axes.all
+        if everyone.size > 1 and places:
+            flags = torch.tensor([float(each) for each in used], device=places[0][1][0].device)
+            everyone.sum_(flags)
+            # Only a rank that missed a parameter has to look, which waits for the device.
+            counts = [] if all(used) else flags.tolist()
+            pairs = zip(places, counts, strict=False)
+            used_by_any |= {place for (_, place), count in pairs if count > 0}
+        for unit in units:
+            unit.give_unused(used_by_any)
+
+    def abandon(self) -> None:
+        """Drop what a broken pass left behind."""
+        self._reducing, self._summed = [], []
+        self._open = {}
+        self._begun.clear()
+        self._is_in_backward = False
+        for unit in self.units:
+            unit.abandon()
+
+
+def context_of(unit: Unit) -> Context:
+    """The context of a unit's model; the first unit to run outside any other becomes the root."""
+    context = unit.context
+    if context is None:
+        context = Context(unit)
+        for each in context.units:
+            each.context = context
+    return context
 
 
 class Forward:
@@ -144,13 +509,10 @@ def run_under_compiler(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
 def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a unit's forward, for the batch that its inputs come from where they know it."""
     context = context_of(unit)
-    if context.is_aside and unit.is_plain:
-        return unit.forward(*args, **kwargs)
-    is_recompute = backward_task() != NO_TASK
-    is_inner = unit is not context.root if unit.is_plain else not context.is_outside
-    if is_inner or is_recompute or (plan := use_plan_of((args, kwargs))) is None:
-        return _run_forward(unit, context, is_recompute, args, kwargs)
-    if plan.is_granular:
+    is_recompute = is_in_backward()
+    is_inner = unit is not context.root if unit.is_plain else context.depth > 0
+    plan = None if is_inner or is_recompute else use_plan_of((args, kwargs))
+    if plan is None or plan.is_granular:
         return _run_forward(unit, context, is_recompute, args, kwargs)
     args, kwargs = without_plan((args, kwargs))
     return hand_on(_run_forward(unit, context, is_recompute, args, kwargs), plan)
@@ -160,17 +522,11 @@ def _run_forward(
     unit: Unit, context: Context, is_recompute: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Run a unit's forward with its full parameters in place."""
-    if not context.has_compared:
-        context.check_first_use((args, kwargs))
+    context.check_first_use((args, kwargs))
     if unit.is_plain and num_granules_of((args, kwargs)) == 0:
-        if unit is not context.root or is_recompute:
-            return unit.forward(*args, **kwargs)
-        context.begin_forward()
-        context.is_aside = True  # units below need not look for granules again
-        try:
-            return unit.forward(*args, **kwargs)
-        finally:
-            context.is_aside = False
+        if unit is context.root and not is_recompute:
+            context.begin_forward()
+        return unit.forward(*args, **kwargs)
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
@@ -194,7 +550,7 @@ def _run_forward(
         if not is_recompute and not unit.is_whole and not context.keeps_full(unit):
             unit.free_after_forward()
         output = _cast(output, precision.output)
-        left_at = context.tick()
+        left_at = next(context.clock)
         return before_backward(output, lambda: context.begin_backward_of(unit, left_at, versions))
     except BaseException:
         # Not in a recompute: checkpointing ends one early by an exception, once it has what it
@@ -220,19 +576,22 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the module's own forward, once or granule by granule."""
-    is_plain = not kwargs and all(type(each) is Tensor for each in args)  # the usual case, quick
-    num_granules = 0 if is_plain else num_granules_of((args, kwargs))
-    is_recompute = backward_task() != NO_TASK
+    num_granules = num_granules_of((args, kwargs))
     if num_granules == 0:
         granule = _granule_of_plain(unit, context)
-        if not is_recompute:
+        if not is_in_backward():
             unit.last_granules = None if granule == PLAIN else [granule]
         with unit.attributes.shadowed(unit.leaves(granule)):
             return unit.inner(*args, **kwargs)
     granules = unit.last_granules = context.granules(num_granules)
     if unit.has_children and not unit.loops_over_model:
+        # A forward per granule would gather every unit below once per granule. So values and
+        # parameters are one tensor per granule, and every torch function maps over them.
         try:
-            return _map_operations(unit, granules, args, kwargs)
+            with unit.attributes.shadowed(per_granule([unit.leaves(each) for each in granules])):
+                output = unit.inner(*args, **kwargs)
+            check_not_bypassed(output, unit.name)
+            return output
         except Bypassed as error:
             if holds_cache((args, kwargs)):  # units have written to it
                 raise
@@ -250,7 +609,7 @@ def _granule_of_plain(unit: Unit, context: Context) -> int:
     is_ordered = unit.options.reducer == "ordered" and unit.leaf_source is None
     if not is_ordered or not torch.is_grad_enabled():
         return PLAIN
-    if backward_task() != NO_TASK:
+    if is_in_backward():
         if unit in context.ran_without_grad:
             raise UnsupportedOperation(
                 f"{unit.name} is under reentrant checkpointing, which hides from the ordered "
@@ -286,29 +645,14 @@ def _loop_over_granules(
 
     output = call_each_granule(unit.name, unit.module, call, len(granules), args, kwargs)
     if before is None:
-        context.free_after_loop(unit)
-    return output
-
-
-def _map_operations(unit: Unit, granules: list[int], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the unit's forward once, each of its own operations granule by granule.
-
-    A forward per granule would gather every unit below once per granule. So values and parameters
-    are one tensor per granule here, and every torch function maps over them.
-    """
-    leaves = [unit.leaves(granule) for granule in granules]
-    with unit.attributes.shadowed(per_granule(leaves)):
-        output = unit.inner(*args, **kwargs)
-    check_not_bypassed(output, unit.name)
+        for below in units_of(unit.module)[1:]:
+            if not context.keeps_full(below):
+                below.free_after_forward()
     return output
 
 
 def before_backward(output: Any, act: Callable[[], None]) -> Any:
     """Call `act` when the first gradient of any tensor in `output` arrives; without one, never."""
-    if type(output) is Tensor:  # the usual case, without looking for more
-        if output.requires_grad:
-            output.register_hook(lambda gradient: act())
-        return output
     for value in tree_iter(output) if torch.is_grad_enabled() else ():
         for tensor in value.parts if isinstance(value, PerGranule) else [value]:
             # Not of what private training follows itself: functions of parameters alone.

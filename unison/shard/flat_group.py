@@ -14,7 +14,7 @@
 Where one rank holds everything, in the dtype and on the device it computes with, `full` *is*
 `shard`: nothing is copied and nothing freed.
 
-The computation sees *leaves*, which are views of `full`; see leaves.py.
+The computation sees *leaves*, which are views of `full`; see `Leaves`.
 
 [Note: one version per parameter] Autograd counts the writes to a tensor together with its views,
 and refuses a backward pass over values that have changed since they were saved. Parameters that
@@ -26,8 +26,8 @@ in one process.
 """
 
 import copy
-import operator
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -35,21 +35,397 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_iter
 
-from unison.errors import UnsupportedOperation
-from unison.shard.dtensors import local_part
-from unison.shard.layout import FlatLayout, Piece, Slot
-from unison.shard.leaves import Leaves, give_gradient
-from unison.shard.placement import Placement
-from unison.shard.policies import CPUOffload, MixedPrecision
+from unison.errors import BadInput, UnsupportedOperation
+from unison.shard.granules import PerGranule
+from unison.shard.layout import FlatLayout, Placement, ShardPiece, Slot
 from unison.shard.ranks import DONE, Axes, Ranks, Work
-from unison.shard.sharded_tensor import ShardedTensor, shard_of
+from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
+
+# ------------------------------------------------------------------------------------------------
+# In which dtype a unit computes and sums, and what of it lives in the host's memory.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """In which dtypes a unit computes, sums gradients and returns.
+
+    The shards, and with them the optimizer's state, keep the dtype the parameters had.
+
+    Attributes:
+        param: What parameters are cast to when they are gathered; None keeps their own dtype.
+        reduce: In which dtype gradients are summed over granules and ranks. None takes the shards'
+            own dtype, and float32 where that is a shorter one.
+        output: What the unit's floating-point outputs are cast to; None leaves them.
+        buffers: What floating-point buffers are cast to, once; None keeps their own dtype.
+        cast_inputs: Whether floating-point inputs are cast to `param`.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "output", "buffers"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise BadInput(
+                    f"{name} of MixedPrecision must be a floating dtype, found {dtype!r}"
+                )
+
+    @property
+    def casts(self) -> bool:
+        """Whether a pass has anything to cast."""
+        return self.param is not None or self.output is not None
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that parameters whose shards have `dtype` compute in."""
+        return self.param if self.param is not None and dtype.is_floating_point else dtype
+
+    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradients of such parameters are summed.
+
+        >>> MixedPrecision().reduce_dtype(torch.bfloat16)
+        torch.float32
+        """
+        if self.reduce is not None:
+            return self.reduce
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPUOffload:
+    """What of a unit lives in the host's memory. The optimizer steps where the shards are.
+
+    Attributes:
+        parameters: Whether nothing of the shards stays on the device: each gather copies from the
+            host. False keeps a copy in the computing dtype on the device, renewed once per step.
+        gradients: Whether summed gradients move to the host while the backward pass goes on.
+            False moves them at its end, all together.
+        pin_memory: Whether the host's buffers are page-locked, so that copies run beside the
+            computation (with CUDA only).
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    pin_memory: bool = True
+
+
+# ------------------------------------------------------------------------------------------------
+# The leaves of a flat buffer: what a computation sees of the parameters in it.
+#
+# A leaf is a view of the full buffer in its parameter's own shape that requires gradients. There
+# is one set of them per granule (see [Note: per granule] in granules.py): each granule's gradient
+# arrives apart.
+#
+# [Note: gather on use] The buffer has no memory between the passes, and a gather may be filling
+# it. Most of a backward pass announces itself at the outputs of a unit; but a loss may also hang
+# on a tensor that a block keeps (a router's aux loss), on a gradient, on something in a list. So
+# a leaf notices the operations that it enters, and the autograd node that each of them leaves
+# behind waits for the parameters before it runs. Saved-tensor hooks would do too, but where they
+# are set torch no longer notices that a saved tensor was changed in place.
+#
+# Torch notices that (see [Note: one version per parameter]) when the node reads
+# what it saved, and names neither the parameter nor a remedy. The same wait therefore looks
+# first.
+
+PLAIN = -1  # the leaves of a pass that is not cut into granules
+RECOMPUTE = -2  # what code that activation checkpointing runs again sees; see LeafSource in unit.py
+
+
+@dataclass(frozen=True, eq=False)
+class _LeafOrigin:
+    """What a watched tensor is a view of: one parameter in the buffer.
+
+    Attributes:
+        base: The parameter as a plain view, which counts the writes to it.
+        group: The flat group, whose unit has the parameters before a backward pass reads them.
+        slot: The parameter's number in it.
+    """
+
+    base: Tensor
+    group: Any
+    slot: int
+
+
+class _BufferView(Tensor):
+    """A view of the buffer that notices which operations it enters; see [Note: gather on use]."""
+
+    source: _LeafOrigin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and let its backward pass wait for the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if torch.compiler.is_compiling():  # one node for all of it: see `watch_compiled`
+                return result
+            if not isinstance(result, Tensor | tuple | list) or not torch.is_grad_enabled():
+                return result
+            watched = list(_watched_in((args, kwargs)))
+            if isinstance(result, Tensor):
+                return _watch(result, watched)
+            return type(result)(_watch(each, watched) for each in result)
+
+
+def _watched_in(values: Any) -> Iterator[_BufferView]:
+    for value in values.values() if isinstance(values, dict) else values or ():
+        if isinstance(value, _BufferView):
+            yield value
+        elif isinstance(value, tuple | list | dict):
+            yield from _watched_in(value)
+
+
+def _watch(result: Any, watched: list[_BufferView]) -> Any:
+    """Let what an operation returned wait for the parameters in its backward pass."""
+    if not isinstance(result, Tensor) or result.grad_fn is None:
+        return result
+    read = [(each.source, each.source.base._version) for each in watched]
+
+    def before_read(_: Any) -> None:
+        for source, _version in read:
+            source.group.unit.reach()
+        for source, version in read:
+            if source.base._version != version and _reads_changed(source.base):
+                source.group.unit.refuse_changed(source.group, source.slot)
+
+    result.grad_fn.register_prehook(before_read)
+    for each in watched:
+        is_view = result.untyped_storage()._cdata == each.untyped_storage()._cdata
+        if is_view and not isinstance(result, _BufferView):
+            result = result.as_subclass(_BufferView)
+            result.source = each.source
+    return result
+
+
+def _reads_changed(parameter: Tensor) -> bool:
+    """Whether the backward pass that has come to a node reads a parameter that was changed.
+
+    Not every node reads what it was given: the gradient of a sum, or of a first layer's weight,
+    needs no value of the parameter.
+    """
+    return _leads_to(torch._C._current_autograd_node(), parameter, _STEPS_TO_LEAF)[1]
+
+
+def _leads_to(node: Any, parameter: Tensor, num_steps: int) -> tuple[bool, bool]:
+    """Whether a node leads to a parameter's leaf, and whether one on the way has stale values."""
+    if node is None or num_steps == 0:
+        return False, False
+    if node.name() in _LEAVES:
+        is_it = node.variable.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        return is_it and node.variable.storage_offset() == parameter.storage_offset(), False
+    below = [_leads_to(each, parameter, num_steps - 1) for each, _ in node.next_functions]
+    if not any(leads for leads, _ in below):
+        return False, False
+    return True, any(is_stale for _, is_stale in below) or _has_stale_values(node)
+
+
+def _has_stale_values(node: Any) -> bool:
+    """Whether torch would refuse to read what a node saved, as it was changed in place."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+                raise
+    return False
+
+
+class ChangedParameter(Tensor):
+    """Stands for a parameter that a recompute may not see: it was changed since its first pass."""
+
+    refuse: Callable[[], NoReturn]
+
+    @staticmethod
+    def of(base: Tensor, refuse: Callable[[], NoReturn]) -> "ChangedParameter":
+        """Stand for a parameter; every torch function calls `refuse`."""
+        made = torch.Tensor._make_subclass(ChangedParameter, base)
+        made.refuse = refuse
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse."""
+        next(
+            each for each in tree_iter((args, kwargs)) if isinstance(each, ChangedParameter)
+        ).refuse()
+
+
+def watch_compiled(output: Any, inputs: Any, wait: Callable[[], None]) -> None:
+    """Let compiled code that made a module's output wait in its backward pass.
+
+    What torch.compile compiles is one node of autograd, also of what a module keeps beside its
+    output. It is looked for near the output.
+
+    Args:
+        output: Of the module, with tensors in it.
+        inputs: Of the module. What made them is another's: a wait there would gather the module's
+            parameters again when it is through with them.
+        wait: Called when the backward pass of compiled code begins.
+    """
+    seen = set(_nodes_of(inputs))
+    nodes = [node for node in _nodes_of(output) if node not in seen]
+    for _ in range(_STEPS_TO_COMPILED):
+        for node in nodes:
+            if node.name().startswith("CompiledFunction"):
+                node.register_prehook(lambda _: wait())
+        seen.update(nodes)
+        nodes = [
+            below
+            for node in nodes
+            for below, _ in node.next_functions
+            if below is not None and below not in seen and below.name() not in _LEAVES
+        ][:_STEPS_TO_COMPILED]
+
+
+def _nodes_of(values: Any) -> list[Any]:
+    """The nodes of autograd that have made the tensors in nested values."""
+    tensors = [value for value in tree_iter(values) if type(value) is Tensor]
+    return [value.grad_fn for value in tensors if value.grad_fn is not None]
+
+
+_STEPS_TO_COMPILED = 3
+_STEPS_TO_LEAF = 5  # a function of torch leaves a few nodes behind: linear's are view, mm, t
+_LEAVES = ("torch::autograd::AccumulateGrad",)
+
+
+class _Leaf(_BufferView, nn.Parameter):
+    """A watched leaf."""
+
+
+class Leaves:
+    """The leaves of one flat buffer, by granule.
+
+    Args:
+        bases: The parameters as plain views of the buffer, which may have no memory at the moment.
+        requires_grad: Whether gradients are wanted; without, leaves are plain views.
+        group: The flat group they are of.
+    """
+
+    def __init__(self, bases: Sequence[Tensor], requires_grad: bool, group: Any) -> None:
+        self.bases, self._requires_grad = bases, requires_grad
+        self._sources = [_LeafOrigin(base, group, slot) for slot, base in enumerate(bases)]
+        self._of_granule: dict[int, list[Tensor]] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Every leaf there is."""
+        return itertools.chain.from_iterable(self._of_granule.values())
+
+    def of(
+        self, granule: int, on_gradient: Callable[[int, int, Tensor], None] | None
+    ) -> list[Tensor]:
+        """The views that one granule computes with, one per parameter.
+
+        Args:
+            granule: Which granule; the same one gets the same leaves until `drop`, so that several
+                forward passes add up in one gradient.
+            on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
+                None leaves gradients at the leaves, for `take_gradients`.
+        """
+        if granule not in self._of_granule:
+            self._of_granule[granule] = [
+                self._make_leaf(index, granule, on_gradient) for index in range(len(self.bases))
+            ]
+        return self._of_granule[granule]
+
+    def views(self) -> list[Tensor]:
+        """The parameters as plain views of the buffer, without gradients."""
+        return [base.detach() for base in self.bases]
+
+    def _make_leaf(
+        self,
+        index: int,
+        granule: int,
+        on_gradient: Callable[[int, int, Tensor], None] | None,
+    ) -> Tensor:
+        view = self.bases[index].detach()
+        if not self._requires_grad:
+            return view
+        leaf = torch.Tensor._make_subclass(_Leaf, view, True)
+        leaf.source = self._sources[index]
+        if on_gradient is not None:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
+        return leaf
+
+    def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
+        """Take the gradients that lie here, with the granule of each set that has any."""
+        taken = []
+        with torch._C.DisableTorchFunctionSubclass():  # quick: leaves watch what is done to them
+            for granule, leaves in self._of_granule.items() if self._requires_grad else ():
+                gradients = [leaf.grad for leaf in leaves]
+                if any(gradient is not None for gradient in gradients):
+                    taken.append((granule, gradients))
+                    for leaf in leaves:
+                        leaf.grad = None
+        return taken
+
+    def drop(self) -> None:
+        """Forget all leaves; the next forward pass makes new ones."""
+        self._of_granule.clear()
+
+
+def per_granule(leaves: list[list[list[Tensor]]]) -> list[list[Tensor]]:
+    """From [granule][group][slot] to [group][slot] of tensors that are one value per granule."""
+    return [
+        [PerGranule.of(list(slots)) for slots in zip(*groups, strict=True)]
+        for groups in zip(*leaves, strict=True)
+    ]
+
+
+def give_gradient(piece: nn.Parameter, gradient: Tensor) -> None:
+    """Add a gradient to a piece's own, as a backward pass that ends at the piece would.
+
+    Hooks on the piece run: by autograd itself, which costs a backward pass, where there are any.
+    """
+    num_own = 1 if isinstance(piece, ShardedTensor) else 0  # see FlatGroup
+    if len(piece._backward_hooks or ()) > num_own or piece._post_accumulate_grad_hooks:
+        torch.autograd.backward([piece], [gradient])
+    elif piece.grad is None:
+        piece.grad = gradient
+    else:
+        piece.grad.add_(gradient)
+
+
+def tripwire(leaf: Tensor, unit_name: str) -> Tensor:
+    """A view of a leaf that raises when a gradient reaches it."""
+
+    def refuse(_: Tensor) -> None:
+        raise UnsupportedOperation(
+            f"{unit_name} is under reentrant checkpointing, which hides from the ordered reducer "
+            "which granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
+        )
+
+    view = leaf.detach()
+    if leaf.requires_grad:
+        view.requires_grad_()
+        view.register_post_accumulate_grad_hook(refuse)
+    return view
+
+
+# ------------------------------------------------------------------------------------------------
+# The flat buffer and its parameters.
 
 PIECE = "_unison_piece"  # on a parameter of a unit that one rank holds whole
 RECIPE = "_unison_recipe"  # on a parameter built under `meta_init`: how to make its values
 
 
-class Phase(Enum):
+def is_piece(parameter: Tensor) -> bool:
+    """Whether a parameter is what a unit holds of one."""
+    return isinstance(parameter, ShardedTensor) or hasattr(parameter, PIECE)
+
+
+class StoragePhase(Enum):
     """What a flat buffer holds at the moment."""
 
     SHARDED = auto()  # `full` has no memory
@@ -58,7 +434,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One place where a module holds a parameter; a tied parameter has several."""
 
     module: nn.Module
@@ -71,7 +447,7 @@ class ParameterInfo:
 
     name: str
     value: nn.Parameter
-    uses: list[Use] = field(default_factory=list)
+    uses: list[ParameterUse] = field(default_factory=list)
 
 
 class FlatGroup:
@@ -86,6 +462,8 @@ class FlatGroup:
         leaves: What a computation sees of `full`.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
+
+    unit: Any  # whose parameters they are; set when the unit takes its groups
 
     def __init__(
         self,
@@ -121,7 +499,6 @@ class FlatGroup:
             if axes.all.size > 1 and not parameter.value.is_meta
         ]
         self._start_versions = self.versions
-        self._make_guards()
 
     def _make_memory(self, device: torch.device) -> None:
         """Give the buffers memory on a device, the shard zeros; `full` stays empty."""
@@ -146,7 +523,7 @@ class FlatGroup:
             views = [
                 part.view(slot.shape) for part, slot in zip(self._parts, self.slots, strict=True)
             ]
-            self.phase = Phase.FULL
+            self.phase = StoragePhase.FULL
         else:
             self.full = torch.empty(
                 self.layout.padded_length(self.ranks.size), dtype=self.compute_dtype, device=device
@@ -157,7 +534,7 @@ class FlatGroup:
             ]
             self._full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
-            self.phase = Phase.SHARDED
+            self.phase = StoragePhase.SHARDED
         self._work: Work = DONE
         self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
         self._kept_versions: tuple[int, ...] = ()
@@ -165,7 +542,7 @@ class FlatGroup:
         self._sent: Tensor | None = None  # what a running gather reads
         self._kept: Tensor | None = None  # what neighbours hold between forward and backward
         self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self.leaves = Leaves(views, self.requires_grad, self._before_read, self._refuse_changed)
+        self.leaves = Leaves(views, self.requires_grad, self)
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -204,13 +581,12 @@ class FlatGroup:
             made = self._make_piece(index)
             take_over(piece, made)
             torch.utils.swap_tensors(piece, made)
-        self._make_guards()
 
     def copied(self, memo: dict[int, Any]) -> "FlatGroup":
         """The buffers of a copy of the module, whose parameters they become."""
         made = copy.copy(self)
         made.uses = [
-            [Use(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
+            [ParameterUse(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
             for uses in self.uses
         ]
         made._make_memory(self.device)
@@ -222,30 +598,11 @@ class FlatGroup:
             vars(own).update(vars(piece))
             torch.utils.swap_tensors(piece, own)
         made._start_versions = ()  # what it starts with is another's state
-        made._make_guards()
         return made
 
-    def is_untouched(self) -> bool:
-        """Whether every piece is where it was put; cheap, since every pass asks."""
-        tables, names, held, addresses = self._guards
-        is_plain = self.ranks.size == 1  # pieces are ordinary parameters: without a call of Python
-        parts = held if is_plain else map(local_part, held)
-        return (
-            all(map(operator.is_, map(dict.get, tables, names), held))
-            and all(map(operator.eq, map(Tensor.data_ptr, parts), addresses))
-            and [each.requires_grad for each in held].count(self.requires_grad) == len(held)
-        )
-
-    def _make_guards(self) -> None:
-        uses = [
-            (use, piece) for piece, uses in zip(self.pieces, self.uses, strict=True) for use in uses
-        ]
-        self._guards = (
-            [use.module._parameters for use, _ in uses],
-            [use.attribute for use, _ in uses],
-            [piece for _, piece in uses],
-            [local_part(piece).data_ptr() for _, piece in uses],
-        )
+    def is_in_shard(self, index: int) -> bool:
+        """Whether a piece still has its memory in the shard."""
+        return local_part(self.pieces[index]).data_ptr() == self._parts[index].data_ptr()
 
     def unchanged_start(self) -> list[int | None]:
         """A sum over the bits of each whole parameter, as it was sharded and still is.
@@ -272,7 +629,7 @@ class FlatGroup:
         """Bytes of `full` while it has memory of its own."""
         return 0 if self.is_alias else self._full_bytes
 
-    def piece_places(self) -> list[Piece]:
+    def piece_places(self) -> list[ShardPiece]:
         """What this rank holds of each parameter."""
         return self.layout.pieces(self.ranks.rank, self.ranks.size)
 
@@ -290,7 +647,7 @@ class FlatGroup:
     def start_gather(self) -> None:
         """Begin to fill `full`, unless it holds, or is getting, the current values."""
         versions = self.versions
-        if self.phase is not Phase.SHARDED:
+        if self.phase is not StoragePhase.SHARDED:
             if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
@@ -314,7 +671,7 @@ class FlatGroup:
         else:
             self._sent = self._part_to_send()
             self._work = self.ranks.gather(self.full.data, self._sent)
-        self.phase = Phase.GATHERING
+        self.phase = StoragePhase.GATHERING
 
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
@@ -334,22 +691,12 @@ class FlatGroup:
         copy = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
         return copy.copy_(shard, non_blocking=True)
 
-    on_read: Callable[[], None]  # set by the unit: a backward pass is about to read `full`
-
-    on_changed: Callable[[int], NoReturn]  # set by the unit: refuses to read a changed parameter
-
-    def _before_read(self) -> None:
-        self.on_read()
-
-    def _refuse_changed(self, slot: int) -> NoReturn:
-        self.on_changed(slot)
-
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
         self.start_gather()
-        if self.phase is Phase.GATHERING:
+        if self.phase is StoragePhase.GATHERING:
             self._end_work()
-            self.phase = Phase.FULL
+            self.phase = StoragePhase.FULL
 
     def _end_work(self) -> None:
         self._work.wait()
@@ -359,7 +706,7 @@ class FlatGroup:
         """Give the memory of `full` back."""
         if self.is_alias:
             return
-        if self.phase is Phase.GATHERING:
+        if self.phase is StoragePhase.GATHERING:
             self._end_work()
         if not self.full.untyped_storage().resizable():
             raise UnsupportedOperation(
@@ -368,11 +715,11 @@ class FlatGroup:
                 "first: parameter.detach().clone().numpy()"
             )
         self.full.untyped_storage().resize_(0)
-        self.phase = Phase.SHARDED
+        self.phase = StoragePhase.SHARDED
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
-        if self._neighbours is not None and self.phase is Phase.FULL and self.ranks.size > 1:
+        if self._neighbours is not None and self.phase is StoragePhase.FULL and self.ranks.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
             self._kept = parts[self._neighbours.rank].clone()
             self._kept_versions = self.gathered_versions
@@ -385,14 +732,6 @@ class FlatGroup:
         self._resident_versions = ()
         self.free()
 
-    def gathered(self) -> Tensor:
-        """All ranks' shards in the parameters' own dtype [padded length], a copy; a collective."""
-        full = torch.empty(
-            self.layout.padded_length(self.ranks.size), dtype=self.dtype, device=self.device
-        )
-        self.ranks.gather(full, self.shard.detach().to(self.device)).wait()
-        return full
-
     # --- gradients -------------------------------------------------------------------------------
 
     def give_gradients(self, parts: list[Tensor | None]) -> None:
@@ -402,15 +741,11 @@ class FlatGroup:
             parts: This rank's part of each parameter's gradient [elements of the piece], on the
                 device, in the dtype of the sum; None for a parameter that no rank used.
         """
-        if self._offload is None:
-            for piece, part in zip(self.pieces, parts, strict=True):
-                if part is not None:
-                    part = part if part.dtype == self.dtype else part.to(self.dtype)
-                    self._add_gradient(piece, part)
-            return
         for piece, part in zip(self.pieces, parts, strict=True):
-            if part is not None:
-                moved = self._on_host(part) if self._offload.gradients else part
+            if part is not None and self._offload is None:
+                self._add_gradient(piece, part.to(self.dtype))
+            elif part is not None:
+                moved = self._on_host(part) if self._offload.gradients else part  # type: ignore[union-attr]
                 self._moving.append((piece, moved))
 
     def _on_host(self, part: Tensor) -> Tensor:

@@ -211,6 +211,11 @@ def plan_of(value: Any) -> Any:
     return None
 
 
+def is_in_backward() -> bool:
+    """Whether a backward pass is running: a forward pass in it is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def num_granules_of(value: Any) -> int:
     """The number of granules of the first `PerGranule` in a nested value; 0 if there is none."""
     for item in tree_flatten(value)[0]:

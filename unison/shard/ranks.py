@@ -5,36 +5,37 @@ runs the same code at every world size. Every call is counted, so that a report 
 over the wire.
 """
 
+import hashlib
 import os
+import sys
+import weakref
 from collections import Counter
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from unison.errors import BadInput
+from unison.errors import BadInput, NeedsWhole
+from unison.shard.guard.records import caller, lines_of
 
 # torch 2.13 renamed these two; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Work(Protocol):
-    """A collective under way; `wait` returns when its result may be used."""
-
-    def wait(self) -> object:
-        """Wait for the result, on the current stream for a GPU."""
-
-
 class _Done:
+    """A collective that is over."""
+
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
-DONE: Work = _Done()
+DONE = _Done()
+Work = dist.Work | _Done
+"""A collective under way; `wait` returns when its result may be used, on the current stream."""
 
 
 class Ranks:
@@ -107,7 +108,7 @@ class Ranks:
         if self.size == 1:
             full.copy_(shard)
             return DONE
-        return _work(_all_gather(full, shard, group=self.group, async_op=True))
+        return _all_gather(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Work:
         """Start to sum `full` [size * n] over ranks, each keeping its part in `shard` [n]."""
@@ -115,7 +116,7 @@ class Ranks:
         if self.size == 1:
             shard.copy_(full)
             return DONE
-        return _work(_reduce_scatter(shard, full, group=self.group, async_op=True))
+        return _reduce_scatter(shard, full, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def exchange(self, received: Tensor, sent: Tensor) -> Work:
         """Start to send row r of `sent` [size, n] to rank r, and to receive a row from each."""
@@ -123,20 +124,20 @@ class Ranks:
         if self.size == 1:
             received.copy_(sent)
             return DONE
-        return _work(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def sum_(self, value: Tensor) -> Tensor:
         """Add a small tensor over ranks, in place."""
-        self._count("sum", value.nbytes * (self.size - 1) // self.size * 2)
-        if self.size > 1:
-            dist.all_reduce(value, group=self.group)
-        return value
+        return self._all_reduce("sum", value, dist.ReduceOp.SUM)
 
     def max_(self, value: Tensor) -> Tensor:
         """Take the largest of a small tensor over ranks, in place."""
-        self._count("max", value.nbytes * (self.size - 1) // self.size * 2)
+        return self._all_reduce("max", value, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, kind: str, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        self._count(kind, value.nbytes * (self.size - 1) // self.size * 2)
         if self.size > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(value, op, group=self.group)
         return value
 
     def _count(self, kind: str, num_bytes: int) -> None:
@@ -180,11 +181,6 @@ class Axes:
         return cls(all=everyone, shard=Ranks(mesh.get_group(1)), replicas=Ranks(mesh.get_group(0)))
 
 
-def _work(work: Work | None) -> Work:
-    assert work is not None  # async_op=True always gives one
-    return work
-
-
 def same_on_every_rank(ranks: Ranks, values: Tensor) -> bool:
     """Whether a small integer tensor is equal on all ranks; every rank must call it."""
     low, high = values.clone(), values.clone()
@@ -199,3 +195,61 @@ def checksum(value: Tensor) -> Tensor:  # int64 [2]
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).long()
     weights = torch.arange(1, len(data) + 1) % 65_521
     return torch.tensor([len(data), int((data * weights).sum())])
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks meet before a collective that user code asked for without naming it.
+#
+# `p.grad.norm()` of a sharded gradient needs every rank. Under `if rank == 0` one rank would be
+# alone in it: it would wait for ever, or worse, be matched with the next collective of the
+# others, which gloo answers by ending the process. So ranks meet in the store first, which no
+# collective can be mistaken for, and a rank that stays alone raises, naming the line.
+
+PATIENCE = timedelta(seconds=20)
+
+
+@dataclass
+class _Meetings:
+    """How often the ranks of a group have met, and what the last meeting left in the store."""
+
+    count: int = 0
+    keys: list[str] = field(default_factory=list)
+
+
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
+
+
+def meet(ranks: Ranks, what: str) -> None:
+    """Wait until every rank has come to this call.
+
+    Args:
+        ranks: Who must come.
+        what: What they come for, for the message.
+
+    Raises:
+        NeedsWhole: A rank did not come within `PATIENCE`; naming the line of this one.
+    """
+    if ranks.size == 1:
+        return
+    assert ranks.group is not None
+    line = lines_of(caller(sys._getframe(1))[1])[0]
+    meetings = _meetings.setdefault(ranks.group, _Meetings())
+    meetings.count += 1
+    members = dist.get_process_group_ranks(ranks.group)
+    told = hashlib.blake2b(f"{members} {line} {what}".encode(), digest_size=8).hexdigest()
+    key = f"unison/meet/{meetings.count}/{told}"
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(key, 1) == ranks.size:
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], PATIENCE)
+    except RuntimeError as error:
+        raise NeedsWhole(
+            f"{what} needs all {ranks.size} ranks, and rank {ranks.rank} was alone in it for "
+            f"{PATIENCE.seconds} s, at {line}; call it on every rank, outside of `if rank == ...`"
+        ) from error
+    # Whoever is here has left the meeting before.
+    if ranks.rank == 0:
+        for old in meetings.keys:
+            store.delete_key(old)
+        meetings.keys = [key, f"{key}/all"]

@@ -1,6 +1,8 @@
 """Two ways to sum gradients over ranks: `fast` and `ordered`.
 
-Both collect the gradients of a group's leaves and turn them into this rank's shard of the sum.
+Both collect the gradients of a group's leaves (`take`), exchange them with others (`start`) and
+turn them into this rank's parts of the sum (`finish`); an ordered part is None where the logical
+batch was empty, or where a rank that is alone did not use the parameter.
 Collectives only sum; the division by the divisor happens once, in `Unit.finish_reduce`.
 
 [Note: unused parameters] A parameter that no rank used must end with no gradient, as it would on
@@ -12,85 +14,17 @@ the whole model, and learn which of them count (see `Context`).
 
 import itertools
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unison.shard.flat_group import FlatGroup
 from unison.shard.layout import Slot
-from unison.shard.ranks import Work
+from unison.shard.ranks import DONE, Work
 from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
 
 Parts = list[Tensor | None]
 """One value per parameter of a group: its gradient, or this rank's part of the summed one."""
-
-
-class Reducer(Protocol):
-    """Sums the gradients of one flat group."""
-
-    @property
-    def used(self) -> list[bool]:
-        """Which parameters this rank brought a gradient of."""
-        ...
-
-    def take(self, granule: int, gradients: Parts) -> None:
-        """Take the complete gradients of one granule; the caller gives them away."""
-        ...
-
-    def start(self) -> None:
-        """Begin the exchange with the other ranks."""
-        ...
-
-    def finish(self) -> Parts:
-        """Return this rank's parts of the sum over all ranks.
-
-        They are None where the rank is alone and did not use the parameter, or where the logical
-        batch was empty.
-        """
-        ...
-
-
-class AloneReducer:
-    """One rank, and nothing to sum: gradients go where they belong without a copy."""
-
-    def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self._gradients: Parts = [None] * len(group.slots)
-
-    @property
-    def used(self) -> list[bool]:
-        """Which parameters have a gradient."""
-        return [gradient is not None for gradient in self._gradients]
-
-    def take(self, granule: int, gradients: Parts) -> None:
-        """Keep gradients, or add them to those that came before."""
-        dtype = self._group.reduce_dtype
-        for slot, gradient in enumerate(gradients):
-            before = self._gradients[slot]
-            if before is None:
-                self._gradients[slot] = gradient
-            elif gradient is not None:
-                self._gradients[slot] = before.to(dtype) + gradient.to(dtype)
-
-    def start(self) -> None:
-        """Nothing is exchanged."""
-
-    def finish(self) -> Parts:
-        """The gradients as they came, in the dtype of the shards."""
-        present = [gradient for gradient in self._gradients if gradient is not None]
-        if any(gradient.dtype != self._group.dtype for gradient in present):
-            # One buffer and one pass over all of them: many small casts would cost their launches.
-            flat = torch.empty(
-                self._group.layout.length, dtype=self._group.dtype, device=self._group.device
-            )
-            targets = [flat[slot.offset : slot.offset + slot.numel] for slot in self._group.slots]
-            chosen = [target for target, used in zip(targets, self.used, strict=True) if used]
-            torch._foreach_copy_(chosen, [gradient.reshape(-1) for gradient in present])
-            return [
-                target if used else None for target, used in zip(targets, self.used, strict=True)
-            ]
-        return [None if gradient is None else gradient.view(-1) for gradient in self._gradients]
 
 
 class FastReducer:
@@ -101,7 +35,8 @@ class FastReducer:
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
-        self._sent = torch.empty(
+        # Zeros, which remain where a parameter is not used and between parameters.
+        self._sent = torch.zeros(
             group.layout.padded_length(group.ranks.size),
             dtype=group.reduce_dtype,
             device=group.device,
@@ -109,7 +44,7 @@ class FastReducer:
         self._places = [self._sent[slot.offset : slot.offset + slot.numel] for slot in group.slots]
         self._gradient = self._sent.new_zeros(0)
         self._used = [False] * len(group.slots)
-        self._work: Work | None = None
+        self._work: Work = DONE
 
     @property
     def used(self) -> list[bool]:
@@ -135,18 +70,15 @@ class FastReducer:
 
     def start(self) -> None:
         """Begin the reduce-scatter."""
-        for low, high in self._group.layout.gaps(self._group.ranks.size):
-            self._sent[low:high].zero_()
-        for place, used in zip(self._places, self.used, strict=True):
-            if not used:
-                place.zero_()
+        if self._group.ranks.size == 1:
+            self._gradient = self._sent
+            return
         length = self._group.layout.shard_length(self._group.ranks.size)
         self._gradient = self._sent.new_empty(length)
         self._work = self._group.ranks.reduce_scatter(self._gradient, self._sent)
 
     def finish(self) -> Parts:
         """Wait for the sum."""
-        assert self._work is not None
         self._work.wait()
         self._group.axes.replicas.sum_(self._gradient)
         return _parts(self._group, self._gradient)
@@ -173,14 +105,13 @@ class OrderedReducer:
         self._edges_of_copy = edges[first : first + axes.shard.size + 1]
         self._edges_of_replicas = edges[:: axes.shard.size]
         self._trees = [SubtreeSum(*self._mine) for _ in group.slots]
-        self._granules: list[set[int]] = [set() for _ in group.slots]
-        self._work: Work | None = None
+        self._work: Work = DONE
         self._received = self._sent = torch.zeros(0, dtype=group.reduce_dtype, device=group.device)
 
     @property
     def used(self) -> list[bool]:
         """Which parameters some granule of this rank used."""
-        return [len(seen) > 0 for seen in self._granules]
+        return [bool(tree.seen) for tree in self._trees]
 
     def take(self, granule: int, gradients: Parts) -> None:
         """Take the leaves of one granule."""
@@ -191,7 +122,6 @@ class OrderedReducer:
     def put(self, granule: int, slot: int, gradient: Tensor) -> None:
         """Take a leaf of the tree; a granule that is not of the batch (a ghost) adds nothing."""
         if self._mine[0] <= granule < self._mine[1]:
-            self._granules[slot].add(granule)
             self._trees[slot].put(granule, gradient.to(self._group.reduce_dtype))
 
     @property
@@ -222,14 +152,12 @@ class OrderedReducer:
     def _subtrees(self, slot: int) -> list[Tensor]:
         """This rank's subtrees of a parameter, none if it was not used at all.
 
-        A granule that did not use it counts as zeros, here as on a rank that never used it: adding
-        nothing instead would keep a -0.0 that adding 0.0 elsewhere does not.
+        A granule that did not use it counts as zeros, here as on a rank that never used it.
         """
-        tree, seen = self._trees[slot], self._granules[slot]
-        if not seen:
+        tree = self._trees[slot]
+        if not tree.seen:
             return []
-        for granule in set(range(*self._mine)) - seen:
-            tree.put(granule, self._sent.new_zeros(self._group.slots[slot].shape))
+        tree.fill(lambda: self._sent.new_zeros(self._group.slots[slot].shape))
         nodes = tree.take()
         assert [level for level, _ in nodes] == aligned_levels(*self._mine)
         return [node for _, node in nodes]
@@ -237,8 +165,10 @@ class OrderedReducer:
     def finish(self) -> Parts:
         """Wait, and add the subtrees of all ranks in tree order."""
         if self._is_alone:
-            return [self._finish_alone(slot) for slot in range(len(self._trees))]
-        assert self._work is not None
+            totals = [
+                _finish_tree([self._subtrees(slot)], self._mine) for slot in range(len(self._trees))
+            ]
+            return [None if total is None else total.reshape(-1) for total in totals]
         self._work.wait()
         self._sent = self._sent.new_zeros(0)
         group = self._group
@@ -256,10 +186,6 @@ class OrderedReducer:
             return [None] * len(group.slots)
         # A copy, since a view would keep the buffer of all ranks' parts as long as the gradient.
         return _parts(group, total.clone())
-
-    def _finish_alone(self, slot: int) -> Tensor | None:
-        total = _finish_tree([self._subtrees(slot)], self._mine)
-        return None if total is None else total.reshape(-1)
 
     def _across_replicas(self, nodes: list[Tensor], length: int) -> Tensor | None:
         """Finish the tree over the copies of the model, each replica for a fraction of the part."""

@@ -18,20 +18,23 @@ of `local` tells whether a gather is stale, so writes are counted by hand, and `
 as the very object it is: `nn.Parameter(x)` calls `detach`, too.
 """
 
+import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 from torch.utils._pytree import tree_iter
 
-from unison.errors import BadInput, NeedsWhole
-from unison.shard.placement import Placement
-from unison.shard.together import meet
+from unison.errors import BadInput, NeedsWhole, UnsupportedOperation
+from unison.shard.layout import Placement
+from unison.shard.ranks import Ranks, meet
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple, dict[str, Any]], Any]
@@ -80,7 +83,10 @@ class ShardedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute on this rank's elements, with the other ranks, or not at all."""
-        return _dispatch(func, args, kwargs or {})
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _handlers[func] = _handler_of(func)
+        return handler(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """The whole parameter, on every rank; a collective.
@@ -198,8 +204,10 @@ class _NoStorage(torch.UntypedStorage):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        ctx.name = shard.placement.name
-        return gathered(shard)
+        place = shard.placement
+        ctx.name = place.name
+        meet(place.ranks, f"full_tensor() of {place.name!r}")
+        return _gather(shard.local, place).to(shard.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -217,22 +225,15 @@ class _Local(torch.autograd.Function):
         return ShardedTensor(gradient.contiguous(), ctx.placement)
 
 
-def gathered(shard: ShardedTensor) -> Tensor:
-    """All elements of a sharded tensor; a collective."""
-    placement = shard.placement
-    meet(placement.ranks, f"full_tensor() of {placement.name!r}")
+def _gather(part: Tensor, placement: Placement) -> Tensor:
+    """The whole of a tensor, from the elements that each rank holds; a collective."""
     longest = max(stop - start for start, stop in placement.ranges)
-    sent = torch.zeros(longest, dtype=shard.dtype, device=placement.device)
-    sent[: len(shard.local)] = shard.local.detach()
-    received = sent.new_empty(placement.ranks.size * longest)
-    placement.ranks.gather(received, sent).wait()
-    parts = [
-        row[: stop - start]
-        for row, (start, stop) in zip(
-            received.view(placement.ranks.size, longest), placement.ranges, strict=True
-        )
-    ]
-    return torch.cat(parts).view(placement.shape).to(shard.device)
+    sent = torch.zeros(longest, dtype=part.dtype, device=placement.device)
+    sent[: placement.stop - placement.start] = part.detach().reshape(-1)
+    received = sent.new_empty(placement.ranks.size, longest)
+    placement.ranks.gather(received.view(-1), sent).wait()
+    rows = zip(received, placement.ranges, strict=True)
+    return torch.cat([row[: stop - start] for row, (start, stop) in rows]).view(placement.shape)
 
 
 # As for DTensor: without this, optimizers and clip_grad_norm_ would go tensor by tensor.
@@ -241,14 +242,6 @@ _types_of_clipping.append(ShardedTensor)
 
 
 # ---- what an operation does ----------------------------------------------------------------------
-
-
-def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation of which at least one argument is a sharded tensor."""
-    handler = _handlers.get(func)
-    if handler is None:
-        handler = _handlers[func] = _handler_of(func)
-    return handler(func, args, kwargs)
 
 
 def _handler_of(func: Any) -> Handler:
@@ -564,3 +557,104 @@ _handlers: dict[Any, Handler] = {
     ),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
+
+
+# ------------------------------------------------------------------------------------------------
+# Parameters that torch's own FSDP2 holds: distributed tensors, cut along dimension 0.
+#
+# Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, which take a second:
+# where nobody has imported them there is nothing of theirs to find.
+
+
+def is_dtensor(value: Tensor) -> bool:
+    """Whether a tensor is a distributed one."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def fsdp2_modules(module: nn.Module) -> list[tuple[str, Any]]:
+    """The modules at and below one on which torch's `fully_shard` was called, with their paths."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [(p, child) for p, child in module.named_modules() if isinstance(child, fsdp.FSDPModule)]
+
+
+def show_shards(module: nn.Module) -> None:
+    """Let an FSDP2 model's attributes be its sharded parameters.
+
+    FSDP2 leaves the root's parameters full after a forward pass without a backward pass, and then
+    `named_parameters()` shows those instead of what the optimizer holds.
+    """
+    for _, child in fsdp2_modules(module):
+        child.reshard()
+
+
+def mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
+    """The one-dimensional mesh over whose ranks a parameter's rows are spread.
+
+    Raises:
+        UnsupportedOperation: If the parameter lies on the ranks in any other way.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise UnsupportedOperation(
+            f"parameter {name!r} has the placements {tuple(placements)} on a mesh of shape "
+            f"{tuple(mesh.shape)}; expected (Shard(dim=0),) on a mesh of one dimension. Use "
+            "unison.fully_shard for other meshes"
+        )
+    return mesh
+
+
+def element_ranges(parameter: Tensor, num_ranks: int) -> list[tuple[int, int]]:
+    """Which elements [start, stop) of the flattened parameter each rank holds."""
+    rows, *row = parameter.shape
+    return row_ranges(rows, math.prod(row), num_ranks)
+
+
+def row_ranges(rows: int, row_length: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Cut rows as torch.chunk does: equal runs, of which the last may be short or empty.
+
+    >>> row_ranges(rows=5, row_length=10, num_ranks=4)
+    [(0, 20), (20, 40), (40, 50), (50, 50)]
+    """
+    per_rank = -(-rows // num_ranks)
+    edges = [min(rank * per_rank, rows) * row_length for rank in range(num_ranks + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def local_part(value: Tensor) -> Tensor:
+    """This rank's part of a tensor, in its own memory; a plain tensor is its own."""
+    if isinstance(value, ShardedTensor):
+        return value.local
+    return value._local_tensor if is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def whole(value: Tensor, name: str) -> Tensor:
+    """The whole of a tensor, on every rank; a collective if it is distributed.
+
+    By our own gather: DTensor's crashes with gloo on CUDA tensors, and does not move what is
+    offloaded to the device that the ranks exchange on.
+
+    Raises:
+        UnsupportedOperation: If it is spread in any other way than by rows, naming it.
+    """
+    part = local_part(value)
+    return value.detach() if part is value else _gather(part, placement_of(value, name))
+
+
+def placement_of(value: Tensor, name: str) -> Placement:
+    """Which elements of a tensor each rank holds: of one of ours, of FSDP2's, or of a plain one.
+
+    Raises:
+        UnsupportedOperation: If it is spread in any other way than by rows, naming it.
+    """
+    if isinstance(value, ShardedTensor):
+        return value.placement
+    shape = tuple(value.shape)
+    if not is_dtensor(value):
+        return Placement(name, shape, ((0, value.numel()),), Ranks(None), value.device)
+    mesh = mesh_of(value, name)
+    ranges = tuple(element_ranges(value, mesh.size()))
+    return Placement(name, shape, ranges, Ranks.of(mesh), torch.device(mesh.device_type))

@@ -9,6 +9,9 @@ them. All ranks' subtrees, put in leaf order, are then enough to finish the same
 number of ranks.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 
@@ -38,11 +41,14 @@ class SubtreeSum:
 
     def __init__(self, low: int, high: int) -> None:
         self._low, self._high = low, high
+        self.seen: set[int] = set()  # the single leaves that were put
         self._nodes: dict[tuple[int, int], Tensor] = {}  # (level, index) -> sum
 
     def put(self, index: int, value: Tensor, level: int = 0) -> None:
         """Add a leaf, or the subtree `index` of a level; siblings that are both there merge."""
         low, high = index << level, (index + 1) << level
+        if level == 0:
+            self.seen.add(index)
         is_inside = self._low <= low <= high <= self._high
         assert is_inside, f"[{low}, {high}) is not in [{self._low}, {self._high})"
         while True:
@@ -55,6 +61,14 @@ class SubtreeSum:
             other = self._nodes.pop((level, sibling))
             value = value.add_(other) if index < sibling else other.add_(value)
             level, index = level + 1, index >> 1
+
+    def fill(self, make_zeros: Callable[[], Tensor]) -> None:
+        """Let leaves that were not put count as zeros.
+
+        Adding nothing instead would keep a -0.0 that adding 0.0 elsewhere does not.
+        """
+        for index in set(range(self._low, self._high)) - self.seen:
+            self.put(index, make_zeros())
 
     def take(self) -> list[tuple[int, Tensor]]:
         """Return (level, sum) of the maximal subtrees in leaf order, and forget them."""
@@ -85,3 +99,25 @@ class TreeSum:
         while self._stack:
             total = self._stack.pop()[1].add_(total)
         return total
+
+
+def sum_over_granules(values: dict[int, Tensor], plan: Any) -> Tensor | None:
+    """The sum over all granules of a logical batch, whoever holds them; a collective.
+
+    Args:
+        values: One value per granule that this rank holds; that of a ghost does not count.
+        plan: Of the batch.
+
+    Returns:
+        The sum, in the canonical order; None if the batch has no granules.
+    """
+    first = next(iter(values.values()))
+    slots = first.new_zeros(plan.num_granules + 1, *first.shape)  # the last one takes a ghost's
+    for granule, value in values.items():
+        slots[granule] = value
+    # Each slot has one owner and all others add 0.0, which is exact but for the sign of zero.
+    plan.ranks.sum_(slots.add_(0.0))
+    total = TreeSum()
+    for value in slots[:-1]:
+        total.push(value.clone())
+    return total.finish()

@@ -1,7 +1,8 @@
 """A unit: a module whose parameters are gathered, used and freed together."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -9,16 +10,96 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard.attributes import Attributes, Hidden
-from unison.shard.dtensors import local_part
-from unison.shard.flat_group import FlatGroup, ParameterInfo, Phase, take_over
-from unison.shard.labels import labelled
-from unison.shard.leaves import PLAIN, RECOMPUTE, Changed, per_granule, tripwire
-from unison.shard.policies import CPUOffload, MixedPrecision
+from unison.shard.flat_group import (
+    PLAIN,
+    RECOMPUTE,
+    ChangedParameter,
+    CPUOffload,
+    FlatGroup,
+    MixedPrecision,
+    ParameterInfo,
+    ParameterUse,
+    StoragePhase,
+    per_granule,
+    take_over,
+    tripwire,
+)
 from unison.shard.ranks import Axes
-from unison.shard.reducers import AloneReducer, FastReducer, OrderedReducer, Parts, Reducer
+from unison.shard.reducers import FastReducer, OrderedReducer
+
+# ------------------------------------------------------------------------------------------------
+# The attributes at which a unit's modules hold its parameters.
+#
+# [Note: shadowing] Python finds an instance's own dictionary before `nn.Module.__getattr__` looks
+# into `_parameters`. So a full parameter that is put into the dictionary shadows its piece, while
+# `named_parameters()` goes on showing pieces.
+
+# What attributes were before they were shadowed: (instance dictionary, name, value).
+Hidden = list[tuple[dict[str, Any], str, Tensor | None]]
+
+
+class Attributes:
+    """Where the parameters of one unit are seen; see [Note: shadowing].
+
+    Args:
+        uses: For each flat group and each parameter in it, where modules hold it.
+    """
+
+    def __init__(self, uses: Sequence[Sequence[Sequence[ParameterUse]]]) -> None:
+        self._places = [
+            (use.module.__dict__, use.attribute, group, slot)
+            for group, of_group in enumerate(uses)
+            for slot, of_slot in enumerate(of_group)
+            for use in of_slot
+        ]
+        self._recurrent = {
+            use.module
+            for of_group in uses
+            for of_slot in of_group
+            for use in of_slot
+            if isinstance(use.module, nn.RNNBase)
+        }
+
+    @contextmanager
+    def shadowed(self, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """Let the attributes be the given tensors, one sequence per flat group."""
+        hidden = self.shadow(tensors)
+        try:
+            yield
+        finally:
+            self.restore(hidden)
+
+    def shadow(self, tensors: Sequence[Sequence[Tensor]]) -> Hidden:
+        """Hide the pieces behind full parameters; returns what `restore` takes."""
+        hidden = [
+            (attributes, name, attributes.get(name)) for attributes, name, _, _ in self._places
+        ]
+        for attributes, name, group, slot in self._places:
+            attributes[name] = tensors[group][slot]
+        if self._recurrent:
+            self._renew_flat_weights()
+        return hidden
+
+    def restore(self, hidden: Hidden) -> None:
+        """Undo `shadow`."""
+        for attributes, name, before in hidden:
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
+        if self._recurrent:
+            self._renew_flat_weights()
+
+    def _renew_flat_weights(self) -> None:
+        """Let recurrent modules, which keep a second list of parameters, see the same ones."""
+        for module in self._recurrent:
+            module._flat_weights = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]
+
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
 TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
@@ -60,58 +141,51 @@ class Unit:
         options: UnitOptions,
         device: torch.device | None = None,
     ) -> None:
-        self._set_up(module, name, axes, options, module.forward)
-        after_forward = options.reshard_after_forward
-        groups = [
-            FlatGroup(
-                members,
-                axes,
-                device=device or members[0].value.device,
-                neighbours=None
-                if isinstance(after_forward, bool)
-                else axes.shard.neighbours(after_forward),
-                precision=options.precision,
-                offload=options.offload,
-                is_ordered=options.reducer == "ordered",
-            )
-            for members in _by_class(parameters)
-        ]
-        self.has_children = any(
-            unit_of(child) is not None for child in module.modules() if child is not module
-        )
-        self._take_groups(groups)
-        self._install_pieces()
-
-    def _set_up(
-        self,
-        module: nn.Module,
-        name: str,
-        axes: Axes,
-        options: UnitOptions,
-        forward: Callable[..., Any],
-    ) -> None:
         self.module, self.name, self.axes, self.options = module, name, axes, options
         self.ranks = axes.shard
-        self.forward = self.inner = forward  # the user's own; and what a pass calls
+        self.forward = self.inner = module.forward  # the user's own; and what a pass calls
         self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
         self.is_inside = False  # while compiled code of the module runs, see engine.py
         # Whether hooks of the module run before its parameters are gathered even where it is
         # compiled in place: private training decides there what passes compute with.
         self.runs_hooks_first = False
         self.loops_over_model = False  # set when mapping single operations turned out impossible
-        self.has_children = False
-        self.requires_sync = True  # see verbs.py
+        self.has_children = any(
+            unit_of(child) is not None for child in module.modules() if child is not module
+        )
+        self.requires_sync = True  # see `set_requires_gradient_sync`
         self._num_passes = 0
+        after_forward = options.reshard_after_forward
+        neighbours = (
+            None if isinstance(after_forward, bool) else axes.shard.neighbours(after_forward)
+        )
+        classes: dict[tuple, list[ParameterInfo]] = {}
+        for each in parameters:
+            kind = (each.value.dtype, each.value.device, each.value.requires_grad)
+            classes.setdefault(kind, []).append(each)
+        groups = [
+            FlatGroup(
+                members,
+                axes,
+                device=device or members[0].value.device,
+                neighbours=neighbours,
+                precision=options.precision,
+                offload=options.offload,
+                is_ordered=options.reducer == "ordered",
+            )
+            for members in classes.values()
+        ]
+        self._take_groups(groups)
+        self._install_pieces()
 
     def _take_groups(self, groups: list[FlatGroup]) -> None:
         self.groups = groups
-        self._reducers: list[Reducer | None] = [None] * len(self.groups)
-        self._receivers = [self._receiver(index) for index in range(len(self.groups))]
+        self._reducers: dict[FlatGroup, FastReducer | OrderedReducer] = {}
         self.is_reducing = False
         self.leaf_source: LeafSource | None = None
-        # In the running backward pass: what this rank used of each group, and parts of the rest.
-        self._used: list[list[bool]] = [[] for _ in self.groups]
-        self._unused: list[tuple[int, Parts]] = []
+        # In the running backward pass: which parameters this rank used, and parts of the others.
+        self.used: set[tuple[FlatGroup, int]] = set()
+        self._unused: list[tuple[FlatGroup, int, Tensor]] = []
         self.attributes = Attributes([group.uses for group in self.groups])
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None  # in a backward pass, behind the full parameters
@@ -120,34 +194,27 @@ class Unit:
         # What the parameters were in the last forward pass, or in the one that a backward pass
         # has come to; see `FlatGroup.versions`.
         self.forward_versions: Versions | None = None
-        for index, group in enumerate(self.groups):
-            group.on_read = self.reach
-            group.on_changed = partial(self._refuse_changed, index)
-        self._look_for_shortcuts()
-
-    def _look_for_shortcuts(self) -> None:
-        """Note what need not be done at all; every step asks."""
-        # Nothing is gathered or freed: this rank holds everything as it computes with it.
+        for group in self.groups:
+            group.unit = self
+        # Whether nothing is gathered or freed: this rank holds all as it computes with it.
         self.is_whole = all(group.is_alias for group in self.groups)
-        # A gradient is what its piece needs: nothing to sum, to cast or to divide.
-        is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
-        self.keeps_gradients = self.is_whole and is_alone and self.options.reducer == "fast"
 
     @property
     def is_plain(self) -> bool:
         """Whether its module is as good as unsharded; see [Note: one rank] in engine.py."""
-        return (
-            self.keeps_gradients and not self.options.precision.casts and self.leaf_source is None
-        )
+        is_alone = self.axes.all.size == 1 and self.options.gradient_divisor == 1
+        is_fast = self.options.reducer == "fast" and not self.options.precision.casts
+        return is_alone and is_fast and self.is_whole and self.leaf_source is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """The unit of a copy of the module: the same ranks, memory of its own."""
-        made = memo[id(self)] = object.__new__(Unit)
-        module = copy.deepcopy(self.module, memo)
+        made = memo[id(self)] = copy.copy(self)
+        made.module = copy.deepcopy(self.module, memo)
         is_own = isinstance(self.forward, MethodType) and self.forward.__self__ is self.module
-        forward = self.forward.__func__.__get__(module) if is_own else self.forward  # type: ignore[union-attr]
-        made._set_up(module, self.name, self.axes, self.options, forward)
-        made.has_children = self.has_children
+        forward = self.forward.__func__.__get__(made.module) if is_own else self.forward  # type: ignore[union-attr]
+        made.forward = made.inner = forward
+        made.compiled, made.context = None, None
+        made.is_inside = made.runs_hooks_first = False
         made._take_groups([group.copied(memo) for group in self.groups])
         return made
 
@@ -170,7 +237,7 @@ class Unit:
         for group in self.groups:
             if group.shard.is_meta:
                 group.allocate(device)
-        self._look_for_shortcuts()
+        self.is_whole = all(group.is_alias for group in self.groups)
 
     def check_untouched(self) -> None:
         """Refuse parameters without values, and those replaced or moved after sharding.
@@ -184,15 +251,12 @@ class Unit:
                     f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
                     "call unison.materialize(model, seed=...) before using the model"
                 )
-            if group.is_untouched():
-                continue
-            for slot, piece, uses in zip(group.slots, group.pieces, group.uses, strict=True):
+            for index, (piece, uses) in enumerate(zip(group.pieces, group.uses, strict=True)):
+                slot = group.slots[index]
                 is_in_place = all(
                     use.module._parameters.get(use.attribute) is piece for use in uses
                 )
-                held, own = local_part(piece).untyped_storage(), group.shard.untyped_storage()
-                is_in_shard = held.data_ptr() == own.data_ptr()
-                if not (is_in_place and is_in_shard):
+                if not (is_in_place and group.is_in_shard(index)):
                     what = "moved" if is_in_place else "replaced"
                     raise BadInput(
                         f"parameter {slot.name!r} was {what} after fully_shard; move, cast and "
@@ -210,7 +274,7 @@ class Unit:
         """Begin to gather the full parameters."""
         if self.is_whole:
             return
-        with labelled("unison::gather", self.name):
+        with record_function(f"unison::gather {self.name}"):
             for group in self.groups:
                 group.start_gather()
 
@@ -218,7 +282,7 @@ class Unit:
         """Have the full parameters."""
         if self.is_whole:
             return
-        with labelled("unison::wait_gather", self.name):
+        with record_function(f"unison::wait_gather {self.name}"):
             for group in self.groups:
                 group.finish_gather()
 
@@ -305,7 +369,7 @@ class Unit:
             UnsupportedOperation: Naming the parameter and the remedy.
         """
         for index, slot in self._changed():
-            self._refuse_changed(index, slot)
+            self.refuse_changed(self.groups[index], slot)
 
     def _changed(self) -> list[tuple[int, int]]:
         """The (group, slot) of parameters that were written since the forward pass."""
@@ -325,12 +389,14 @@ class Unit:
         if changed:
             tensors = [list(of_group) for of_group in tensors]
         for index, slot in changed:
-            refuse = partial(self._refuse_changed, index, slot)
-            tensors[index][slot] = Changed.of(self.groups[index].leaves.bases[slot], refuse)
+            group = self.groups[index]
+            refuse = partial(self.refuse_changed, group, slot)
+            tensors[index][slot] = ChangedParameter.of(group.leaves.bases[slot], refuse)
         return tensors
 
-    def _refuse_changed(self, index: int, slot: int) -> NoReturn:
-        path = self._path(self.groups[index], slot)
+    def refuse_changed(self, group: FlatGroup, slot: int) -> NoReturn:
+        """Refuse a backward pass over values of a parameter that has changed since."""
+        path = self._path(group, slot)
         raise UnsupportedOperation(
             f"parameter {path!r} was changed after the forward pass whose backward pass needs "
             "its values; call backward() before optimizer.step() or load_state_dict(), or run the "
@@ -379,57 +445,47 @@ class Unit:
         """The tensors that a granule computes with, one list per flat group."""
         if self.leaf_source is not None:
             return self.leaf_source(self, granule)
+        # The tree takes gradients one by one, so that it holds few of many granules at a time. The
+        # fast reducer takes a unit's gradients all together, which costs fewer calls.
+        is_ordered = self.options.reducer == "ordered"
         return [
-            group.leaves.of(granule, receiver)
-            for group, receiver in zip(self.groups, self._receivers, strict=True)
+            group.leaves.of(granule, partial(self._receive, group) if is_ordered else None)
+            for group in self.groups
         ]
 
     # --- gradients -------------------------------------------------------------------------------
 
     edges: tuple[int, ...] = ()  # which rank holds which granules, in ordered mode
-    on_late: Callable[["Unit"], None]  # set by the engine: ends a sum that is under way
-    on_reached: Callable[["Unit"], None]  # set by the engine: a backward pass came unannounced
+    context: Any = None  # what the units of one model share; see engine.py
 
     def reach(self) -> None:
         """Have the parameters for a backward pass, which need not come through the outputs."""
-        if self._hidden is None or any(group.phase is not Phase.FULL for group in self.groups):
+        if self._hidden is None or any(
+            group.phase is not StoragePhase.FULL for group in self.groups
+        ):
             self.begin_backward()
-            self.on_reached(self)
+            self.context.reached(self)
 
-    def _receiver(self, index: int) -> Callable[[int, int, Tensor], None] | None:
-        """What takes the gradients of a group's leaves one by one; None if they may lie there.
+    def _receive(self, group: FlatGroup, granule: int, slot: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if self.is_reducing:
+            self.context.finish_reduce(self)
+        if gradient is not None:
+            reducer = self._reducer(group)
+            assert isinstance(reducer, OrderedReducer)
+            reducer.put(granule, slot, gradient)
 
-        The tree merges what it has, so that it holds few gradients of many granules at a time. The
-        fast reducer takes a unit's gradients all together, which costs fewer calls.
-        """
-        if self.options.reducer != "ordered":
-            return None
+    def _reducer(self, group: FlatGroup) -> FastReducer | OrderedReducer:
+        if group not in self._reducers:
+            is_ordered = self.options.reducer == "ordered"
+            made = OrderedReducer(group, self.edges) if is_ordered else FastReducer(group)
+            self._reducers[group] = made
+        return self._reducers[group]
 
-        def receive(granule: int, slot: int, leaf: Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if self.is_reducing:
-                self.on_late(self)
-            if gradient is not None:
-                reducer = self._reducer(index)
-                assert isinstance(reducer, OrderedReducer)
-                reducer.put(granule, slot, gradient)
-
-        return receive
-
-    def _reducer(self, index: int) -> Reducer:
-        reducer = self._reducers[index]
-        if reducer is None:
-            group = self.groups[index]
-            match self.options.reducer:
-                case "fast":
-                    is_alone = group.axes.all.size == 1
-                    reducer = AloneReducer(group) if is_alone else FastReducer(group)
-                case "ordered":
-                    reducer = OrderedReducer(group, self.edges)
-                case other:
-                    raise AssertionError(f"no rule for the reducer {other!r}")
-            self._reducers[index] = reducer
-        return reducer
+    @property
+    def trainable(self) -> list[FlatGroup]:
+        """The groups whose parameters get gradients."""
+        return [group for group in self.groups if group.requires_grad]
 
     @property
     def has_late_gradients(self) -> bool:
@@ -437,7 +493,7 @@ class Unit:
 
         Reentrant checkpointing makes a backward pass of each part, so that a unit may have several.
         """
-        return (not self.is_reducing and any(self._reducers)) or self.has_untaken_gradients
+        return (not self.is_reducing and bool(self._reducers)) or self.has_untaken_gradients
 
     @property
     def has_untaken_gradients(self) -> bool:
@@ -445,27 +501,18 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             return any(leaf.grad is not None for group in self.groups for leaf in group.leaves)
 
-    def keep_gradients(self) -> None:
-        """Hand the leaves' gradients to their pieces as they are."""
-        for group in self.groups:
-            group.leaves.give_gradients_to(group.pieces)
-
     def hold_gradients(self) -> None:
         """Add the gradients at the leaves to those of earlier passes; they are summed later."""
-        for index, group in enumerate(self.groups):
-            if group.requires_grad:
-                for granule, gradients in group.leaves.take_gradients():
-                    self._reducer(index).take(granule, gradients)
+        for group in self.trainable:
+            for granule, gradients in group.leaves.take_gradients():
+                self._reducer(group).take(granule, gradients)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; every rank does so for the same units."""
-        with labelled("unison::reduce", self.name):
-            for index, group in enumerate(self.groups):
-                if group.requires_grad:
-                    reducer = self._reducer(index)
-                    for granule, gradients in group.leaves.take_gradients():
-                        reducer.take(granule, gradients)
-                    reducer.start()
+        with record_function(f"unison::reduce {self.name}"):
+            self.hold_gradients()
+            for group in self.trainable:
+                self._reducer(group).start()
         self.is_reducing = True
 
     @torch.no_grad()
@@ -474,56 +521,45 @@ class Unit:
 
         Parts of parameters that this rank did not use wait for `give_unused`.
         """
-        with labelled("unison::wait_reduce", self.name):
-            for index, group in enumerate(self.groups):
-                if not group.requires_grad:
-                    continue
-                reducer = self._reducer(index)
+        with record_function(f"unison::wait_reduce {self.name}"):
+            for group in self.trainable:
+                reducer = self._reducer(group)
                 parts = reducer.finish()
                 if self.options.gradient_divisor != 1:
                     present = [part for part in parts if part is not None]
                     torch._foreach_div_(present, self.options.gradient_divisor)
-                used = reducer.used
-                if all(used):
-                    group.give_gradients(parts)
-                else:
-                    group.give_gradients(_where(used, parts))
-                    self._unused.append((index, _where([not each for each in used], parts)))
-                before = self._used[index] or [False] * len(used)
-                self._used[index] = [a or b for a, b in zip(before, used, strict=True)]
+                for slot, (part, is_used) in enumerate(zip(parts, reducer.used, strict=True)):
+                    if is_used:
+                        self.used.add((group, slot))
+                    elif part is not None:
+                        self._unused.append((group, slot, part))
+                        parts[slot] = None
+                group.give_gradients(parts)
         self.forget_gradients()
 
-    def take_used(self) -> list[bool]:
-        """Which parameters this rank used in the backward pass, over all groups; then forget it."""
-        used = [each for of_group in self._used for each in of_group]
-        self._used = [[] for _ in self.groups]
-        return used
-
     @torch.no_grad()
-    def give_unused(self, used_by_any: list[bool] | None) -> None:
-        """Decide about the parts of parameters that this rank did not use; None drops them.
+    def give_unused(self, used_by_any: set[tuple[FlatGroup, int]]) -> None:
+        """Decide about the parts of parameters that this rank did not use.
 
         Args:
-            used_by_any: For each entry of `take_used`, whether any rank used the parameter.
+            used_by_any: The (group, slot) of parameters that some rank used.
         """
-        waiting, self._unused = self._unused, []
-        for index, parts in waiting if used_by_any is not None else ():
-            groups = [group for group in self.groups[:index] if group.requires_grad]
-            first = sum(len(group.slots) for group in groups)
-            assert used_by_any is not None
-            self.groups[index].give_gradients(_where(used_by_any[first:], parts))
+        for group, slot, part in self._unused:
+            if (group, slot) in used_by_any:
+                before = [None] * slot
+                group.give_gradients([*before, part, *[None] * (len(group.slots) - slot - 1)])
+        self.used, self._unused = set(), []
 
     def forget_gradients(self) -> None:
         """Be ready for the next logical batch."""
-        self._reducers = [None] * len(self.groups)
+        self._reducers = {}
         self.is_reducing = False
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
         self.forget_gradients()
         self.end_backward()
-        self._unused = []
-        self._used = [[] for _ in self.groups]
+        self.used, self._unused = set(), []
         for group in self.groups:
             group.drop_gradients()
 
@@ -553,16 +589,3 @@ def unit_of(module: nn.Module) -> Unit | None:
 def units_of(module: nn.Module) -> list[Unit]:
     """All units at and below a module, parents first."""
     return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
-
-
-def _by_class(parameters: list[ParameterInfo]) -> list[list[ParameterInfo]]:
-    """Group parameters by dtype, device and requires_grad, each group in the order given."""
-    classes: dict[tuple, list[ParameterInfo]] = {}
-    for parameter in parameters:
-        value = parameter.value
-        classes.setdefault((value.dtype, value.device, value.requires_grad), []).append(parameter)
-    return list(classes.values())
-
-
-def _where(chosen: list[bool], parts: Parts) -> Parts:
-    return [part if is_chosen else None for part, is_chosen in zip(parts, chosen, strict=False)]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.shard.deferred.cases import SEED
 from unison.rng.inits import Uniform
-from unison.shard.deferred import materialize, meta_init
+from unison.shard import materialize, meta_init
 
 
 def built(make, seed: int = SEED) -> Any:

@@ -9,7 +9,7 @@ from tests.harness import assert_same_bits
 from tests.shard.deferred.cases import SEED, Overwritten, draw
 from unison.errors import BadInput
 from unison.rng.inits import Normal
-from unison.shard.deferred import materialize, meta_init
+from unison.shard import materialize, meta_init
 
 
 def test_contexts_nest_and_continue():

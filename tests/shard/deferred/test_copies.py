@@ -13,8 +13,8 @@ from tests.shard.deferred.cases import SEED, Constants, OneDraw, draw
 from tests.shard.deferred.common import built, linear_init
 from unison.errors import BadInput
 from unison.rng.inits import Normal
-from unison.shard.deferred import materialize, meta_init
-from unison.shard.deferred.recipe import recipe_of
+from unison.shard import materialize, meta_init
+from unison.shard.deferred.recorder import recipe_of
 
 # --- deepcopy ------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import assert_same_bits
 from tests.shard.deferred.cases import CASES, SEED, Copied, Distributions, Scaled, Sliced
-from unison.shard.deferred import local, materialize, meta_init
-from unison.shard.deferred.local import Region, fill_part_, part_of
-from unison.shard.deferred.recipe import recipe_of
-from unison.shard.deferred.replay import Streams, evaluate
+from unison.shard import materialize, meta_init
+from unison.shard.deferred import replay as local
+from unison.shard.deferred.recorder import recipe_of
+from unison.shard.deferred.replay import Region, Streams, evaluate, fill_part_, part_of
 from unison.shard.deferred.tape import Geometry, Operand
 
 

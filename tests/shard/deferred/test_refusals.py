@@ -11,7 +11,7 @@ from tests.shard.deferred.cases import SEED, draw
 from tests.shard.deferred.common import built, refused
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.inits import Normal
-from unison.shard.deferred import materialize, meta_init
+from unison.shard import materialize, meta_init
 
 
 def test_reading_a_random_value_is_refused():

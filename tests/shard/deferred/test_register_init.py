@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from tests.shard.deferred.common import built, refused
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard import digest
-from unison.shard.deferred import register_init
+from unison.shard import digest, register_init
 
 
 @register_init

@@ -12,9 +12,17 @@ from tests.shard.common import DECODER, GPT2, ODD, per_sample_loss, tokens
 from tests.shard.deferred.cases import CASES, SEED
 from unison.errors import BadInput
 from unison.models import GPT2LM, DecoderLM, ModelConfig, build, preset
-from unison.shard import auto_shard, digest, full_parameters, fully_shard, units_of
-from unison.shard.deferred import materialize, meta_init, register_init
-from unison.shard.dtensors import local_part
+from unison.shard import (
+    auto_shard,
+    digest,
+    full_parameters,
+    fully_shard,
+    materialize,
+    meta_init,
+    register_init,
+    units_of,
+)
+from unison.shard.sharded_tensor import local_part
 
 
 class Blocks(nn.Module):

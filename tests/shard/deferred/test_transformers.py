@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from unison.shard.deferred import materialize, meta_init
+from unison.shard import materialize, meta_init
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

@@ -14,9 +14,8 @@ from tests.shard.deferred.cases import CASES, ODD, SEED, draw
 from tests.shard.deferred.common import built, linear_init, tensors
 from unison.models import GPT2LM, DecoderLM, build
 from unison.rng.inits import Normal
-from unison.shard import digest
-from unison.shard.deferred import materialize, meta_init
-from unison.shard.deferred.recipe import recipe_of
+from unison.shard import digest, materialize, meta_init
+from unison.shard.deferred.recorder import recipe_of
 from unison.shard.deferred.tape import ops_behind
 
 

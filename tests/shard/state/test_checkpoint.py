@@ -2,10 +2,13 @@
 
 import json
 import pickletools
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,11 +19,10 @@ from tests.shard.common import DECODER, per_sample_loss, shard, tokens
 from tests.shard.state.common import adamw, make_zoo, same_state, sharded_zoo, take_steps
 from unison.errors import BadInput
 from unison.models import build
-from unison.shard import digest, full_parameters
-from unison.shard.dtensors import local_part
-from unison.shard.state import (
-    files,
+from unison.shard import (
+    digest,
     full_optimizer_state_dict,
+    full_parameters,
     full_state_dict,
     load_checkpoint,
     load_full_optimizer_state_dict,
@@ -28,6 +30,8 @@ from unison.shard.state import (
     read_manifest,
     save_checkpoint,
 )
+from unison.shard.sharded_tensor import local_part
+from unison.shard.state import checkpoint as files
 
 EXTRA = {"step": 3, "loader": {"position": [1, 2], "epoch": None}, "loss": 0.1 + 0.2}
 
@@ -215,17 +219,30 @@ def test_large_states_are_cut_into_files(tmp_path):
 
 
 class Slices:
-    """Counts the bytes that a process takes out of safetensors files."""
+    """Counts the elements that a process takes out of safetensors files."""
 
     def __init__(self, monkeypatch):
         self.elements = 0
-        original = files.FileReader._read_file
+        original = safetensors.safe_open
 
-        def read_file(reader, name, items, planner):
-            self.elements += sum(item.lengths.numel() for item in items)
-            return original(reader, name, items, planner)
+        @contextmanager
+        def counting(*args, **kwargs):
+            with original(*args, **kwargs) as file:
+                yield SimpleNamespace(get_slice=lambda key: Counted(file.get_slice(key), self))
 
-        monkeypatch.setattr(files.FileReader, "_read_file", read_file)
+        monkeypatch.setattr(safetensors, "safe_open", counting)
+
+
+class Counted:
+    """A slice of a file that counts what is taken."""
+
+    def __init__(self, stored, counter: Slices):
+        self._stored, self._counter = stored, counter
+
+    def __getitem__(self, wanted):
+        taken = self._stored[wanted]
+        self._counter.elements += taken.numel()
+        return taken
 
 
 @ranks(3)

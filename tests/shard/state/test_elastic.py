@@ -9,8 +9,15 @@ import torch
 from tests.harness import World, run_on_ranks
 from tests.shard.common import DECODER, GPT2, ODD, per_sample_loss, shard, tokens
 from unison.models import ModelConfig, build
-from unison.shard import batch_mean, clip_grad_norm_, deal, digest, param_groups
-from unison.shard.state import load_checkpoint, save_checkpoint
+from unison.shard import (
+    batch_mean,
+    clip_grad_norm_,
+    deal,
+    digest,
+    load_checkpoint,
+    param_groups,
+    save_checkpoint,
+)
 
 COUNTS = (3, 2, 3, 2, 3)  # rows of each step
 

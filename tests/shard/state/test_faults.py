@@ -11,18 +11,15 @@ from tests.harness import World, ranks, run_on_ranks
 from tests.shard.common import shard
 from tests.shard.state.common import adamw, groups_of, make_zoo, sharded_zoo, take_steps
 from unison.errors import BadInput
-from unison.shard import digest
-from unison.shard.state import (
+from unison.shard import (
     CheckpointFailed,
+    digest,
     load_checkpoint,
     read_manifest,
     save_checkpoint,
-    transfer,
 )
-from unison.shard.state import (
-    folder as folders,
-)
-from unison.shard.state.manifest import Manifest
+from unison.shard.state import checkpoint as files
+from unison.shard.state.checkpoint import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +239,7 @@ def test_a_full_disk_costs_no_older_checkpoint(world, tmp_path, where):
     save_checkpoint(folder, old, extra={"step": 1})
     with pytest.MonkeyPatch.context() as patch:
         if where == "data" and world.rank == 1:
-            patch.setattr("unison.shard.state.files._write", refuse)
+            patch.setattr("unison.shard.state.checkpoint._write_file", refuse)
         if where == "manifest":
             patch.setattr(Manifest, "to_json", refuse)
         with pytest.raises(CheckpointFailed, match="No space left on device"):
@@ -261,7 +258,7 @@ def test_a_bug_on_one_rank_is_told_to_all(world, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("unison.shard.state.files._on_host", broken)
+            patch.setattr("unison.shard.state.checkpoint._batches", broken)
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*a bug on purpose"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
 
@@ -276,7 +273,7 @@ def test_a_crash_while_replacing_leaves_one_complete_checkpoint(dies_at, tmp_pat
     models = [make_zoo(seed=seed) for seed in (1, 2)]
     save_checkpoint(folder, models[0], extra={"step": 1})
     calls = []
-    rename, rmtree = Path.rename, folders.shutil.rmtree
+    rename, rmtree = Path.rename, files.shutil.rmtree
 
     def renames(path, target):
         calls.append(path)
@@ -291,7 +288,7 @@ def test_a_crash_while_replacing_leaves_one_complete_checkpoint(dies_at, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", renames)
-        patch.setattr(folders.shutil, "rmtree", removes)
+        patch.setattr(files.shutil, "rmtree", removes)
         with pytest.raises((Killed, RuntimeError)):
             save_checkpoint(folder, models[1], extra={"step": 2})
     model = make_zoo()
@@ -324,11 +321,11 @@ def test_another_thing_of_the_name_is_never_replaced(world, tmp_path):
 @ranks(2)
 def test_a_folder_that_one_rank_cannot_reach(world, tmp_path):
     def elsewhere(folder, *args):
-        return written_by_torch(folder / "gone" if world.rank == 1 else folder, *args)
+        return write_parts(folder / "gone" if world.rank == 1 else folder, *args)
 
-    written_by_torch = transfer.FileWriter
+    write_parts = files._write_parts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "FileWriter", elsewhere)
+        patch.setattr(files, "_write_parts", elsewhere)
         with pytest.raises(CheckpointFailed, match=r"rank-1-0\.safetensors"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
     assert not (tmp_path / "a").exists()

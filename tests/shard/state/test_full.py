@@ -11,9 +11,15 @@ from tests.shard.common import DECODER, GPT2, shard
 from tests.shard.state.common import make_zoo, sharded_zoo
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, load, save
-from unison.shard import digest, full_parameters, fully_shard
-from unison.shard.dtensors import local_part
-from unison.shard.state import full_state_dict, load_full_state_dict, open_weights
+from unison.shard import (
+    digest,
+    full_parameters,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    open_weights,
+)
+from unison.shard.sharded_tensor import local_part
 
 
 def assert_same(found: dict, expected: dict) -> None:

@@ -16,8 +16,8 @@ from tests.shard.state.common import (
     take_steps,
 )
 from unison.errors import BadInput, UnsupportedOperation
-from unison.shard import digest
-from unison.shard.state import (
+from unison.shard import (
+    digest,
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,

@@ -1,31 +1,277 @@
 """Filling: give the tensors of a module memory where they have none, and their initial values.
 
 One tensor at a time: beside what the module holds in the end, no more than one whole tensor is ever
-in memory, and that only where its values cannot be made in parts (local.py).
+in memory, and that only where its values cannot be made in parts (replay.py).
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from unison.errors import BadInput
-from unison.shard.deferred.fsdp2 import give_memory, local_box
-from unison.shard.deferred.local import fill_part_
-from unison.shard.deferred.places import Place, naming, replace_tensors
-from unison.shard.deferred.recipe import ORIGINALS, foreign_attributes
-from unison.shard.deferred.replay import Streams, contents, evaluate
-from unison.shard.deferred.tape import Operand
-from unison.shard.dtensors import is_dtensor, local_part
+from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.names import canonical_name
+from unison.rng import Box
+from unison.shard.deferred.recorder import (
+    ORIGINALS,
+    InitRecipe,
+    active_recorder,
+    foreign_attributes,
+    recipe_of,
+)
+from unison.shard.deferred.replay import Streams, contents, evaluate, fill_part_, refuse_unknown
+from unison.shard.deferred.tape import Geometry, Operand, leaves, ops_behind
 from unison.shard.flat_group import RECIPE
-from unison.shard.unit import units_of
+from unison.shard.sharded_tensor import is_dtensor, local_part, placement_of
+from unison.shard.unit import TAKEN_BY, units_of
+
+# ------------------------------------------------------------------------------------------------
+# Parameters that PyTorch's FSDP2 (or `distribute_tensor`) has split: each rank's part is a box.
+
+
+def give_memory(module: nn.Module, device: torch.device | None) -> None:
+    """Give the DTensors of a module that have no memory some, uninitialised."""
+    from torch.distributed.tensor import DTensor
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        if not (isinstance(tensor, DTensor) and tensor.is_meta):
+            return tensor
+        return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
+
+    # As `to_empty` does it: FSDP2 watches for this call and adopts the new tensors.
+    module._apply(with_memory)
+
+
+def local_box(tensor: Any, name: str) -> Box:
+    """Return which part of the whole a rank's part of a DTensor is."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(type(placement) in (Replicate, Shard) for placement in tensor.placements):
+        raise UnsupportedOperation(
+            f"{name!r} is placed as {tensor.placements}; only Replicate and Shard parts are boxes"
+        )
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    # An empty part's offset may lie beyond the end.
+    start = tuple(min(a, n) for a, n in zip(offset, tensor.shape, strict=True))
+    stop = tuple(a + size for a, size in zip(start, shape, strict=True))
+    return Box(tuple(tensor.shape), start, stop)
+
+
+# ------------------------------------------------------------------------------------------------
+# The tensors of a module that have to be filled, where they are, and under which names.
+
+# What `nn.Module` itself keeps; tensors elsewhere in a module's attributes are plain ones.
+_NOT_PLAIN = {"_parameters", "_buffers", "_modules", "_flat_weights", ORIGINALS}
+
+
+@dataclass(eq=False)
+class ModuleTensor:
+    """One tensor of a module.
+
+    Attributes:
+        name: Its canonical name; of a tied one the first.
+        tensor: The tensor; under FSDP2 a DTensor.
+        recipe: How to make its values; None if it has values that are to stay.
+        is_piece: Whether `fully_shard` made it what a rank holds of a parameter.
+    """
+
+    name: str
+    tensor: Tensor
+    recipe: InitRecipe | None
+    is_piece: bool = False
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, rather than a buffer or a plain attribute."""
+        return isinstance(self.tensor, nn.Parameter)
+
+
+def find_places(module: nn.Module) -> list[ModuleTensor]:
+    """Return the tensors of a module, each once: parameters, buffers, then plain attributes.
+
+    Raises:
+        BadInput: One of them cannot be filled; the message names it.
+    """
+    recipes = {
+        id(piece): recipe
+        for unit in units_of(module)
+        for group in unit.groups
+        for piece, recipe in zip(group.pieces, group.recipes, strict=True)
+    }
+    found: dict[int, ModuleTensor] = {}
+    for name, owner, attribute, tensor in _named_tensors(module):
+        if id(tensor) in found:
+            continue
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise BadInput(
+                f"{name!r} belongs to a lazy module, whose shape is not known yet; give the sizes, "
+                "or run one batch through the module before it is materialised"
+            )
+        if id(tensor) in recipes:
+            found[id(tensor)] = ModuleTensor(name, tensor, recipes[id(tensor)], is_piece=True)
+        else:
+            original = vars(owner).get(ORIGINALS, {}).get(attribute)
+            found[id(tensor)] = ModuleTensor(name, tensor, _find_recipe(tensor, original))
+    places = list(found.values())
+    for place in places:
+        with naming(place.name):
+            _check(place)
+    _refuse_shared_parameters(places)
+    return places
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Say of which tensor an error speaks."""
+    try:
+        yield
+    except UnisonError as error:
+        raise type(error)(f"cannot make the initial values of {name!r}: {error}") from error
+
+
+def replace_tensors(module: nn.Module, new: dict[int, Tensor]) -> None:
+    """Put other tensors in the place of buffers and plain attributes, by `id` of the old ones."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return new.get(id(value), value)
+        if isinstance(value, list):
+            value[:] = [replaced(item) for item in value]
+        elif isinstance(value, dict):
+            value.update({key: replaced(item) for key, item in value.items()})
+        elif type(value) is tuple:
+            return tuple(replaced(item) for item in value)
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(replaced(item) for item in value))
+        return value
+
+    for child in module.modules():
+        replaced(child._buffers)
+        for attribute, value in vars(child).items():
+            if attribute not in _NOT_PLAIN:
+                vars(child)[attribute] = replaced(value)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (canonical name, owner, attribute, tensor), parameters first."""
+    modules = list(module.named_modules())
+    for kind in ("_parameters", "_buffers"):
+        for path, owner in modules:
+            for attribute, tensor in getattr(owner, kind).items():
+                if tensor is not None:
+                    yield canonical_name(_join(path, attribute)), owner, attribute, tensor
+    for path, owner in modules:
+        for attribute, value in vars(owner).items():
+            if attribute not in _NOT_PLAIN:
+                tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+                for index, tensor in enumerate(tensors):
+                    if tensor.is_meta or recipe_of(tensor) is not None:
+                        part = "" if tensor is value else f".{index}"
+                        name = canonical_name(_join(path, attribute)) + part
+                        yield name, owner, attribute, tensor
+
+
+def _join(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute
+
+
+def _find_recipe(tensor: Tensor, original: Tensor | None) -> InitRecipe | None:
+    """The recipe of a tensor, or of what was there before FSDP2 or a cast replaced it."""
+    recipe = None if is_dtensor(tensor) else recipe_of(tensor)
+    if recipe is None and original is not None:
+        is_cast = tensor.is_meta and tensor.dtype != original.dtype
+        if is_dtensor(tensor) or is_cast:
+            recipe = recipe_of(original)
+    return recipe
+
+
+def _check(place: ModuleTensor) -> None:
+    tensor, recipe = place.tensor, place.recipe
+    if recipe is None:
+        if tensor.is_meta:
+            raise BadInput(
+                "it has no memory, and nobody recorded how it starts. Build the module inside "
+                "`with unison.meta_init():` instead of on the meta device; or give it memory with "
+                "to_empty() and load its values"
+            )
+        return
+    operand = recipe.operand
+    if operand.geometry.shape != tensor.shape:
+        raise BadInput(
+            f"it has shape {list(tensor.shape)}, but was built with shape "
+            f"{list(operand.geometry.shape)}; change it inside unison.meta_init()"
+        )
+    is_labelled = isinstance(getattr(tensor, RECIPE, None), InitRecipe)
+    if is_labelled and tensor.is_meta and tensor._version != recipe.num_writes:
+        raise BadInput(
+            "it was written after unison.meta_init() had ended, where nothing is recorded; move "
+            "that code into the context"
+        )
+    if not place.is_piece and hasattr(tensor, TAKEN_BY):
+        raise BadInput(
+            "it is a parameter as it was before fully_shard; look parameters up by their own "
+            "attributes instead of keeping them in another one"
+        )
+    if place.is_parameter and operand.version.op is None and operand.geometry.numel:
+        raise BadInput(
+            "it was made with torch.empty and never given a value; initialise it inside "
+            "unison.meta_init()"
+        )
+    if tensor.grad_fn is not None:
+        raise UnsupportedOperation(
+            "it was computed from parameters with gradients on, so it belongs to a graph that ends "
+            "when the module gets its values. Compute it in forward, or under torch.no_grad()"
+        )
+    refuse_unknown(ops_behind(operand.version))
+
+
+def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
+    """Refuse a parameter whose memory is also that of another tensor: filled apart, they differ."""
+    by_buffer: dict[object, list[ModuleTensor]] = {}
+    for place in places:
+        if place.recipe is not None and place.tensor.is_meta:
+            by_buffer.setdefault(place.recipe.operand.version.buffer, []).append(place)
+    for sharing in by_buffer.values():
+        for index, first in enumerate(sharing):
+            for second in sharing[:index]:
+                if (first.is_parameter or second.is_parameter) and _overlap(first, second):
+                    raise BadInput(
+                        f"{second.name!r} and {first.name!r} share memory, but are two tensors. To "
+                        "tie parameters, assign one nn.Parameter to both attributes; else clone()"
+                    )
+
+
+def _overlap(first: ModuleTensor, second: ModuleTensor) -> bool:
+    """Whether two tensors on one storage have an element in common."""
+    assert first.recipe is not None
+    assert second.recipe is not None
+    a, b = first.recipe.operand.geometry, second.recipe.operand.geometry
+    if a.offset >= b.end or b.offset >= a.end:
+        return False
+
+    def mask(geometry: Geometry) -> Tensor:
+        """The bytes of the storage that a tensor touches."""
+        size = geometry.dtype.itemsize
+        touched = torch.zeros(
+            max(a.end * a.dtype.itemsize, b.end * b.dtype.itemsize), dtype=torch.bool
+        )
+        steps = [stride * size for stride in geometry.stride]
+        touched.as_strided((*geometry.shape, size), (*steps, 1), geometry.offset * size).fill_(True)
+        return touched
+
+    return bool((mask(a) & mask(b)).any())
 
 
 @torch.no_grad()
 def fill_places(
-    module: nn.Module, places: list[Place], seed: int, device: torch.device | None
+    module: nn.Module, places: list[ModuleTensor], seed: int, device: torch.device | None
 ) -> None:
     """Fill the tensors of a module that have a recipe, and give those without memory some.
 
@@ -43,13 +289,12 @@ def fill_places(
             unit.allocate(default)
         if any(is_dtensor(place.tensor) and place.tensor.is_meta for place in places):
             give_memory(module, device)
-        plain: list[Place] = []
+        plain: list[ModuleTensor] = []
         for place in places:
             with naming(place.name):
-                if place.piece is not None:
-                    _fill_piece(place, streams)
-                elif is_dtensor(place.tensor):
-                    _fill_distributed(place, streams)
+                if place.is_piece or is_dtensor(place.tensor):
+                    if place.recipe is not None:
+                        _fill_part(place.tensor, place.recipe.operand, place.name, streams)
                 elif place.is_parameter:
                     _fill_parameter(place, streams, _device_for(place, device, default))
                 else:
@@ -66,31 +311,28 @@ def fill_places(
             vars(child).pop(ORIGINALS, None)
 
 
-def _device_for(place: Place, device: torch.device | None, default: torch.device) -> torch.device:
+def _device_for(
+    place: ModuleTensor, device: torch.device | None, default: torch.device
+) -> torch.device:
     return device or (default if place.tensor.is_meta else place.tensor.device)
 
 
-def _fill_piece(place: Place, streams: Streams) -> None:
-    if place.recipe is not None:
-        assert place.piece is not None
-        part = local_part(place.tensor).detach().view(-1)
-        fill_part_(part, place.recipe.operand, place.piece.start, streams)
-
-
-def _fill_distributed(place: Place, streams: Streams) -> None:
-    if place.recipe is None:
+def _fill_part(tensor: Tensor, operand: Operand, name: str, streams: Streams) -> None:
+    """Fill what this rank holds of a parameter."""
+    part = local_part(tensor).detach()
+    if not is_dtensor(tensor):
+        fill_part_(part.view(-1), operand, placement_of(tensor, name).start, streams)
         return
-    operand, out = place.recipe.operand, place.tensor._local_tensor  # type: ignore[attr-defined]
-    box = local_box(place.tensor, place.name)
+    box = local_box(tensor, name)
     starts, run = box.rows()
     if len(starts) <= 1:
-        fill_part_(out.view(-1), operand, int(starts[0]) if run else 0, streams)
+        fill_part_(part.view(-1), operand, int(starts[0]) if run else 0, streams)
         return
     corner = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    out.copy_(evaluate(operand, streams)[corner])
+    part.copy_(evaluate(operand, streams)[corner])
 
 
-def _fill_parameter(place: Place, streams: Streams, device: torch.device) -> None:
+def _fill_parameter(place: ModuleTensor, streams: Streams, device: torch.device) -> None:
     old = place.tensor
     filled = _filled(place, streams, device)
     if filled is old:
@@ -107,7 +349,7 @@ def _fill_parameter(place: Place, streams: Streams, device: torch.device) -> Non
         ) from error
 
 
-def _filled(place: Place, streams: Streams, device: torch.device) -> Tensor:
+def _filled(place: ModuleTensor, streams: Streams, device: torch.device) -> Tensor:
     """Return a tensor with its initial values: the same one if it has memory in the right place."""
     old = place.tensor
     if old.device == device:
@@ -116,24 +358,20 @@ def _filled(place: Place, streams: Streams, device: torch.device) -> Tensor:
         new = torch.empty_like(old, device=device, requires_grad=False)
         vars(new).update(foreign_attributes(old))
     if place.recipe is not None:
-        fill_whole_(new.detach(), place.recipe.operand, streams)
+        operand, out = place.recipe.operand, new.detach()
+        if out.is_contiguous():
+            fill_part_(out.view(-1), operand, 0, streams)
+        else:
+            out.copy_(evaluate(operand, streams))
         setattr(new, RECIPE, place.recipe)
     elif new is not old:
         new.copy_(old)
     return new
 
 
-def fill_whole_(out: Tensor, operand: Operand, streams: Streams) -> None:
-    """Fill a tensor of an operand's shape with its values."""
-    if out.is_contiguous():
-        fill_part_(out.view(-1), operand, 0, streams)
-    else:
-        out.copy_(evaluate(operand, streams))
-
-
-def _by_storage(places: list[Place]) -> list[list[Place]]:
+def _by_storage(places: list[ModuleTensor]) -> list[list[ModuleTensor]]:
     """Put together the tensors without memory that are views of one storage."""
-    groups: dict[object, list[Place]] = {}
+    groups: dict[object, list[ModuleTensor]] = {}
     for place in places:
         is_view = place.recipe is not None and place.tensor.is_meta
         key = place.recipe.operand.version if is_view and place.recipe else place
@@ -141,7 +379,9 @@ def _by_storage(places: list[Place]) -> list[list[Place]]:
     return list(groups.values())
 
 
-def _filled_together(places: list[Place], streams: Streams, device: torch.device) -> list[Tensor]:
+def _filled_together(
+    places: list[ModuleTensor], streams: Streams, device: torch.device
+) -> list[Tensor]:
     """Return tensors with their initial values that share memory as they did when built."""
     if len(places) == 1:
         (place,) = places
@@ -177,3 +417,52 @@ def _weak_references_renewed(module: nn.Module) -> Iterator[None]:
         child._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
         if not any(id(weight) in pieces for weight in weights):
             child.flatten_parameters()  # cuDNN's own layout; on other devices nothing happens
+
+
+# ---- the whole module ----------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def materialize(module: M, *, seed: int, device: torch.device | str | None = None) -> M:
+    """Fill a module that was built under `unison.meta_init`, in place.
+
+    Parameters, buffers and other tensors that the module holds get memory and their initial values,
+    as their recorded init makes them. Of a sharded module (`unison.fully_shard`, PyTorch's FSDP2)
+    each rank makes its own part only. Called again, it fills the module anew.
+
+    Guarantees:
+        A value depends on the seed, on the recorded operations, and, where they are random, on the
+        name of the parameter and the index of the element; not on the number of ranks, the device,
+        the number of threads or the state of torch's generators. A parameter that is filled by one
+        draw gets the bits of `unison.rng.fill_`.
+
+    Args:
+        module: What to fill. Names, on which random values hang, are counted from here: call it on
+            the whole model.
+        seed: Seed of the random values.
+        device: Where to put the tensors; torch's default device unless given. Under FSDP2 the
+            mesh's. Tensors that have values already keep them and move there.
+
+    Returns:
+        The same module; its parameters are the same objects.
+
+    Raises:
+        BadInput: A tensor has no memory and no record, or was changed after its recording ended.
+        UnsupportedOperation: A tensor depends on an operation that cannot be replayed.
+    """
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"materialize takes a module, found {type(module).__name__}")
+    if active_recorder() is not None:
+        raise BadInput("call unison.materialize after the `with unison.meta_init():` block")
+    where = None if device is None else torch.empty(0, device=device).device
+    if (where or torch.get_default_device()).type == "meta":
+        raise BadInput("expected a device with memory, found 'meta'; pass another device=")
+    places = find_places(module)
+    if not any(place.recipe is not None for place in places):
+        raise BadInput(
+            f"no tensor of this {type(module).__name__} was built under unison.meta_init(), so "
+            "there is nothing to fill; its tensors have the values that they were given"
+        )
+    fill_places(module, places, seed, where)
+    return module

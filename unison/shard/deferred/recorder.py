@@ -3,39 +3,55 @@
 [Note: pretence] Tensors made inside are plain meta tensors, so the module never holds anything else
 and nothing has to be converted at the end. But code that builds models asks tensors where they are,
 and skips its work if the answer is "meta" (transformers leaves out its whole init). So a function
-mode (pretence.py) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
+mode (`CpuPretence`) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
 below it, sees every operation that really happens.
 """
 
+import copy
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from unison.errors import UnsupportedOperation
-from unison.rng.inits import Constant, Init
-from unison.shard.deferred.draws import FORMULAS, MAKES_BLANK, describe, without_generator
+from unison.errors import BadInput, UnsupportedOperation
+from unison.rng.inits import Constant, Init, TruncatedNormal
 from unison.shard.deferred.replay import evaluate
 from unison.shard.deferred.tape import (
+    FORMULAS,
+    MAKES_BLANK,
     Buffer,
     Fill,
     Geometry,
     Op,
     Operand,
-    Registered,
-    Unknown,
+    RegisteredInit,
+    UnknownValues,
     Version,
+    describe,
+    has_no_memory,
     leaves,
     mapped,
     ops_behind,
+    redrawn,
     set_version,
     version_of,
+    without_generator,
 )
+from unison.shard.flat_group import RECIPE
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -110,7 +126,7 @@ class Recorder(TorchDispatchMode):
         kwargs = without_generator(func, kwargs)
         for tensor in tensors:
             if tensor.is_meta and version_of(tensor) is None:
-                set_version(tensor, Version(Buffer(), Op(Unknown())))
+                set_version(tensor, Version(Buffer(), Op(UnknownValues())))
         _refuse_storages(func, args)
         if func in FORMULAS:
             with self:
@@ -119,10 +135,13 @@ class Recorder(TorchDispatchMode):
             return self._run_on_values(func, args, kwargs)
         written = _written(func, args, kwargs)
         _refuse_memory(func, written)
-        if "device" in kwargs or (not tensors and _takes_device(func)):
+        if "device" in kwargs or (
+            not tensors and any(each.name == "device" for each in func._schema.arguments)
+        ):
             kwargs["device"] = CPU  # where it will be evaluated
+        on_meta = {"device": META} if "device" in kwargs else {}
         try:
-            result = _run_on_meta(func, args, kwargs)
+            result = func(*mapped(_meta_twin, args), **{**mapped(_meta_twin, kwargs), **on_meta})
         except NotImplementedError:  # no kernel, because the shape of the result depends on values
             return self._run_on_values(func, args, kwargs)
         self._record(func, args, kwargs, written, result)
@@ -160,7 +179,9 @@ class Recorder(TorchDispatchMode):
         """Record that every element of `target` gets the value that `init` describes."""
         self._advance([target], Op(Fill(init), (_blank_if_covered(target),)))
 
-    def call(self, registered: Registered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call(
+        self, registered: RegisteredInit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record the call of a user's init function, which fills its first argument."""
         op = Op(registered, mapped(_operand, args), mapped(_operand, kwargs))
         self._advance([args[0]], op)
@@ -265,10 +286,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return written
 
 
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
 def _refuse_memory(func: Any, written: list[Tensor]) -> None:
     for tensor in written:
         if not tensor.is_meta:
@@ -294,8 +311,358 @@ def _meta_twin(leaf: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
 
 
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    keywords = {name: mapped(_meta_twin, value) for name, value in kwargs.items()}
-    if "device" in keywords:
-        keywords["device"] = META
-    return func(*mapped(_meta_twin, args), **keywords)
+# ------------------------------------------------------------------------------------------------
+# What tensors without memory answer while a module is built: they are on the CPU, like any other.
+#
+# See [Note: pretence] in recorder.py. Requests for values that do not depend on random draws are
+# served by evaluating the tape.
+
+Answer = Callable[..., Any]  # called with the recorder, then as the method would be
+
+
+def _to(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`Tensor.to` without the device: there is only one here."""
+    other = kwargs.pop("other", None)
+    kwargs.pop("device", None)
+    names = ["dtype", "non_blocking", "copy"]
+    if args and isinstance(args[0], Tensor):
+        other, args, names = args[0], args[1:], names[1:]
+    elif args and not isinstance(args[0], torch.dtype):  # a device, or None for one
+        args = args[1:]
+    kwargs.update(zip(names, args, strict=False))
+    dtype = kwargs.pop("dtype", None) or (tensor if other is None else other).dtype
+    return tensor.to(dtype=dtype, **kwargs)
+
+
+def _new_tensor(recorder: Recorder, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+    kwargs.pop("device", None)
+    return torch.tensor(data, **{"dtype": tensor.dtype, **kwargs})
+
+
+def _as_tensor(index: Any) -> Any:
+    """A list of numbers in an index as a tensor, as torch makes one itself, on the right device."""
+    if isinstance(index, tuple):
+        return tuple(_as_tensor(part) for part in index)
+    is_array = hasattr(index, "__array__") and not isinstance(index, Tensor)
+    is_numbers = isinstance(index, list | range) and all(
+        isinstance(leaf, int | Tensor) for leaf in leaves(list(index))
+    )
+    return torch.tensor(index) if is_array or is_numbers else index
+
+
+def _set(recorder: Recorder, tensor: Tensor, index: Any, value: Any) -> None:
+    tensor[_as_tensor(index)] = value
+
+
+def _with_values(method: Callable[..., Any], name: str) -> Answer:
+    def answer(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return method(recorder.values(tensor, f"Tensor.{name}"), *args, **kwargs)
+
+    return answer
+
+
+def _itself(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
+
+
+ANSWERS: dict[Any, Answer] = {
+    Tensor.device.__get__: lambda recorder, tensor: CPU,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda recorder, tensor: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda recorder, tensor: True,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda recorder, tensor: -1,
+    Tensor.__repr__: lambda recorder, tensor, **_: object.__repr__(tensor),
+    Tensor.__getitem__: lambda recorder, tensor, index: tensor[_as_tensor(index)],
+    Tensor.__setitem__: _set,
+    Tensor.to: _to,
+    Tensor.cpu: _itself,
+    Tensor.cuda: _itself,
+    Tensor.new_tensor: _new_tensor,
+    Tensor.tolist: _with_values(Tensor.tolist, "tolist"),
+    Tensor.numpy: _with_values(Tensor.numpy, "numpy"),
+    Tensor.__array__: _with_values(Tensor.__array__, "__array__"),
+}
+
+# Functions that make a tensor of given values; on the meta device they would forget them.
+MAKES_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+class CpuPretence(TorchFunctionMode):
+    """Answers for tensors without memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer, or let torch do so."""
+        kwargs = kwargs or {}
+        answer = ANSWERS.get(func)
+        if answer is None and func not in MAKES_FROM_VALUES:
+            return func(*args, **kwargs)
+        # Without torch functions, so that a `torch.device` context does not interfere either.
+        with torch._C.DisableTorchFunction(), self._recorder.keeping_refusals():
+            if func in MAKES_FROM_VALUES:
+                return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            if answer is not None and args[0].is_meta:
+                return answer(self._recorder, *args, **kwargs)
+            return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------
+# A recipe: how to make the values of one tensor. It travels on the tensor itself.
+
+
+ORIGINALS = "_unison_originals"  # on a module: its tensors as they were built
+_COPIES = "unison copies"  # in the memo of a deepcopy: the parts of the tape copied so far
+
+
+@dataclass(frozen=True)
+class InitRecipe:
+    """How to make the values of a tensor.
+
+    Attributes:
+        operand: What to evaluate.
+        num_writes: torch's count of writes to the tensor when its recording ended.
+    """
+
+    operand: Operand
+    num_writes: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # Of a tensor that has values: the copy's are the same, and not for `materialize` to change.
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Who saves a module saves its values; a file must not need unison to be read.
+        return OrderedDict, ()
+
+
+class BuiltTensors(dict[str, Tensor]):
+    """The parameters and buffers of a module as they were built, by attribute.
+
+    PyTorch's FSDP2 puts other objects in the place of parameters, and a cast in that of buffers,
+    and so they lose what hangs on them.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BuiltTensors":
+        return BuiltTensors({name: copy.deepcopy(tensor, memo) for name, tensor in self.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+class Copier:
+    """The `__deepcopy__` of a tensor without memory: the copy gets a recipe too.
+
+    A copy is drawn under its own name, so that blocks made by copying one block start differently,
+    as they would had each been constructed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self, memo: dict[Any, Any]) -> Tensor:
+        """Return the copy, as `copy.deepcopy` asks for it."""
+        original = self._tensor
+        if id(original) not in memo:
+            memo[id(original)] = _copied(original, memo)
+        return memo[id(original)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a module built under unison.meta_init() has no values to save yet; call "
+            "unison.materialize(module, seed=...) first"
+        )
+
+
+def recipe_of(tensor: Tensor) -> InitRecipe | None:
+    """Return how to make a tensor's values, if it was built under `meta_init`."""
+    label = getattr(tensor, RECIPE, None)
+    if not isinstance(label, InitRecipe):
+        label = None
+    version = version_of(tensor) if has_no_memory(tensor) else None
+    if version is None:  # it has memory, or was cast since and lies on another storage
+        return label
+    num_writes = tensor._version if label is None else label.num_writes
+    return InitRecipe(Operand(version, Geometry.of(tensor)), num_writes)
+
+
+def label(tensor: Tensor) -> None:
+    """Write a tensor's recipe on it, so that it survives sharding and copying."""
+    version = version_of(tensor)
+    assert version is not None, "only what is on the tape is labelled"
+    setattr(tensor, RECIPE, InitRecipe(Operand(version, Geometry.of(tensor)), tensor._version))
+    make_copyable(tensor)
+
+
+def make_copyable(tensor: Tensor) -> None:
+    """Let `copy.deepcopy` of a tensor copy its recipe."""
+    tensor.__deepcopy__ = Copier(tensor)  # type: ignore[method-assign]
+
+
+def foreign_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What others have set on a tensor."""
+    ours = (RECIPE, "__deepcopy__")
+    return {name: value for name, value in vars(tensor).items() if name not in ours}
+
+
+def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
+    twin = torch.empty_strided(
+        original.shape, original.stride(), dtype=original.dtype, device="meta"
+    )
+    recipe = recipe_of(original)
+    if recipe is not None:
+        version = redrawn(recipe.operand.version, memo.setdefault(_COPIES, {}))
+        _set_content(twin, Operand(version, recipe.operand.geometry))
+    if isinstance(original, nn.Parameter):  # torch's own copies of these have no attributes either
+        twin = torch.Tensor._make_subclass(type(original), twin, original.requires_grad)
+    else:
+        vars(twin).update(copy.deepcopy(foreign_attributes(original), memo))
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.remember(twin)
+        make_copyable(twin)
+    elif recipe is not None:
+        label(twin)
+    return twin
+
+
+def _set_content(tensor: Tensor, operand: Operand) -> None:
+    """Let the content of a new tensor be that of an operand."""
+    geometry = Geometry.of(tensor)
+    if operand.geometry == geometry:
+        set_version(tensor, operand.version)
+        return
+    buffer = Buffer()
+    cast = Op(aten._to_copy.default, (operand,), {"dtype": tensor.dtype}, ((buffer, geometry),))
+    set_version(tensor, Version(buffer, cast))
+
+
+# ---- the context ---------------------------------------------------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+_IS_REGISTERED = "_unison_is_registered"
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Build modules without memory, and record how their tensors get their values.
+
+    Inside, tensors are made without memory, whatever device is asked for, and every operation on
+    them is recorded. They say that they are on the CPU, so that code which looks does all it would
+    do there. Values that do not depend on random draws can be read (`item()`, `tolist()`,
+    `numpy()`). Afterwards parameters and buffers are on the meta device: the module can be sharded,
+    and `unison.materialize` fills it.
+
+    torch's generators are neither used nor changed. May be nested.
+
+    >>> import unison
+    >>> with meta_init():
+    ...     layer = nn.Linear(1000, 1000)
+    >>> layer.weight.is_meta
+    True
+    >>> unison.materialize(layer, seed=0).weight.std() < 0.02
+    tensor(True)
+
+    Raises:
+        UnsupportedOperation: Code inside reads the value of a random draw, or passes a generator.
+    """
+    if active_recorder() is not None:
+        yield
+        return
+    recorder = Recorder()
+
+    def on_registration(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and has_no_memory(tensor) and not is_lazy(tensor):
+            recorder.remember(tensor)
+            make_copyable(tensor)
+            vars(module).setdefault(ORIGINALS, BuiltTensors())[name] = tensor
+
+    with ExitStack() as stack:
+        for handle in (
+            register_module_parameter_registration_hook(on_registration),
+            register_module_buffer_registration_hook(on_registration),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(_truncated_normals_recorded())
+        stack.callback(set_active_recorder, None)
+        set_active_recorder(recorder)
+        stack.enter_context(recorder)
+        stack.enter_context(CpuPretence(recorder))
+        yield
+    if recorder.refusal is not None:
+        raise recorder.refusal
+    for tensor in recorder.remembered():
+        label(tensor)
+
+
+@contextmanager
+def _truncated_normals_recorded() -> Iterator[None]:
+    """Record `nn.init.trunc_normal_` as one draw: torch's own redraws until all values fit.
+
+    The private function is the one place through which all callers go, also those that imported
+    `trunc_normal_` by name before.
+    """
+    original = nn.init._no_grad_trunc_normal_
+
+    def record(
+        tensor: Tensor, mean: Any, std: Any, a: Any, b: Any, generator: Any = None
+    ) -> Tensor:
+        recorder = active_recorder()
+        if recorder is None or not has_no_memory(tensor):
+            return original(tensor, mean, std, a, b, generator=generator)
+        without_generator("nn.init.trunc_normal_", {"generator": generator})
+        with torch._C.DisableTorchFunction():
+            recorder.fill(tensor, TruncatedNormal(mean=mean, std=std, low=a, high=b))
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = record
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+def register_init(function: F) -> F:
+    """Make an init function of your own replayable; also as a decorator.
+
+    The function takes a tensor first and fills it in place. Under `unison.meta_init` a call is
+    recorded as one operation and made later, on a real tensor of the full shape on the CPU. Random
+    torch functions inside it then draw from unison's streams, so that the result depends on the
+    seed and the parameter's name. Outside `meta_init` it runs as it is.
+
+    It is needed where an init looks at random values to decide what to do; most functions work
+    without.
+
+    >>> @register_init
+    ... def sorted_normal_(tensor):
+    ...     return tensor.normal_().copy_(tensor.flatten().sort().values.view_as(tensor))
+
+    Args:
+        function: Called as `function(tensor, *args, **kwargs)`. Tensors among the other arguments
+            are read, not written. It must not draw from anything but torch.
+
+    Returns:
+        The function to use in its place.
+    """
+    if not callable(function):
+        raise BadInput(f"register_init takes a function, found {function!r}")
+    if hasattr(function, _IS_REGISTERED):
+        raise BadInput(f"{function} is registered already")
+    registered = RegisteredInit(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        recorder = active_recorder()
+        if recorder is None or not (
+            args and isinstance(args[0], Tensor) and has_no_memory(args[0])
+        ):
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            recorder.call(registered, args, kwargs)
+        return args[0]
+
+    setattr(wrapper, _IS_REGISTERED, True)
+    return wrapper  # type: ignore[return-value]

@@ -15,9 +15,8 @@ Why not what torch has:
 - A `TorchDispatchMode` sees `c10d` operations, and slows every other operation down.
 """
 
-from unison.shard.guard.agree import compare_across_ranks
 from unison.shard.guard.block import EXIT_CODE, Guard, guard
-from unison.shard.guard.judge import CollectiveMismatch, RankLost
+from unison.shard.guard.diagnosis import CollectiveMismatch, RankLost, compare_across_ranks
 
 __all__ = [
     "EXIT_CODE",

@@ -1,26 +1,281 @@
 """The guarded block: attaches, watches, raises, detaches."""
 
 import atexit
+import ctypes
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from unison import check
 from unison.errors import BadInput, UnisonError
-from unison.shard.guard.channel import Channel, identity
-from unison.shard.guard.intercept import Interceptor, park_terminating_threads
-from unison.shard.guard.judge import Detail, GroupState, RankLost, RankState, Status
-from unison.shard.guard.records import Call, Journal, caller, lines_of
-from unison.shard.guard.signals import Interrupts
-from unison.shard.guard.watcher import Watcher
+from unison.shard.guard.diagnosis import Detail, GroupState, RankLost, RankState, Status
+from unison.shard.guard.records import CollectiveCall, Journal, caller, lines_of, specs_of
+from unison.shard.guard.watcher import Channel, Watcher, identity
+
+# ------------------------------------------------------------------------------------------------
+# The places where a collective is seen, and where waiting for one can be left.
+#
+# [Note: what is intercepted]
+# - *Issued from Python*: the methods of torch's `ProcessGroup` class are replaced while the guard
+#   is on. All of `torch.distributed` ends there, however its functions were imported, and so do
+#   FSDP2 and `unison.shard`. It costs a few microseconds.
+# - *Issued from C++* (DDP's reducer, functional collectives, DTensor): these call the operations
+#   `c10d::allreduce_` and so on, for which a kernel is added at the key `ADInplaceOrView`. It is
+#   below autograd, so that it runs inside a backward pass, and it does nothing for collectives. A
+#   Python kernel costs about 0.1 ms, so the methods above switch the key off for their own calls.
+# - *Waiting*: `Work.wait` is replaced by waits of a tenth of a second where the backend waits on
+#   the host (gloo), so that a Python exception can be raised in between. The backend's own wait
+#   ends such a slice at once when the work is done, so nothing is slower.
+# - *Crashing*: a message longer than expected makes gloo call `std::terminate` from its own
+#   thread, microseconds after a collective of another shape was issued. While the guard is on,
+#   that thread is parked, so that the ranks live to say what they called.
+
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_single",
+    "all_gather_single": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "all_gather_single_coalesced": "all_gather_single_coalesced",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+# Not collectives: they have no number, but waiting for them can be left too.
+_POINT_TO_POINT = ("send", "recv", "recv_anysource")
+
+_SLICE = timedelta(seconds=0.1)
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_HOST_BACKENDS = frozenset({"gloo", "mpi"})
+
+
+class Interceptor:
+    """Replaces methods of torch's classes, and puts them back."""
+
+    def __init__(self, guard: "Guard") -> None:
+        self._guard = guard
+        self.numbers: dict[str, int] = {}
+        self._on_host: dict[tuple[str, str], bool] = {}
+        self._calls: weakref.WeakKeyDictionary[Any, CollectiveCall] = weakref.WeakKeyDictionary()
+
+    def attach(self, undo: ExitStack) -> None:
+        """See collectives until `undo` is closed."""
+
+        def replace(owner: type, name: str, by: Callable) -> None:
+            # What the class holds is a descriptor; what getattr gives would not bind when put back.
+            undo.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, by)
+
+        for name in (*_KINDS, *_POINT_TO_POINT):
+            if name in vars(c10d.ProcessGroup):  # the names vary with torch's version
+                replace(c10d.ProcessGroup, name, self._issuer(name))
+        replace(c10d.Work, "wait", self._waiter())
+        library = torch.library.Library("c10d", "IMPL")
+        undo.callback(library._destroy)
+        for name in _KINDS:
+            packet = getattr(torch.ops.c10d, name if name == "barrier" else f"{name}_", None)
+            if packet is not None and hasattr(c10d.ProcessGroup, "unbox"):
+                kernel = self._kernel(packet.default, _KINDS[name])
+                library.impl(packet.default, kernel, "ADInplaceOrView")
+
+    def is_on_device(self, group: str) -> bool:
+        """Whether a group was seen to work on a GPU, where waiting only orders streams."""
+        return any(name == group and not is_host for (name, _), is_host in self._on_host.items())
+
+    def _note(
+        self, group: Any, kind: str, tensors: tuple[Any, ...], options: Any, is_numbered: bool
+    ) -> CollectiveCall:
+        name = group.group_name
+        specs, device = specs_of(tensors)
+        on_host = self._on_host.get((name, device))
+        if on_host is None:
+            on_host = self._on_host[name, device] = _waits_on_host(group, device)
+        number = self.numbers.get(name, 0) + is_numbered
+        # Frame 0 is this one; what lies between it and the user's is skipped by its file.
+        api, stack = caller(sys._getframe(1))
+        call = CollectiveCall(name, number, kind, specs, options, api, stack, on_host)
+        if is_numbered:
+            self._guard.issued(call, group)
+            self.numbers[name] = number
+        return call
+
+    def _issuer(self, name: str) -> Callable:
+        original = getattr(c10d.ProcessGroup, name)
+        kind, is_numbered = _KINDS.get(name, name), name in _KINDS
+        note, calls = self._note, self._calls
+
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            options = kwargs.get("opts", args[-1] if args else None)
+            call = note(group, kind, args, options, is_numbered)
+            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+                work = original(group, *args, **kwargs)
+            if call.waits_on_host and work is not None:
+                calls[work] = call
+            return work
+
+        return issue
+
+    def _kernel(self, op: Any, kind: str) -> Callable:
+        names = [argument.name for argument in op._schema.arguments]
+
+        def issue(*args: Any) -> Any:
+            given = dict(zip(names, args, strict=False))
+            group = c10d.ProcessGroup.unbox(given["process_group"])
+            tensors = () if kind == "barrier" else args
+            self._note(group, kind, tensors, given, is_numbered=True)
+            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+                return op(*args)
+
+        return issue
+
+    def _waiter(self) -> Callable:
+        original, calls, guard = c10d.Work.wait, self._calls, self._guard
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            call = calls.get(work)
+            if call is None:
+                return original(work, *args, **kwargs)
+            timeout = kwargs.get("timeout", args[0] if args else None)
+            until = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+            guard.waiting(call)
+            try:
+                while time.monotonic() < until:
+                    try:
+                        return original(work, _SLICE)
+                    except RuntimeError:
+                        pass  # the slice is over, or the work has failed: told apart below
+                    if work.is_completed():
+                        return _result(original, work, guard)
+                    guard.still_waiting()
+                return original(work, timedelta(milliseconds=1))  # raises what the user expects
+            finally:
+                guard.waiting(None)
+
+        return wait
+
+
+def _waits_on_host(group: Any, device: str) -> bool:
+    """Whether a collective's wait blocks until it is done, and may be cut into slices.
+
+    NCCL's orders streams instead, and one with a timeout would abort the group. A barrier has no
+    tensor to tell which of a group's backends it uses, so all of them must agree.
+    """
+    devices = [torch.device(device)] if device else group._device_types
+    backends = {group._get_backend(d).name().lower() for d in devices}
+    return bool(backends) and backends <= _HOST_BACKENDS
+
+
+def _result(wait: Callable, work: Any, guard: "Guard") -> Any:
+    """Return the result of a completed work; it may have completed just after a slice ended."""
+    try:
+        return wait(work)
+    except RuntimeError as error:
+        explained = guard.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+# ---- std::terminate ---------------------------------------------------------------------------
+
+_Handler = ctypes.CFUNCTYPE(None)
+_handlers: list[Any] = []  # C++ may call them at any time, so they are never freed
+
+
+def park_terminating_threads(undo: ExitStack, on_park: Callable[[], bool]) -> None:
+    """Make C++ threads that call `std::terminate` sleep instead of ending the process.
+
+    Args:
+        undo: What restores the handler before.
+        on_park: Called in such a thread; False lets the process end after all.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):
+        return  # another C++ library: the other ranks will report a lost rank
+    set_terminate.restype = ctypes.c_void_p
+    set_terminate.argtypes = [ctypes.c_void_p]
+    before: list[int] = []
+
+    def handle() -> None:
+        if threading.current_thread() is not threading.main_thread() and on_park():
+            while True:
+                time.sleep(1e6)
+        _Handler(before[0])()
+
+    _handlers.append(_Handler(handle))
+    before.append(set_terminate(ctypes.cast(_handlers[-1], ctypes.c_void_p)))
+    undo.callback(set_terminate, before[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# Raising in the training thread from another one, and being told to end.
+#
+# `PyThreadState_SetAsyncExc` would wait for the next bytecode; a real signal also ends a sleep, a
+# read or a lock. `SIGURG` is ignored by default, so that one which comes late does no harm.
+
+_INTERRUPT = signal.SIGURG
+
+
+def handle_signals(
+    undo: ExitStack, on_interrupt: Callable[[], None], on_terminate: Callable[[], None]
+) -> bool:
+    """Install signal handlers of the main thread, until `undo` is closed.
+
+    Args:
+        undo: What puts the handlers before back.
+        on_interrupt: Called in the main thread after it was sent `_INTERRUPT`; may raise.
+        on_terminate: Called in the main thread on SIGTERM (a launcher ends the ranks when one of
+            them fails); may raise instead of ending the process.
+
+    Returns:
+        Whether any were installed: outside the main thread Python allows none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+
+    def terminate(*_: Any) -> None:
+        on_terminate()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handlers: dict[int, Callable] = {_INTERRUPT: lambda *_: on_interrupt()}
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handlers[signal.SIGTERM] = terminate
+    # None: a handler that was not installed from Python, and cannot be put back from here.
+    found = {number: signal.getsignal(number) for number in handlers}
+    known = {number: before for number, before in found.items() if before is not None}
+    for number, before in known.items():
+        signal.signal(number, handlers[number])
+        undo.callback(signal.signal, number, before)
+    return bool(known)
+
 
 EXIT_CODE = 86
 """The exit code of every process whose guard has raised, or could not raise and ended it."""
@@ -82,16 +337,16 @@ class Guard:
         self._decided, self._delivered = threading.Event(), threading.Event()
         self._status, self._note = Status.INSIDE, ""
         self._stack: list[str] = []
-        self._waiting: Call | None = None
+        self._waiting: CollectiveCall | None = None
         self._thread = 0
         self._beat = 0
         self._identity = identity()
-        self._log: deque[Call] = deque()
+        self._log: deque[CollectiveCall] = deque()
         self._members: dict[str, list[int]] = {}
         self._journals: dict[str, Journal] = {}
         self._interceptor = Interceptor(self)
-        self._interrupts = Interrupts(self._on_interrupt, self._on_terminate)
-        self._restore_terminate = lambda: None
+        self._undo = ExitStack()
+        self._can_interrupt = False
 
     @property
     def num_collectives(self) -> dict[str, int]:
@@ -129,17 +384,15 @@ class Guard:
         ranks = dist.get_process_group_ranks(group)
         channel = Channel(store, prefix, rank)
         self._watcher = Watcher(channel, self, rank, ranks, self._patience, self._timeout)
-        self._restore_terminate = park_terminating_threads(self._on_park)
-        self._interrupts.attach()
-        self._interceptor.attach()
+        park_terminating_threads(self._undo, self._on_park)
+        self._can_interrupt = handle_signals(self._undo, self._on_interrupt, self._on_terminate)
+        self._interceptor.attach(self._undo)
         self._watcher.start()
 
     def _detach(self) -> None:
         global _active
         _active = None
-        self._interceptor.detach()
-        self._interrupts.detach()
-        self._restore_terminate()
+        self._undo.close()
         if self._watcher is not None and self._watcher.is_alive():
             self._watcher.stop()
 
@@ -192,7 +445,7 @@ class Guard:
 
     # ---- told by the interceptor, in the training thread ---------------------------------------
 
-    def issued(self, call: Call, group: dist.ProcessGroup) -> None:
+    def issued(self, call: CollectiveCall, group: dist.ProcessGroup) -> None:
         """Take note of a call; the watcher reads it from the log."""
         if self._verdict is not None:
             self._raise()
@@ -200,7 +453,7 @@ class Guard:
             self._members[call.group] = dist.get_process_group_ranks(group)
         self._log.append(call)
 
-    def waiting(self, call: Call | None) -> None:
+    def waiting(self, call: CollectiveCall | None) -> None:
         """Take note of what the guarded thread waits for."""
         if threading.get_ident() == self._thread:
             self._waiting = call
@@ -288,7 +541,8 @@ class Guard:
         self._decided.set()
         until = time.monotonic() + _GRACE
         while time.monotonic() < until:
-            self._interrupts.interrupt()
+            if self._can_interrupt:
+                signal.pthread_kill(threading.main_thread().ident, _INTERRUPT)  # type: ignore[arg-type]
             if self._delivered.wait(0.25):
                 return
             self._abort_device_groups()

@@ -1,7 +1,7 @@
 """What one rank remembers of its collectives: each call, where it was made, and a digest of all.
 
-The training thread makes a `Call`, which is cheap: shapes, options and code positions as they are.
-Text, line numbers and digests are made of it later, by the watching thread.
+The training thread makes a `CollectiveCall`, which is cheap: shapes, options and code positions as
+they are. Text, line numbers and digests are made of it later, by the watching thread.
 """
 
 import functools
@@ -39,7 +39,7 @@ _SPARSE = 4096
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One collective as it was issued; nothing in it keeps a tensor alive."""
 
     group: str
@@ -178,10 +178,10 @@ class Journal:
     last: int = 0
     chain: str = ""
     marks: dict[int, str] = field(default_factory=dict)
-    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[CollectiveCall] = field(default_factory=lambda: deque(maxlen=RECENT))
     at: float = 0.0
 
-    def add(self, call: Call) -> None:
+    def add(self, call: CollectiveCall) -> None:
         """Append a call."""
         digest = hashlib.blake2b(self.chain.encode() + call.signature, digest_size=8)
         self.chain = digest.hexdigest()
@@ -199,7 +199,7 @@ class Journal:
         return {
             "ranks": self.ranks,
             "last": self.last,
-            "marks": self.marks,
+            "marks": {str(number): chain for number, chain in self.marks.items()},
             "call": call.text,
             "stack": lines_of(call.stack),
             "age": time.monotonic() - self.at,

@@ -1,4 +1,4 @@
-"""The thread of each process that sends its heartbeats, reads the others', and judges.
+"""The thread of each process that sends its heartbeats, reads the others', and finds what is wrong.
 
 [Note: from suspicion to verdict]
 A rank that finds something wrong *asks*; all ranks then publish their recent calls with call sites.
@@ -9,24 +9,131 @@ request per rank and tick, not one per pair.
 """
 
 import contextlib
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from unison.errors import UnisonError
-from unison.shard.guard.channel import Channel, ChannelLost, is_dead
-from unison.shard.guard.judge import (
-    Detail,
+from unison.shard.guard.diagnosis import (
+    Diagnosis,
+    FaultKind,
     Finding,
-    Judge,
-    Kind,
     RankState,
     Status,
     error_of,
     message_of,
 )
+
+if TYPE_CHECKING:
+    from unison.shard.guard.block import Guard
+
+# ------------------------------------------------------------------------------------------------
+# The side channel between the ranks: a few keys in a store, and a look at processes next door.
+
+
+class ChannelLost(Exception):
+    """The store no longer answers."""
+
+
+class Channel:
+    """What the ranks tell each other, over a connection of its own.
+
+    A client of a store serves one request at a time. Were the connection shared, a rank that waits
+    for a key (in `new_group`, say) could not send heartbeats and would pass for dead.
+
+    Args:
+        store: Any store that all ranks share.
+        prefix: The same on every rank, and new for every guarded block.
+        rank: This rank.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int) -> None:
+        own = store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(prefix, own)
+        self._rank = rank
+        self._known: set[str] = set()
+
+    def publish(self, kind: str, value: Any) -> None:
+        """Write what this rank says of a kind: its state, its detail, that it read the verdict."""
+        self.set(f"{kind}/{self._rank}", value)
+
+    def read(self, kind: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Read what those of the ranks say that have written it."""
+        there = {f"{kind}/{rank}": rank for rank in ranks if self.has(f"{kind}/{rank}")}
+        with _store_answers():
+            if there and self._store.has_extended_api():  # type: ignore[attr-defined]
+                values = self._store.multi_get(list(there))
+            else:
+                values = [self._store.get(key) for key in there]
+        return dict(zip(there.values(), map(json.loads, values), strict=True))
+
+    def propose(self, value: list[str]) -> list[str]:
+        """Write a verdict unless there is one; return the one that all ranks will read."""
+        with _store_answers():
+            return json.loads(self._store.compare_set("verdict/0", "", json.dumps(value)))
+
+    def set(self, key: str, value: Any) -> None:
+        """Write what is the same whoever says it."""
+        with _store_answers():
+            self._store.set(key, json.dumps(value))
+
+    def has(self, key: str) -> bool:
+        """Whether a key was written. To read one that is not there would block."""
+        with _store_answers():
+            if key not in self._known and self._store.check([key]):
+                self._known.add(key)  # once there, it stays
+        return key in self._known
+
+
+@contextlib.contextmanager
+def _store_answers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelLost(str(error)) from error
+
+
+# ---- processes next door ----------------------------------------------------------------------
+
+
+def identity() -> list[str]:
+    """Return what tells this process from all others: machine, process id, start time."""
+    return [_machine(), str(os.getpid()), _status_of(os.getpid())[1]]
+
+
+def is_dead(who: list[str]) -> bool | None:
+    """Whether a process of this machine has ended; None for one that cannot be seen from here."""
+    machine, pid, started = who
+    if not machine or machine != _machine():
+        return None
+    state, start = _status_of(int(pid))
+    return state in ("", "Z", "X") or start != started
+
+
+def _machine() -> str:
+    # Process ids mean the same only within one boot and one pid namespace; containers differ.
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _status_of(pid: int) -> tuple[str, str]:
+    """Return a process's state letter and start time, or two empty strings."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], fields[19]
+
 
 _SMALL_WORLD = 16
 _DETAIL_SECONDS = 1.5
@@ -36,27 +143,12 @@ _SILENCE_AFTER_A_HINT = 3.0
 _SILENT = "its process or machine is gone, stopped, or in a call that holds Python's lock"
 
 
-class Subject(Protocol):
-    """This rank, as the watcher sees it."""
-
-    def state(self) -> RankState:
-        """Return a fresh heartbeat."""
-        ...
-
-    def detail(self) -> Detail:
-        """Return the recent calls of each group."""
-        ...
-
-    def receive(self, verdict: UnisonError) -> None:
-        """Raise the verdict in the training thread, or end the process."""
-
-
 class Watcher(threading.Thread):
     """Publishes this rank's state and looks after the others'.
 
     Args:
         channel: The side channel.
-        subject: This rank.
+        subject: This rank's guard.
         rank: Its number.
         ranks: All ranks that are guarded together.
         patience: Seconds that a rank may lag.
@@ -67,7 +159,7 @@ class Watcher(threading.Thread):
     def __init__(
         self,
         channel: Channel,
-        subject: Subject,
+        subject: "Guard",
         rank: int,
         ranks: Sequence[int],
         patience: float,
@@ -79,7 +171,7 @@ class Watcher(threading.Thread):
         self._rank = rank
         self._others = [r for r in ranks if r != rank]
         self._silence = silence
-        self._judge = Judge(patience)
+        self._diagnosis = Diagnosis(patience)
         self._interval = 0.25 if len(ranks) <= _SMALL_WORLD else 1.0
         self._states: dict[int, RankState] = {}
         self._seen: dict[int, tuple[int, float]] = {}
@@ -130,7 +222,7 @@ class Watcher(threading.Thread):
             self._wake.wait(self._interval)
             self._wake.clear()
         if not self._is_blind:
-            self._guarded(lambda: self._channel.publish_state(self._own_state()))
+            self._guarded(lambda: self._channel.publish("state", self._own_state().to_json()))
 
     def _tick(self) -> UnisonError | None:
         own = self._own_state()
@@ -140,7 +232,7 @@ class Watcher(threading.Thread):
             if verdict is not None:
                 return verdict
             states = {**self._states, self._rank: own}
-        finding = self._lost() or self._judge.examine(states, time.monotonic())
+        finding = self._lost() or self._diagnosis.examine(states, time.monotonic())
         return self._conclude(finding, states) if finding else None
 
     def _own_state(self) -> RankState:
@@ -157,18 +249,22 @@ class Watcher(threading.Thread):
             return None
 
     def _exchange(self, own: RankState) -> UnisonError | None:
-        self._channel.publish_state(own)
-        if self._channel.is_asked:
+        self._channel.publish("state", own.to_json())
+        if self._channel.has("ask"):
             self._publish_detail()
-            found = self._channel.verdict()
-            if found is not None:
-                return self._agreed(*found)
+            found = self._channel.read("verdict", [0])
+            if found:
+                return self._agreed(*found[0])
         now = time.monotonic()
-        for rank, state in self._channel.states(self._whom()).items():
+        for rank, state in self._read_states().items():
             self._states[rank] = state
             if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
                 self._seen[rank] = state.beat, now
         return None
+
+    def _read_states(self) -> dict[int, RankState]:
+        found = self._channel.read("state", self._whom())
+        return {rank: RankState.from_json(data) for rank, data in found.items()}
 
     def _whom(self) -> list[int]:
         present = (Status.INSIDE, Status.LEAVING)
@@ -186,25 +282,23 @@ class Watcher(threading.Thread):
             if state.status is not Status.INSIDE:
                 continue
             if is_dead(state.identity):
-                return Finding(Kind.LOST, (rank,), why=f"its process {state.identity[1]} has ended")
+                return Finding(
+                    FaultKind.LOST, (rank,), why=f"its process {state.identity[1]} has ended"
+                )
             quiet = now - self._seen[rank][1]
             if quiet > silence and not self._is_blind:
                 why = f"no sign of life for {quiet:.0f} s ({_SILENT})"
-                return Finding(Kind.LOST, (rank,), why=why)
-        return self._lost_store() if self._is_blind else self._absent(now)
-
-    def _lost_store(self) -> Finding | None:
-        """Blame a lost store on rank 0, its host, unless a launcher hosts it or rank 0 had left."""
-        host = self._states.get(0)
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._rank == 0 or by_launcher or (host and host.status is not Status.INSIDE):
-            return None
-        return Finding(Kind.LOST, (0,), why="the store it hosts no longer answers")
-
-    def _absent(self, now: float) -> Finding | None:
+                return Finding(FaultKind.LOST, (rank,), why=why)
+        if self._is_blind:
+            # Of a lost store rank 0 is to blame, its host, unless a launcher hosts it or it left.
+            host = self._states.get(0)
+            by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if self._rank == 0 or by_launcher or (host and host.status is not Status.INSIDE):
+                return None
+            return Finding(FaultKind.LOST, (0,), why="the store it hosts no longer answers")
         absent = [r for r in self._whom() if r not in self._states]
         if absent and now - self._started_at > self._silence:
-            return Finding(Kind.LOST, tuple(absent), why="it has not entered the guard")
+            return Finding(FaultKind.LOST, tuple(absent), why="it has not entered the guard")
         return None
 
     # ---- verdicts -----------------------------------------------------------------------------
@@ -212,7 +306,7 @@ class Watcher(threading.Thread):
     def _publish_detail(self) -> None:
         if not self._is_detailed:
             self._is_detailed = True
-            self._channel.publish_detail(self._subject.detail())
+            self._channel.publish("detail", self._subject.detail())
 
     def _conclude(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
         verdict = None
@@ -220,23 +314,23 @@ class Watcher(threading.Thread):
             verdict = self._guarded(lambda: self._propose(finding, states))
         if verdict is None:
             message = message_of(finding, states, {self._rank: self._subject.detail()})
-            verdict = error_of(finding.kind.value, message)
+            verdict = error_of(finding.kind, message)
         return verdict
 
     def _propose(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
-        self._channel.ask()
+        self._channel.set("ask", True)
         self._publish_detail()
-        gone = finding.ranks if finding.kind is Kind.LOST else ()
+        gone = finding.ranks if finding.kind is FaultKind.LOST else ()
         expected = [r for r in self._others if r not in gone and self._answers(r)]
         until = time.monotonic() + _DETAIL_SECONDS
         while True:
-            details = self._channel.details([*self._others, self._rank])
+            details = self._channel.read("detail", [*self._others, self._rank])
             if all(r in details for r in expected) or time.monotonic() > until:
                 break
             time.sleep(0.02)
-        states = {**states, **self._channel.states(self._whom()), self._rank: self._own_state()}
+        states = {**states, **self._read_states(), self._rank: self._own_state()}
         message = message_of(finding, states, details)
-        return self._agreed(*self._channel.propose_verdict(finding.kind.value, message))
+        return self._agreed(*self._channel.propose([finding.kind, message]))
 
     def _answers(self, rank: int) -> bool:
         state = self._states.get(rank)
@@ -251,9 +345,9 @@ class Watcher(threading.Thread):
         ]
         until = time.monotonic() + _ACKNOWLEDGE_SECONDS
         with contextlib.suppress(ChannelLost):  # the verdict is here, which is what counts
-            self._channel.acknowledge()
+            self._channel.publish("ack", True)
             while self._rank == min([*living, self._rank]) and time.monotonic() < until:
-                if self._channel.acknowledged(living):
+                if all(self._channel.has(f"ack/{rank}") for rank in living):
                     break
                 time.sleep(0.02)
         return error_of(kind, message)

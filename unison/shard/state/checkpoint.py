@@ -1,32 +1,391 @@
 """Checkpoints: every rank writes its part, and any number of ranks reads them back."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput
 from unison.shard.ranks import Ranks
-from unison.shard.state.agree import from_rank_0, require_same, together
-from unison.shard.state.dtypes import dtype_name
-from unison.shard.state.entries import Entry, FlatPart, entries_of, ranks_of
-from unison.shard.state.folder import settle, sha256_of
-from unison.shard.state.installation import Installation, SavedState, prepare
-from unison.shard.state.manifest import (
-    Manifest,
-    SavedTensor,
-    check_json,
-    read_manifest,
+from unison.shard.state.entries import (
+    Entry,
+    FlatPart,
+    entries_of,
+    from_rank_0,
+    ranks_of,
+    require_same,
+    together,
 )
-from unison.shard.state.optimizer_state import (
+from unison.shard.state.optimizer import (
     ElementState,
     OptimizerState,
     collect,
+    dtype_name,
+    dtype_of,
+    prepare,
     scalar_from_json,
     scalar_to_json,
 )
+
+# ------------------------------------------------------------------------------------------------
+# What a checkpoint holds, as the readable JSON file that makes it one.
+#
+# [Note: the format] A checkpoint is a folder with `checkpoint.json` and safetensors files. Every
+# tensor is stored flat, cut into chunks [start, stop) of its elements, because a rank's part of a
+# matrix need not be a box of it; the JSON has its shape. A chunk lies in a file under the key
+# `name[start:stop]`. Nothing anywhere is a pickle. The JSON file is written last: a folder without
+# one is not a checkpoint.
+
+MANIFEST_FILE = "checkpoint.json"
+FORMAT = "unison checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileChunk:
+    """The elements [start, stop) of a tensor, in a file."""
+
+    start: int
+    stop: int
+    file: str
+
+    def key(self, name: str) -> str:
+        """What the chunk is called in its file.
+
+        >>> FileChunk(0, 256, "rank-0.safetensors").key("model/bias")
+        'model/bias[0:256]'
+        """
+        return f"{name}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its own shape, and where its elements lie."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[FileChunk, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Size and hash of a data file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but the values of its tensors.
+
+    Attributes:
+        world_size: Ranks that wrote it.
+        tensors: By `model/NAME` or `optimizer/NAME/KEY`.
+        files: The data files.
+        optimizer: Class, groups and scalars of the optimizer, as JSON; None without one.
+        extra: The caller's own.
+        versions: Of the software that wrote it.
+    """
+
+    world_size: int
+    tensors: dict[str, SavedTensor]
+    files: dict[str, SavedFile]
+    optimizer: dict[str, Any] | None
+    extra: dict[str, Any]
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "written_by": self.versions,
+            "world_size": self.world_size,
+            "extra": self.extra,
+            "optimizer": self.optimizer,
+            "files": {name: asdict(file) for name, file in self.files.items()},
+            "tensors": {
+                name: {
+                    "shape": list(tensor.shape),
+                    "dtype": dtype_name(tensor.dtype),
+                    "chunks": [asdict(chunk) for chunk in tensor.chunks],
+                }
+                for name, tensor in self.tensors.items()
+            },
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: object) -> "Manifest":
+        """Read the text of the file.
+
+        Raises:
+            BadInput: If it is not a checkpoint's, or one of a newer format, or its chunks do not
+                add up to its tensors.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{source} is not whole JSON ({error}); the file is damaged") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise BadInput(f"{source} is not the file of a unison checkpoint")
+        if content.get("version") != VERSION:
+            raise BadInput(
+                f"{source} has format version {content.get('version')}, this unison reads "
+                f"{VERSION}; install the unison that wrote it: {content.get('written_by')}"
+            )
+        try:
+            manifest = cls._from_content(content)
+            for name, tensor in manifest.tensors.items():
+                _check_chunks(name, tensor, manifest.files, source)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"{source} is damaged: {type(error).__name__} {error}") from None
+        outside = [name for name in manifest.files if Path(name).name != name]
+        if outside:
+            raise BadInput(f"{source} names the files {outside}, which are not in its folder")
+        return manifest
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> "Manifest":
+        tensors = {
+            name: SavedTensor(
+                tuple(tensor["shape"]),
+                dtype_of(tensor["dtype"]),
+                tuple(FileChunk(**chunk) for chunk in tensor["chunks"]),
+            )
+            for name, tensor in content["tensors"].items()
+        }
+        optimizer = content["optimizer"]
+        if optimizer is not None:
+            optimizer = {key: optimizer[key] for key in ("class", "groups", "scalars")}
+        return cls(
+            world_size=content["world_size"],
+            tensors=tensors,
+            files={name: SavedFile(**file) for name, file in content["files"].items()},
+            optimizer=optimizer,
+            extra=content["extra"],
+            versions=content["written_by"],
+        )
+
+
+def _check_chunks(
+    name: str, tensor: SavedTensor, files: dict[str, SavedFile], source: object
+) -> None:
+    """Require the chunks to cover a tensor once, in files that are listed."""
+    position = 0
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
+        if chunk.start != position or chunk.stop <= chunk.start:
+            raise BadInput(f"{source}: the chunks of {name!r} have a gap or overlap at {position}")
+        if chunk.file not in files:
+            raise BadInput(
+                f"{source}: {name!r} lies in {chunk.file!r}, which is not one of its files"
+            )
+        position = chunk.stop
+    if position != tensor.numel:
+        raise BadInput(
+            f"{source}: {name!r} has {tensor.numel} elements, its chunks hold {position}"
+        )
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read what a checkpoint holds, and see that its files are there and whole in length.
+
+    Raises:
+        BadInput: If the folder is not a complete checkpoint, with what is missing.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        what = "is an incomplete checkpoint: it has" if folder.is_dir() else "is no folder, so has"
+        raise BadInput(f"{folder} {what} no {MANIFEST_FILE}, which is written last")
+    manifest = Manifest.from_json(path.read_text(), source=path)
+    for name, file in manifest.files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != file.bytes:
+            state = "is missing" if found is None else f"has {found} bytes instead of {file.bytes}"
+            raise BadInput(f"{folder} is damaged: {name} {state}; use an earlier checkpoint")
+    return manifest
+
+
+def versions() -> dict[str, str]:
+    """Of the software that writes checkpoints."""
+    try:
+        own = metadata.version("unison")
+    except metadata.PackageNotFoundError:
+        own = "unknown"
+    return {"unison": own, "torch": torch.__version__}
+
+
+def check_json(value: Any, path: str) -> None:
+    """Require what JSON gives back as it was, lists for tuples aside.
+
+    Raises:
+        BadInput: Naming the place.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return
+        case list() | tuple():
+            for index, each in enumerate(value):
+                check_json(each, f"{path}[{index}]")
+        case dict():
+            for key, each in value.items():
+                if not isinstance(key, str):
+                    raise BadInput(f"{path} has the key {key!r}; JSON keeps only keys that are str")
+                check_json(each, f"{path}[{key!r}]")
+        case other:
+            raise BadInput(
+                f"{path} is of type {type(other).__name__}, which JSON does not hold; give "
+                "numbers, words, lists and dictionaries"
+            )
+
+
+# ------------------------------------------------------------------------------------------------
+# The folder of a checkpoint: it appears when it is complete, and replaces another only then.
+#
+# [Note: crash safety] Ranks write into `.NAME.partial` beside the folder. When every file and then
+# the manifest are on the disk, the old folder, if any, is renamed to `.NAME.replaced`, the new one
+# takes its name, and the old one is removed. A process that dies leaves either the old checkpoint,
+# the new one, or (between two renames) the old one under its second name, which `settle` gives its
+# first name back.
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _replaced_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def settle(folder: Path) -> None:
+    """Undo, or end, a replacement that a crash cut short."""
+    replaced = _replaced_of(folder)
+    if not replaced.is_dir():
+        return
+    if folder.exists():
+        shutil.rmtree(replaced)
+    else:
+        replaced.rename(folder)
+
+
+def begin(folder: Path) -> Path:
+    """Make the folder to write into; one that a crash left is removed.
+
+    Raises:
+        BadInput: If something that is not a checkpoint has the name.
+    """
+    if not folder.name:
+        raise BadInput(f"expected the name of a folder to write, found {str(folder)!r}")
+    settle(folder)
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not (folder / MANIFEST_FILE).is_file():
+        raise BadInput(f"{folder} exists and is not a checkpoint; choose another folder")
+    partial = partial_of(folder)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path) -> None:
+    """Give the complete folder its name."""
+    partial, replaced = partial_of(folder), _replaced_of(folder)
+    sync(partial)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    sync(folder.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def discard(folder: Path) -> None:
+    """Remove what was written of a checkpoint that failed."""
+    shutil.rmtree(partial_of(folder), ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder's list of names on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_folder(
+    folder: Path,
+    parts: dict[str, FlatPart],
+    tensors: dict[str, SavedTensor],
+    ranks: Ranks,
+    *,
+    optimizer: dict[str, Any] | None,
+    extra: dict[str, Any],
+) -> None:
+    """Write a checkpoint's folder, which appears when everything is on the disk; a collective.
+
+    Args:
+        folder: The checkpoint's, which every rank can reach by this name.
+        parts: What this rank holds. What several ranks hold is written by one.
+        tensors: All tensors of all ranks, without chunks.
+        ranks: Who takes part.
+        optimizer: The manifest's, as JSON can hold it.
+        extra: Likewise.
+    """
+
+    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, SavedFile]) -> None:
+        manifest = Manifest(
+            world_size=ranks.size,
+            tensors={
+                key: replace(each, chunks=tuple(chunks.get(key, ())))
+                for key, each in tensors.items()
+            },
+            files=files,
+            optimizer=optimizer,
+            extra=extra,
+            versions=versions(),
+        )
+        path = partial_of(folder) / MANIFEST_FILE
+        path.write_text(manifest.to_json())
+        sync(path)
+        commit(folder)
+
+    from unison.shard.state.files import write_parts
+
+    from_rank_0(ranks, lambda: begin(folder))
+    try:
+        write_parts(partial_of(folder), parts, ranks, on_written)
+    except BaseException:
+        if ranks.rank == 0:
+            discard(folder)
+        raise
+
+
+# ---- save and load -------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -52,8 +411,6 @@ def save_checkpoint(
         BadInput: On every rank, if something cannot be saved, or another thing has the name.
         CheckpointFailed: On every rank, if any could not write.
     """
-    from unison.shard.state.transfer import write_folder
-
     folder, extra = Path(folder), extra or {}
     ranks = ranks_of(module)
     entries, held = together(ranks, lambda: _collected(module, optimizer, extra))
@@ -101,23 +458,21 @@ def load_checkpoint(
             model is untouched then, unless the damage was inside a data file.
         CheckpointFailed: On every rank, if any could not read.
     """
-    from unison.shard.state.transfer import read_parts
-
     folder = Path(folder)
     ranks = ranks_of(module)
     manifest = from_rank_0(ranks, lambda: _settled_manifest(folder))
     if verify:
         together(ranks, lambda: _verify(folder, manifest, ranks))
-    entries, installation = together(
+    entries, elements, install = together(
         ranks, lambda: _matched(module, optimizer, manifest, cast=cast, folder=folder)
     )
+    from unison.shard.state.files import read_parts
+
     parts = _model_parts(entries)
-    of_state = {} if installation is None else _state_parts(installation.elements)
-    read_parts(folder, parts | of_state, manifest, ranks)
+    read_parts(folder, parts | _state_parts(elements), manifest, ranks)
     for entry, part in zip(entries, parts.values(), strict=True):
         entry.store(part.values)
-    if installation is not None:
-        installation.finish()
+    install()
     return manifest.extra
 
 
@@ -126,16 +481,12 @@ def _model_key(entry: Entry) -> str:
 
 
 def _model_parts(entries: Iterable[Entry]) -> dict[str, FlatPart]:
-    return {
-        _model_key(entry): FlatPart(entry.shape, entry.start, entry.flat()) for entry in entries
-    }
+    return {_model_key(entry): entry.flat_part(entry.tensor) for entry in entries}
 
 
 def _state_parts(elements: list[ElementState]) -> dict[str, FlatPart]:
     return {
-        f"optimizer/{state.entry.name}/{state.key}": FlatPart(
-            state.entry.shape, state.entry.start, state.value.detach().reshape(-1)
-        )
+        f"optimizer/{state.entry.name}/{state.key}": state.entry.flat_part(state.held)
         for state in elements
     }
 
@@ -179,7 +530,7 @@ def _matched(
     *,
     cast: bool,
     folder: Path,
-) -> tuple[list[Entry], Installation | None]:
+) -> tuple[list[Entry], list[ElementState], Callable[[], None]]:
     """Match names, shapes and dtypes, and make memory for the optimizer's state."""
     entries = entries_of(module)
     expected = {_model_key(entry): entry for entry in entries}
@@ -191,9 +542,10 @@ def _matched(
         faults.append(f"the model lacks {unexpected}")
     for key, entry in expected.items():
         saved = manifest.tensors.get(key)
-        if saved is not None and saved.shape != entry.shape:
+        if saved is not None and saved.shape != entry.tensor.shape:
             faults.append(
-                f"{entry.name!r} has the shape {list(saved.shape)} there, {list(entry.shape)} here"
+                f"{entry.name!r} has the shape {list(saved.shape)} there, "
+                f"{list(entry.tensor.shape)} here"
             )
         if saved is not None and saved.dtype != entry.value.dtype and not cast:
             faults.append(
@@ -203,13 +555,13 @@ def _matched(
     if faults:
         raise BadInput(f"the checkpoint {folder} does not fit the model: {'; '.join(faults)}")
     if optimizer is None:
-        return entries, None
+        return entries, [], lambda: None
     if manifest.optimizer is None:
         raise BadInput(f"the checkpoint {folder} was written without an optimizer's state")
-    return entries, prepare(module, optimizer, _saved_state(manifest, expected))
+    return entries, *prepare(module, optimizer, _saved_state(manifest, expected))
 
 
-def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> SavedState:
+def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> OptimizerState:
     """The optimizer's part of a manifest."""
     assert manifest.optimizer is not None
     dtypes: dict[str, dict[str, Any]] = {}
@@ -221,7 +573,7 @@ def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> SavedState:
             follows = saved is not None and entry is not None and saved.dtype == tensor.dtype
             dtype = entry.value.dtype if follows else tensor.dtype  # type: ignore[union-attr]
             dtypes.setdefault(name, {})[state_key] = dtype
-    return SavedState(
+    return OptimizerState(
         class_name=manifest.optimizer["class"],
         groups=manifest.optimizer["groups"],
         scalars={

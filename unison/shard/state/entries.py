@@ -1,18 +1,123 @@
-"""What a rank holds of every tensor that a model's state is made of, by name."""
+"""What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.dtensors import element_ranges, is_dtensor, local_part, mesh_of, show_shards
-from unison.shard.layout import Piece
+from unison.shard.guard import compare_across_ranks
+from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import (
+    is_dtensor,
+    local_part,
+    mesh_of,
+    placement_of,
+    show_shards,
+    whole,
+)
 from unison.shard.unit import units_of
+
+# ------------------------------------------------------------------------------------------------
+# Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.
+
+T = TypeVar("T")
+
+
+class CheckpointFailed(UnisonError, OSError):
+    """A file of a checkpoint could not be written or read."""
+
+
+def gather_objects(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank; a collective."""
+    values: list[Any] = [value] * ranks.size
+    if ranks.size > 1:
+        dist.all_gather_object(values, value, group=ranks.group)
+    return values
+
+
+def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and share what came of it; a collective.
+
+    Returns:
+        Every rank's result, in rank order.
+
+    Raises:
+        UnisonError: The first one that any rank met, on every rank.
+        CheckpointFailed: On every rank, where the first error was one of a file.
+        RuntimeError: Where the first error was another one: on the ranks that did not meet it.
+    """
+    result, met = _attempt(work)
+    outcomes = gather_objects(ranks, (result, _as_message(met)))
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            _raise(rank, message, met if rank == ranks.rank else None)
+    return [outcome for outcome, _ in outcomes]
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; each gets its own result, or all raise as `agree` does."""
+    results: list[T] = []
+    agree(ranks, lambda: results.append(work()))
+    return results[0]
+
+
+def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
+    result, met = _attempt(work) if ranks.rank == 0 else (None, None)
+    outcome = [result, _as_message(met)]
+    if ranks.size > 1:
+        dist.broadcast_object_list(outcome, group=ranks.group, group_src=0)
+    if outcome[1] is not None:
+        _raise(0, outcome[1], met)
+    return outcome[0]
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
+        return None, error
+
+
+def _as_message(error: BaseException | None) -> tuple[type[UnisonError] | None, str] | None:
+    """What of an error can be sent: not every exception can be pickled."""
+    if error is None:
+        return None
+    if isinstance(error, UnisonError):
+        return type(error), str(error)
+    kind = CheckpointFailed if isinstance(error, OSError) else None
+    return kind, f"{type(error).__name__}: {error}"
+
+
+def _raise(
+    rank: int, message: tuple[type[UnisonError] | None, str], met: BaseException | None
+) -> NoReturn:
+    """Raise what a rank sent; `met` is the error itself, on the rank that met it."""
+    kind, text = message
+    if kind is not None:
+        raise kind(text) from met
+    if met is not None:
+        raise met
+    raise RuntimeError(f"rank {rank} failed with {text}")
+
+
+def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:
+    """Refuse a description that differs between ranks; a collective.
+
+    Raises:
+        BadInput: On every rank, naming what differs.
+    """
+    if ranks.size > 1:
+        compare_across_ranks(what, dict(sorted(description.items())), ranks.group)
 
 
 @dataclass(frozen=True)
@@ -21,20 +126,14 @@ class Entry:
 
     Attributes:
         names: All names of it, several where it is tied; the first one is *the* name.
-        shape: Its shape in the unsharded model.
         tensor: The parameter or buffer, as the module and an optimizer know it.
-        start: First element of the whole that the rank holds.
-        stop: One past its last element; equal to `start` where the rank holds none.
-        device: Where ranks exchange it: an offloaded piece lies elsewhere than it computes.
+        placement: Which elements of the whole each rank holds.
         is_parameter: Whether it is a parameter, not a buffer.
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
     tensor: Tensor
-    start: int
-    stop: int
-    device: torch.device
+    placement: Placement
     is_parameter: bool
 
     @property
@@ -43,22 +142,21 @@ class Entry:
         return self.names[0]
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
-
-    @property
     def value(self) -> Tensor:
         """What the rank holds: a one-dimensional piece, some rows (under FSDP2), or the whole."""
         return local_part(self.tensor)
 
-    def flat(self) -> Tensor:  # [stop - start]
-        """What this rank holds, in one dimension; a view unless the memory is not contiguous."""
-        return self.value.detach().reshape(-1)
+    def flat_part(self, held: Tensor) -> "FlatPart":
+        """This rank's elements of the tensor, or of another that lies on ranks as it does.
+
+        They are a view unless the memory is not contiguous.
+        """
+        values = local_part(held).detach().reshape(-1)
+        return FlatPart(tuple(self.tensor.shape), self.placement.start, values)
 
     @torch.no_grad()
     def store(self, flat: Tensor) -> None:  # [stop - start]
-        """Take new values; `flat` may be what `flat()` gave, written in place."""
+        """Take new values; `flat` may be what `flat_part` gave, written in place."""
         if flat.data_ptr() != self.value.data_ptr():
             self.value.copy_(flat.view(self.value.shape))
 
@@ -78,9 +176,9 @@ class FlatPart:
     values: Tensor
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
+    def stop(self) -> int:
+        """One past the last element held."""
+        return self.start + len(self.values)
 
 
 def ranks_of(module: nn.Module) -> Ranks:
@@ -104,12 +202,6 @@ def entries_of(module: nn.Module) -> list[Entry]:
         UnsupportedOperation: If a part of the state is no plain tensor.
     """
     show_shards(module)
-    places = {
-        id(piece): (place, group.device)
-        for unit in units_of(module)
-        for group in unit.groups
-        for piece, place in zip(group.pieces, group.piece_places(), strict=True)
-    }
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[Tensor, bool]] = {}
     owners: dict[str, int] = {}
@@ -121,8 +213,12 @@ def entries_of(module: nn.Module) -> list[Entry]:
             )
         names.setdefault(id(value), []).append(name)
         tensors[id(value)] = (value, is_parameter)
+        if value.is_meta:
+            raise BadInput(
+                f"{name!r} is on the meta device and has no values; materialize the model first"
+            )
     return [
-        _entry(tuple(names[key]), value, is_parameter, places.get(key))
+        Entry(tuple(names[key]), value, placement_of(value, names[key][0]), is_parameter)
         for key, (value, is_parameter) in tensors.items()
     ]
 
@@ -148,24 +244,237 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield canonical_name(prefix + attribute), value, False
 
 
-def _entry(
-    names: tuple[str, ...],
-    value: Tensor,
-    is_parameter: bool,
-    sharded: tuple[Piece, torch.device] | None,
-) -> Entry:
-    """Where the rank's part lies: in one of our units, in rows of FSDP2's, or whole."""
-    if value.is_meta:
-        raise BadInput(
-            f"{names[0]!r} is on the meta device and has no values; materialize the model first"
-        )
-    if is_dtensor(value):
-        mesh = mesh_of(value, names[0])
-        start, stop = element_ranges(value, mesh.size())[mesh.get_local_rank()]
-        device = torch.device(mesh.device_type)
-        return Entry(names, tuple(value.shape), value, start, stop, device, is_parameter)
-    if sharded is None:
-        shape, stop = tuple(value.shape), value.numel()
-        return Entry(names, shape, value, 0, stop, value.device, is_parameter)
-    place, device = sharded
-    return Entry(names, place.slot.shape, value, place.start, place.stop, device, is_parameter)
+class Delivery:
+    """Hands whole tensors to ranks that keep a part of each.
+
+    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
+    error in reading is kept until `finish`, since the other ranks are already on their way into the
+    next broadcast.
+
+    Args:
+        ranks: Who takes part; to make one is a collective.
+        has_state: Whether this rank has the tensors.
+        what: What they are, for the error.
+
+    Raises:
+        BadInput: On every rank, if it is neither rank 0 alone nor all ranks that have them.
+    """
+
+    def __init__(self, ranks: Ranks, *, has_state: bool, what: str) -> None:
+        holders = gather_objects(ranks, has_state)
+        if not holders[0] or (any(holders[1:]) and not all(holders)):
+            given = [rank for rank, holds in enumerate(holders) if holds]
+            raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
+        self._ranks = ranks
+        self._broadcasts = not all(holders)
+        self._error: Exception | None = None
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads."""
+        return not self._broadcasts or self._ranks.rank == 0
+
+    def take(
+        self, read: Callable[[], Tensor], entry: Entry, name: str, dtype: torch.dtype
+    ) -> Tensor | None:
+        """This rank's part [stop - start] of a tensor; a collective where rank 0 alone reads.
+
+        Args:
+            read: Gives the whole tensor; called on the ranks that read, and need it.
+            entry: How the tensor lies on ranks.
+            name: For the error.
+            dtype: Of the result.
+
+        Returns:
+            The part; None where nothing was read, because the part is empty or an error was met.
+        """
+        place = entry.placement
+        is_needed = self._broadcasts or place.start < place.stop
+        whole: Tensor | None = None
+        if self._error is None and self.is_reader and is_needed:
+            try:
+                value = read()
+                if tuple(value.shape) != place.shape:
+                    raise BadInput(
+                        f"{name!r} must have the shape {list(place.shape)}, "
+                        f"found {list(value.shape)}"
+                    )
+                flat = value.detach().reshape(-1).contiguous()
+                whole = flat.to(device=place.device, dtype=dtype)
+            except Exception as error:
+                self._error = error
+        if self._broadcasts and place.numel > 0:
+            if whole is None:
+                whole = torch.zeros(place.numel, dtype=dtype, device=place.device)
+            dist.broadcast(whole, group=self._ranks.group, group_src=0)
+        return None if whole is None else whole[place.start : place.stop]
+
+    def finish(self) -> None:
+        """Raise on every rank what any of them met; a collective."""
+
+        def tell() -> None:
+            if self._error is not None:
+                raise self._error
+
+        agree(self._ranks, tell)
+
+
+# ---- the whole state -----------------------------------------------------------------------------
+
+
+# ------------------------------------------------------------------------------------------------
+# A safetensors file as a mapping that reads a tensor when it is asked for one.
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of an open file by name; nothing is kept in memory."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = dict.fromkeys(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextmanager
+def open_weights(path: str | Path) -> Iterator[Weights]:
+    """Open a safetensors file for `load_full_state_dict`, for example a model's of a run.
+
+    Raises:
+        BadInput: If there is no such file, or it is not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise BadInput(f"expected a safetensors file at {path}, found none")
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadInput(f"{path} is not a whole file of safetensors: {error}") from None
+    with file as opened:
+        yield Weights(opened)
+
+
+class KeyReport(NamedTuple):
+    """Which names did not fit, after a load with `strict=False`."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def full_state_dict(
+    module: nn.Module,
+    *,
+    rank0_only: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, Tensor]:
+    """The whole state of a model, as the unsharded model's `state_dict()` has it; a collective.
+
+    One tensor is gathered at a time, so the device never holds the whole model. Names are
+    those of the unsharded model, in its order: persistent buffers are there (this rank's own), and
+    a tied parameter under all its names, as one tensor.
+
+    Args:
+        module: The model, sharded or not.
+        rank0_only: Whether rank 0 alone keeps the copies; the others get an empty dictionary.
+        dtype: What to cast floating-point values to; None leaves them as they are.
+        device: Where the copies lie.
+
+    Returns:
+        Copies by name: `plain.load_state_dict(full_state_dict(sharded))` works, and so does the
+        reverse with `load_full_state_dict`.
+    """
+    copies: dict[int, Tensor] = {}
+    ranks = ranks_of(module)
+    for entry in entries_of(module):
+        value = whole(entry.tensor, entry.name)
+        if ranks.rank == 0 or not rank0_only:
+            wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            copies[id(entry.tensor)] = value.to(device=device, dtype=wanted, copy=True)
+    return {
+        name: copies[id(value)] for name, value, _ in named_tensors(module) if id(value) in copies
+    }
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor] | None, *, strict: bool = True
+) -> KeyReport:
+    """Fill a model from a whole state; a collective.
+
+    Args:
+        module: The model, sharded or not; its parameters have memory.
+        state: The state by the names of the unsharded model, on every rank or on rank 0 alone (the
+            others pass None), which then broadcasts one tensor at a time. It may be lazy, reading a
+            tensor when it is asked for one, as `open_weights` does: a rank asks for one at a time,
+            and only for those of which it keeps a part. Values are cast to the model's dtypes. A
+            tied parameter needs to be there under one of its names.
+        strict: Whether names that are missing or too many are an error.
+
+    Returns:
+        The names that are missing and those that were not expected.
+
+    Raises:
+        BadInput: On every rank, naming what does not fit. Names are checked before anything is
+            changed, and so are shapes unless the state is lazy.
+    """
+    ranks, entries = ranks_of(module), entries_of(module)
+    delivery = Delivery(ranks, has_state=bool(state), what="the state")
+    reports = agree(ranks, lambda: _checked(entries, state, strict) if state else None)
+    report = (reports[ranks.rank] if delivery.is_reader else None) or reports[0]
+    assert report is not None
+    absent = set(report.missing)
+    for entry in entries:
+        if entry.name not in absent:
+            read = partial(_read, entry, state or {})
+            part = delivery.take(read, entry, entry.name, entry.value.dtype)
+            if part is not None:
+                entry.store(part.to(entry.value.device))
+    delivery.finish()
+    return report
+
+
+def _checked(entries: list[Entry], state: Mapping[str, Tensor], strict: bool) -> KeyReport:
+    """Compare names, and shapes where they are at hand."""
+    given = set(state.keys())
+    missing = [entry.name for entry in entries if not given.intersection(entry.names)]
+    expected = {name for entry in entries for name in entry.names}
+    unexpected = sorted(given - expected)
+    faults = []
+    if strict and missing:
+        faults.append(f"missing {missing}")
+    if strict and unexpected:
+        faults.append(f"unexpected {unexpected}")
+    if isinstance(state, dict):
+        faults += [
+            f"{name!r} has the shape {list(state[name].shape)} instead of "
+            f"{list(entry.tensor.shape)}"
+            for entry in entries
+            for name in entry.names
+            if name in given and tuple(state[name].shape) != entry.tensor.shape
+        ]
+    if faults:
+        raise BadInput(f"the state does not fit the model: {'; '.join(faults)}")
+    return KeyReport(missing, unexpected)
+
+
+def _read(entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
+    """Read one tensor; a tied one that is there more than once must be one."""
+    first, *others = (name for name in entry.names if name in state)
+    value = state[first]
+    for name in others:
+        other = state[name]
+        if other is not value and not torch.equal(other, value):
+            raise BadInput(
+                f"{first!r} and {name!r} are tied in the model, but differ in the state; give one"
+            )
+    return value

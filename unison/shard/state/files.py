@@ -1,17 +1,28 @@
-"""Data files of a checkpoint: safetensors, written and read by torch's checkpoint machinery.
+"""Data files of a checkpoint: safetensors, planned by torch.distributed.checkpoint.
 
-torch's own file reader unpickles its metadata, so a checkpoint from elsewhere could run code. These
-two classes take its place; what they leave on disk is described in manifest.py.
+torch's planners say who writes and who reads which elements. They plan with boxes, and a rank's
+part of a parameter is a run of its elements in memory order, so each tensor is planned as one of
+one dimension, of which a part is a box again. They give each part that several ranks hold to one
+writer, and find out which parts of which chunks a rank must read when the world has another size
+than the one that wrote. torch's own file reader unpickles its metadata, so that a checkpoint from
+elsewhere could run code: writer and reader are ours.
+
+Imported where it is used: importing torch.distributed.checkpoint takes most of a second.
 """
 
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,17 +36,141 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
+    WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from unison.errors import BadInput
-from unison.shard.state.agree import CheckpointFailed
-from unison.shard.state.folder import sha256_of, sync
-from unison.shard.state.manifest import Chunk, Manifest, SavedFile
+from unison.errors import BadInput, UnisonError
+from unison.shard.ranks import Ranks
+from unison.shard.state.checkpoint import FileChunk, Manifest, SavedFile, sha256_of, sync
+from unison.shard.state.entries import CheckpointFailed, FlatPart
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
+
+
+def write_parts(
+    folder: Path,
+    parts: dict[str, FlatPart],
+    ranks: Ranks,
+    on_written: Callable[[dict[str, list[FileChunk]], dict[str, SavedFile]], None],
+) -> None:
+    """Write every rank's parts; a collective.
+
+    Args:
+        folder: Where to; it exists, for every rank.
+        parts: What this rank holds. What several ranks hold is written by one.
+        ranks: Who takes part.
+        on_written: Called on rank 0 with the chunks of each tensor and the files, once all are on
+            the disk; its error is one of all ranks.
+    """
+    with _one_error():
+        dcp.save(
+            parts,
+            storage_writer=FileWriter(folder, ranks.rank, on_written),
+            planner=FlatSavePlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+
+
+def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ranks: Ranks) -> None:
+    """Fill every rank's parts in place; a collective."""
+    with _one_error():
+        dcp.load(
+            parts,
+            storage_reader=FileReader(folder, manifest),
+            planner=FlatLoadPlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Turn what torch raises on every rank, once any failed, into one of our errors."""
+    try:
+        with warnings.catch_warnings():
+            # A world of one process is what was asked for, not an oversight.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failed:
+        rank = min(failed.failures)
+        error, _ = failed.failures[rank]
+        if isinstance(error, UnisonError | KeyboardInterrupt):
+            raise error from None
+        if isinstance(error, OSError):
+            raise CheckpointFailed(
+                f"rank {rank} met {type(error).__name__}: {error}; a checkpoint needs a folder "
+                "that every rank can reach, and room in it"
+            ) from None
+        raise RuntimeError(f"rank {rank} failed: {failed}") from error
+
+
+class FlatSavePlanner(DefaultSavePlanner):
+    """Plans to write flat parts; what several ranks hold is written by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """One item per part that is not empty."""
+        items = [
+            _write_item(name, part) for name, part in self.state_dict.items() if len(part.values)
+        ]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The elements to write."""
+        return self.state_dict[index.fqn].values
+
+
+def _box(start: int, length: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))
+
+
+def _write_item(name: str, part: FlatPart) -> WriteItem:
+    box = _box(part.start, len(part.values))
+    return WriteItem(
+        index=MetadataIndex(name, box.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=box,
+            properties=TensorProperties(dtype=part.values.dtype),
+            size=torch.Size([part.numel]),
+        ),
+    )
+
+
+class FlatLoadPlanner(DefaultLoadPlanner):
+    """Plans to read, for each part, what overlaps it in the files."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator=False
+    ) -> None:
+        """Take the parts as they are; they have memory."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """One item per overlap of a part and a chunk."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, part in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            if len(part.values):
+                items += create_read_items_for_chunk_list(
+                    name, saved, [_box(part.start, len(part.values))]
+                )
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The elements to write into."""
+        return self.state_dict[index.fqn].values
 
 
 class FileWriter(StorageWriter):
@@ -52,7 +187,7 @@ class FileWriter(StorageWriter):
         self,
         folder: Path,
         rank: int,
-        on_finish: Callable[[dict[str, list[Chunk]], dict[str, SavedFile]], None],
+        on_finish: Callable[[dict[str, list[FileChunk]], dict[str, SavedFile]], None],
     ) -> None:
         self._folder, self._rank, self._on_finish = folder, rank, on_finish
 
@@ -88,7 +223,7 @@ class FileWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand over what all ranks wrote."""
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        chunks: dict[str, list[FileChunk]] = defaultdict(list)
         files: dict[str, SavedFile] = {}
         for result in itertools.chain.from_iterable(results):
             chunk, file = result.storage_data
@@ -122,10 +257,10 @@ def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         yield batch
 
 
-def _chunk(item: WriteItem, file: str) -> Chunk:
+def _chunk(item: WriteItem, file: str) -> FileChunk:
     assert item.tensor_data is not None
     (start,), (length,) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-    return Chunk(start, start + length, file)
+    return FileChunk(start, start + length, file)
 
 
 def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -168,7 +303,7 @@ class FileReader(StorageReader):
                 name: TensorStorageMetadata(
                     TensorProperties(dtype=tensor.dtype),
                     torch.Size([tensor.numel]),
-                    [_box(chunk) for chunk in tensor.chunks],
+                    [_box(chunk.start, chunk.stop - chunk.start) for chunk in tensor.chunks],
                 )
                 for name, tensor in self._manifest.tensors.items()
             }
@@ -222,7 +357,3 @@ class FileReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Never chosen by name."""
         return False
-
-
-def _box(chunk: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.stop - chunk.start]))

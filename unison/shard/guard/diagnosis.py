@@ -4,11 +4,92 @@ Nothing here talks to a store or a thread: states go in, a finding or a text com
 """
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unison.errors import UnisonError
+import torch.distributed as dist
+
+from unison.errors import BadInput, UnisonError
+
+# ------------------------------------------------------------------------------------------------
+# Ranks compare what must be equal before they begin.
+
+_SHOWN_ITEMS = 3
+_SHOWN_RANKS = 8
+
+
+def compare_across_ranks(
+    label: str, items: Mapping[str, object], group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank if the ranks do not hold the same items in the same order.
+
+    All ranks of the group must call it. One digest per rank is gathered; only where they differ
+    are the values exchanged, for the message. Without a process group there is nothing to compare.
+
+    Args:
+        label: What the items are, to begin the message: `"parameters of model"`.
+        items: Values by name. They are compared by `repr`, which must not hold an address.
+        group: The ranks to compare; all by default.
+
+    Raises:
+        BadInput: On every rank, with the first items that differ and each rank's value.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    own = [(name, repr(value)) for name, value in items.items()]
+    digest = hashlib.blake2b(repr((label, own)).encode(), digest_size=16).hexdigest()
+    if len(set(_gather(digest, group))) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    gathered = dict(zip(ranks, _gather((label, own), group), strict=True))
+    raise BadInput(_difference(label, gathered))
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _difference(label: str, gathered: Mapping[int, tuple[str, list[tuple[str, str]]]]) -> str:
+    labels = {rank: theirs for rank, (theirs, _) in gathered.items()}
+    if len(set(labels.values())) > 1:
+        return f"ranks compare different things: {_by_rank(labels)}"
+    items = {rank: dict(pairs) for rank, (_, pairs) in gathered.items()}
+    names = list(dict.fromkeys(name for values in items.values() for name in values))
+    lines = []
+    for name in names:
+        values = {rank: theirs.get(name, "absent") for rank, theirs in items.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"  {name}: {_by_rank(values)}")
+    if lines:
+        more = len(lines) - _SHOWN_ITEMS
+        lines[_SHOWN_ITEMS:] = [f"  … and {more} more"] if more > 0 else []
+    else:
+        orders = {rank: list(theirs) for rank, theirs in items.items()}
+        at = next(
+            i for i, row in enumerate(zip(*orders.values(), strict=True)) if len(set(row)) > 1
+        )
+        lines = [f"  item {at}: " + _by_rank({rank: row[at] for rank, row in orders.items()})]
+    listed = "\n".join(lines)
+    return f"{label} must be equal on all ranks, found\n{listed}\nBuild them alike on every rank."
+
+
+def _by_rank(values: Mapping[int, str]) -> str:
+    """Write equal values once: `rank 0 has 3; ranks 1, 2 have 4`."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in holders.items():
+        shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
+        more = ", …" if len(ranks) > _SHOWN_RANKS else ""
+        value = value if len(value) <= 120 else value[:117] + "..."
+        verb = "rank {} has" if len(ranks) == 1 else "ranks {} have"
+        parts.append(f"{verb.format(shown + more)} {value}")
+    return "; ".join(parts)
 
 
 class CollectiveMismatch(UnisonError):
@@ -19,7 +100,7 @@ class RankLost(UnisonError):
     """A rank died, or has given no sign of life for too long."""
 
 
-class Status(enum.Enum):
+class Status(enum.StrEnum):
     """Where a rank is in its guarded block; only INSIDE can still call collectives."""
 
     INSIDE = "inside"
@@ -34,7 +115,7 @@ class GroupState:
 
     ranks: list[int]
     last: int
-    marks: dict[int, str]
+    marks: dict[str, str]  # by number, as JSON has it
     call: str
     stack: list[str]
     age: float
@@ -59,7 +140,7 @@ class RankState:
     status: Status
     note: str
     stack: list[str]
-    waiting: tuple[str, int] | None
+    waiting: Sequence[Any] | None
     identity: list[str]
     groups: dict[str, GroupState]
     everyone_left: bool = False
@@ -67,22 +148,15 @@ class RankState:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankState":
         """Read what `to_json` of another rank wrote."""
-        groups = {
-            name: GroupState(**{**group, "marks": {int(n): m for n, m in group["marks"].items()}})
-            for name, group in data["groups"].items()
-        }
-        waiting = tuple(data["waiting"]) if data["waiting"] else None
-        return cls(
-            **{**data, "status": Status(data["status"]), "waiting": waiting, "groups": groups}
-        )
+        groups = {name: GroupState(**group) for name, group in data["groups"].items()}
+        return cls(**{**data, "status": Status(data["status"]), "groups": groups})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        groups = {name: vars(group) for name, group in self.groups.items()}
-        return {**vars(self), "status": self.status.value, "groups": groups}
+        return {**vars(self), "groups": {name: vars(each) for name, each in self.groups.items()}}
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.StrEnum):
     """What is wrong."""
 
     MISMATCH = "mismatch"
@@ -94,7 +168,7 @@ class Kind(enum.Enum):
 class Finding:
     """What is wrong, and with whom."""
 
-    kind: Kind
+    kind: FaultKind
     ranks: tuple[int, ...]  # the ranks that differ, lag or are gone
     group: str = ""
     number: int = 0
@@ -102,7 +176,7 @@ class Finding:
 
 
 @dataclass
-class Judge:
+class Diagnosis:
     """Compares the ranks' states; remembers since when a rank lags.
 
     Attributes:
@@ -128,11 +202,11 @@ class Judge:
             common = issued[first].keys() & marks.keys()
             differing = [n for n in common if issued[first][n] != marks[n]]
             if differing:
-                return Finding(Kind.MISMATCH, (rank,), name, min(differing))
+                return Finding(FaultKind.MISMATCH, (rank,), name, min(map(int, differing)))
         return None
 
     def _skipped(self, name: str, members: Mapping[int, RankState], now: float) -> Finding | None:
-        last = {r: _last(s, name) for r, s in members.items()}
+        last = {r: s.groups[name].last if name in s.groups else 0 for r, s in members.items()}
         top = max(last.values())
         lagging = [r for r in last if last[r] < top]
         for rank in last.keys() - lagging:
@@ -151,11 +225,7 @@ class Judge:
             return None
         # The first collective that is missing is the one whose callers wait.
         number = min(last[r] for r in found) + 1
-        return Finding(Kind.SKIPPED, tuple(sorted(found)), name, number)
-
-
-def _last(state: RankState, group: str) -> int:
-    return state.groups[group].last if group in state.groups else 0
+        return Finding(FaultKind.SKIPPED, tuple(sorted(found)), name, number)
 
 
 def _ranks_of(group: str, states: Mapping[int, RankState]) -> list[int]:
@@ -176,7 +246,7 @@ _SLOW = " If the rank is only slow, give guard(timeout=...) more seconds."
 
 def error_of(kind: str, message: str) -> UnisonError:
     """Return the exception for a finding's kind."""
-    return RankLost(message) if kind == Kind.LOST.value else CollectiveMismatch(message)
+    return RankLost(message) if kind == FaultKind.LOST else CollectiveMismatch(message)
 
 
 def message_of(
@@ -186,7 +256,7 @@ def message_of(
     ranks = sorted(states)
     if finding.group:
         ranks = [r for r in ranks if r in _ranks_of(finding.group, states)]
-    if finding.kind is Kind.MISMATCH:
+    if finding.kind is FaultKind.MISMATCH:
         finding = _earliest(finding, details)
     parts = [_headline(finding, states)]
     # Many ranks mostly say the same; the ones concerned come first, then a few of the others.
@@ -197,8 +267,8 @@ def message_of(
     if len(ranks) > len(shown):
         parts.append(f"  … and {len(ranks) - len(shown)} more ranks")
     parts += _where_sites_part(finding, ranks, details)
-    if finding.kind is not Kind.LOST:
-        is_slow = finding.kind is Kind.SKIPPED and any(
+    if finding.kind is not FaultKind.LOST:
+        is_slow = finding.kind is FaultKind.SKIPPED and any(
             states[r].status is Status.INSIDE for r in finding.ranks
         )
         parts.append(_REMEDY + (_SLOW if is_slow else ""))
@@ -209,16 +279,16 @@ def _headline(finding: Finding, states: Mapping[int, RankState]) -> str:
     who = _listed(finding.ranks)
     what = f"collective number {finding.number} of {_group(finding.group)}"
     match finding.kind:
-        case Kind.MISMATCH:
+        case FaultKind.MISMATCH:
             return f"ranks called different collectives as {what}:"
-        case Kind.SKIPPED:
+        case FaultKind.SKIPPED:
             callers = [
                 r
                 for r, s in states.items()
                 if finding.group in s.groups and s.groups[finding.group].last >= finding.number
             ]
             return f"{who} did not call {what}, which {_listed(callers)} called:"
-        case Kind.LOST:
+        case FaultKind.LOST:
             return f"{who} is lost: {finding.why}; last known of each rank:"
 
 
@@ -263,14 +333,9 @@ def _from(stack: list[str]) -> list[str]:
 
 def _earliest(finding: Finding, details: Mapping[int, Detail]) -> Finding:
     """Move a mismatch to the first number at which the calls differ, if it is still known."""
-    calls = [d[finding.group] for d in details.values() if finding.group in d]
-    if len(calls) < 2:
-        return finding
-    common = set.intersection(*(set(c) for c in calls))
-    for number in sorted(int(n) for n in common if int(n) <= finding.number):
-        if len({c[str(number)][2] for c in calls}) > 1:
-            return Finding(finding.kind, finding.ranks, finding.group, number, finding.why)
-    return finding
+    calls = {rank: each[finding.group] for rank, each in details.items() if finding.group in each}
+    found = _first_difference(calls, finding.number, lambda call: call[2])
+    return finding if found is None else replace(finding, number=found[0])
 
 
 def _where_sites_part(
@@ -282,12 +347,21 @@ def _where_sites_part(
     program are then the only trace of it.
     """
     calls = {r: details[r][finding.group] for r in ranks if finding.group in details.get(r, {})}
-    if finding.kind is Kind.LOST or len(calls) < 2:
+    found = _first_difference(calls, finding.number - 1, lambda call: call[1][0])
+    if finding.kind is FaultKind.LOST or found is None:
         return []
-    common = set.intersection(*(set(c) for c in calls.values()))
-    for number in sorted(int(n) for n in common if int(n) < finding.number):
-        sites = {r: c[str(number)][1][0] for r, c in calls.items()}
-        if len(set(sites.values())) > 1:
-            shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
-            return [f"  The call sites first part at number {number}: {shown}."]
-    return []
+    number, sites = found
+    shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
+    return [f"  The call sites first part at number {number}: {shown}."]
+
+
+def _first_difference(
+    calls: Mapping[int, Mapping[str, Any]], last: int, look: Callable[[Any], Any]
+) -> tuple[int, dict[int, Any]] | None:
+    """The first number up to `last` at which ranks' calls differ in what `look` takes of them."""
+    common = set.intersection(*map(set, calls.values())) if len(calls) > 1 else set()
+    for number in sorted(int(n) for n in common if int(n) <= last):
+        found = {rank: look(of_rank[str(number)]) for rank, of_rank in calls.items()}
+        if len(set(found.values())) > 1:
+            return number, found
+    return None

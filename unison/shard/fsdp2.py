@@ -1,0 +1,709 @@
+"""The ordered reducer on a model under torch's own FSDP2.
+
+[Note: how FSDP2 is made to keep the order] FSDP2 gathers, frees and reduces as ever. What
+changes:
+
+* Each module's forward runs granule by granule, on leaves of its own for every granule that share
+  the memory of FSDP2's full parameters (`OrderedModule`, `OrderedParameter`).
+* Their gradients are added in the canonical tree. When FSDP2 asks for a module's gradients, it
+  gets this rank's subtree as the gradient it would have accumulated itself.
+* FSDP2 then calls `OrderedReduceScatter`, which finishes the tree over ranks.
+* FSDP2's hooks see the parts of per-granule values (`take_apart`).
+
+A gradient under FSDP2 is *one* tensor per parameter and rank, so a rank's granules must form one
+subtree. They do when the number of ranks is a power of two and each has as many granules, again a
+power of two. Our own engine sends several subtrees and takes any number.
+
+[Note: used flags] A parameter that no rank used must end with no gradient, as it would on one
+process. A rank that did not use one sends zeros, so that all ranks exchange the same shapes, and
+at the end of the backward pass the ranks add up one flag per parameter. A rank reads them only if
+it sent zeros itself.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+
+from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
+from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
+from unison.shard.each_granule import call_each_granule, granular_pass
+from unison.shard.flat_group import ParameterUse, per_granule
+from unison.shard.granules import PerGranule, check_not_bypassed, is_in_backward, num_granules_of
+from unison.shard.ranks import Ranks
+from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
+from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
+from unison.shard.unit import Attributes, units_of
+
+# ------------------------------------------------------------------------------------------------
+# What the ordered reducer needs of a model under FSDP2, checked before anything is changed.
+
+
+def param_groups_of(module: Any) -> list[Any]:
+    """FSDP2's own parameter groups of a module: one, none if it holds no parameters, or several."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # before torch 2.13 there was at most one
+    return [] if group is None else [group]
+
+
+def check_root(model: nn.Module) -> None:
+    """Refuse what is not the root of a model under FSDP2.
+
+    Raises:
+        BadInput: With what to call first.
+    """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"use_ordered_reduction takes a module, found {type(model).__name__}")
+    name = type(model).__name__
+    if units_of(model):
+        raise BadInput(
+            f"{name} is sharded by unison.fully_shard; pass reducer='ordered' there instead"
+        )
+    modules = fsdp2_modules(model)
+    if not modules or modules[0][1] is not model:
+        raise BadInput(
+            f"{name} is not under FSDP2; call torch.distributed.fsdp.fully_shard on its blocks and "
+            "then on the model itself, before use_ordered_reduction"
+        )
+    if modules[0][1]._get_fsdp_state()._is_root is False:
+        raise BadInput(
+            f"{name} is a part of a larger model under FSDP2; call use_ordered_reduction on the "
+            "whole model"
+        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse FSDP2 modules with settings that the order of additions cannot survive.
+
+    Raises:
+        UnsupportedOperation: Naming the module and the setting.
+    """
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise UnsupportedOperation(
+                f"{canonical_name(path) or 'root'} is compiled: torch.compile hides the operations "
+                "that have to run granule by granule; compile nothing under use_ordered_reduction"
+            )
+    for path, module in fsdp2_modules(model):
+        name, groups = canonical_name(path) or "root", param_groups_of(module)
+        if len(groups) > 1 or len(module._get_fsdp_state()._modules) > 1:
+            raise UnsupportedOperation(
+                f"{name} is one of several modules or meshes in one fully_shard call; call "
+                "fully_shard once per module, with one mesh"
+            )
+        for group in groups:
+            _check_group(name, group)
+
+
+def _check_group(name: str, group: Any) -> None:
+    if group.gradient_divide_factor not in (None, 1):
+        raise UnsupportedOperation(
+            f"gradient_divide_factor of {name} is {group.gradient_divide_factor}; the ordered "
+            "reducer sums, and unison.batch_mean divides: leave the factor alone"
+        )
+    if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+        raise UnsupportedOperation(
+            f"{name} has a reduce-scatter of its own, {type(group._reduce_scatter_comm).__name__}; "
+            "the ordered reducer has to be the only one"
+        )
+    if group._all_reduce_hook is not None:
+        raise UnsupportedOperation(
+            f"{name} has an all-reduce hook, which adds in an order of its own; remove it"
+        )
+    for parameter in group.fsdp_params:
+        local = parameter.sharded_param._local_tensor
+        if hasattr(local, "fsdp_pre_all_gather"):
+            raise UnsupportedOperation(
+                f"{name}: {parameter._module_info.param_name} gathers as a {type(local).__name__}; "
+                "only plain tensors can be summed in order"
+            )
+
+
+def shared_mesh(model: nn.Module) -> DeviceMesh:
+    """The one-dimensional mesh of all of the model's parameters.
+
+    Raises:
+        BadInput: If a parameter is outside, or the number of ranks is not a power of two.
+        UnsupportedOperation: If a parameter is spread in any other way than by rows.
+    """
+    show_shards(model)
+    meshes: dict[DeviceMesh, str] = {}
+    for name, parameter in model.named_parameters():
+        if not is_dtensor(parameter):
+            raise BadInput(
+                f"parameter {canonical_name(name)!r} is not sharded (ignored_params?); its "
+                "gradient would not be summed at all. Let fully_shard take it"
+            )
+        meshes.setdefault(mesh_of(parameter, canonical_name(name)), canonical_name(name))
+    if len(meshes) != 1:
+        found = ", ".join(f"{name!r} on {mesh}" for mesh, name in meshes.items())
+        raise BadInput(f"expected all parameters on one mesh, found {found or 'no parameters'}")
+    (mesh,) = meshes
+    if mesh.size() & (mesh.size() - 1):
+        raise BadInput(
+            f"the mesh has {mesh.size()} ranks; the ordered reducer on FSDP2 needs a power of two, "
+            "since a rank sends one subtree of the sum. unison.fully_shard(reducer='ordered') "
+            "takes any number"
+        )
+    return mesh
+
+
+# ------------------------------------------------------------------------------------------------
+# Per-granule values on their way through FSDP2's hooks.
+#
+# FSDP2's hooks pass a module's inputs through an `autograd.Function` and put hooks on its outputs.
+# Both would meet the shell of a `PerGranule` and miss its parts. FSDP2 looks into tuples, so there
+# the parts travel in one, and each is handled as the plain tensor it is.
+
+
+class Parts(NamedTuple):
+    """A `PerGranule` taken apart. FSDP2 copies named tuples element by element."""
+
+    tensors: tuple[Tensor, ...]
+
+
+def take_apart(value: Any) -> Any:
+    """Replace every `PerGranule` in a nested value by its `Parts`."""
+    return tree_map(
+        lambda item: Parts(tuple(item.parts)) if isinstance(item, PerGranule) else item, value
+    )
+
+
+def put_together(value: Any) -> Any:
+    """Undo `take_apart`."""
+    return tree_map(
+        lambda item: PerGranule.of(item.tensors) if isinstance(item, Parts) else item,
+        value,
+        is_leaf=lambda item: isinstance(item, Parts),
+    )
+
+
+def before_forward(hook: Callable) -> Callable:
+    """Wrap FSDP2's hook before a forward pass."""
+
+    def wrapped(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return put_together(hook(module, *take_apart((args, kwargs))))
+
+    return wrapped
+
+
+def after_forward(hook: Callable) -> Callable:
+    """Wrap FSDP2's hook after a forward pass."""
+
+    def wrapped(module: nn.Module, args: tuple, output: Any) -> Any:
+        return put_together(hook(module, take_apart(args), take_apart(output)))
+
+    return wrapped
+
+
+# ------------------------------------------------------------------------------------------------
+# The ordered sum over ranks, as FSDP2 calls it.
+
+
+class OrderedReduceScatter:
+    """All-to-all, then the canonical tree: what FSDP2 calls in place of its reduce-scatter.
+
+    The bytes on the wire are those of a reduce-scatter. FSDP2 does not call it on one rank, where
+    the subtree is the whole tree.
+
+    Args:
+        model: Knows each rank's level in the tree.
+    """
+
+    def __init__(self, model: "OrderedModel") -> None:
+        self._model = model
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Make a buffer of its own for every call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,  # [n]
+        input_tensor: Tensor,  # [ranks * n], one run per owner
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` with this rank's part of the sum."""
+        if op != dist.ReduceOp.SUM:
+            raise AssertionError(f"expected FSDP2 to ask for a plain sum, found {op}")
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = TreeSum()
+        for row, level in zip(received.view(group.size(), -1), self._model.levels, strict=True):
+            total.push(row, level)
+        result = total.finish()
+        assert result is not None
+        output_tensor.copy_(result)
+
+
+# ------------------------------------------------------------------------------------------------
+# One parameter under FSDP2, seen granule by granule.
+
+
+class OrderedParameter:
+    """A parameter with one leaf per granule, and the subtree of the leaves' gradients.
+
+    The leaves share the memory of FSDP2's own full parameter, so they are filled and emptied when
+    that is. A gradient reaches them and never the full parameter itself.
+
+    Args:
+        fsdp: FSDP2's record of the parameter, an `FSDPParam`.
+        name: Its name in the model.
+    """
+
+    def __init__(self, fsdp: Any, name: str) -> None:
+        self.fsdp, self.name = fsdp, name
+        info = fsdp._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        self.uses = [
+            ParameterUse(info.module, info.param_name),
+            *(ParameterUse(*place) for place in shared),
+        ]
+        self._leaves: dict[int, Tensor] = {}
+        self._mine = (0, 0)
+        self._tree = SubtreeSum(0, 0)
+        self._had_gradient = False  # before the last sum over ranks
+        self.was_used = False  # by this rank, in what it sent to the last sum over ranks
+
+    @property
+    def full(self) -> Tensor:
+        """FSDP2's own full parameter, which has memory during a pass."""
+        return self.fsdp.unsharded_param
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients are wanted."""
+        return self.fsdp.sharded_param.requires_grad
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for the sum over ranks."""
+        return bool(self._tree.seen)
+
+    # --- leaves ----------------------------------------------------------------------------------
+
+    def leaf(self, granule: int) -> Tensor:
+        """What a granule computes with; the same tensor until `begin_pass`."""
+        if granule not in self._leaves:
+            leaf = self._leaves[granule] = nn.Parameter(self.full.detach(), self.is_trainable)
+            if self.is_trainable:
+                take = partial(self._take_gradient, granule)
+                leaf.register_post_accumulate_grad_hook(take)
+        return self._leaves[granule]
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def begin_batch(self, low: int, high: int) -> None:
+        """Be ready for a logical batch of which this rank has the granules [low, high)."""
+        self._mine = low, high
+        self._tree = SubtreeSum(low, high)
+
+    def begin_pass(self) -> None:
+        """Be ready for other granules of the batch."""
+        self._leaves.clear()
+
+    def _take_gradient(self, granule: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None or not self._mine[0] <= granule < self._mine[1]:
+            return
+        # In the dtype of the exchange from the first addition on: what a rank has summed before it
+        # must not be rounded differently from what others send.
+        self._tree.put(granule, gradient.to(self.fsdp.reduce_dtype or gradient.dtype))
+
+    def check_no_other_gradient(self) -> None:
+        """Refuse a gradient that came past the leaves.
+
+        Raises:
+            UnsupportedOperation: Naming the parameter.
+        """
+        full = getattr(self.fsdp, "_unsharded_param", None)  # None before the first pass
+        if full is not None and full.grad is not None:
+            full.grad = None
+            raise UnsupportedOperation(
+                f"{self.name!r} got a gradient that belongs to no granule: it was used under "
+                "reentrant checkpointing (pass use_reentrant=False to torch.utils.checkpoint), "
+                "through a method that register_fsdp_forward_method made, or outside of forward"
+            )
+
+    def hand_over(self) -> None:
+        """Give FSDP2 this rank's subtree as the gradient to sum over ranks.
+
+        A granule that did not use the parameter counts as zeros, and so does a rank.
+        """
+        self.was_used = self.has_gradients
+        self._had_gradient = self.fsdp.sharded_param.grad is not None
+        if not self.was_used:
+            self.fsdp.unsharded_accumulated_grad = self._zeros()
+            return
+        self._tree.fill(self._zeros)
+        total = TreeSum()
+        for level, node in self._tree.take():
+            total.push(node, level)
+        self.fsdp.unsharded_accumulated_grad = total.finish()
+        self._tree = SubtreeSum(*self._mine)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self.full, dtype=self.fsdp.reduce_dtype or self.full.dtype)
+
+    def forget_unused(self) -> None:
+        """Have no gradient, where the one that FSDP2 made is the zeros of ranks that had none."""
+        if not self._had_gradient:
+            self.fsdp.sharded_param.grad = None
+
+
+# ------------------------------------------------------------------------------------------------
+# One FSDP2 module, computing granule by granule.
+
+
+class OrderedModule:
+    """A module that FSDP2 gathers and reduces as one, its parameters, and their gradients.
+
+    Args:
+        module: The module.
+        name: Its name in the model.
+        parameters: Those that no FSDP2 module below it holds.
+        group: FSDP2's `FSDPParamGroup` of these parameters; None if there are none.
+        has_children: Whether there are FSDP2 modules below it.
+        batch: The batch that all modules of the model share.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        *,
+        parameters: list[OrderedParameter],
+        group: Any,
+        has_children: bool,
+        batch: "OrderedModel",
+    ) -> None:
+        self.name, self.module, self.parameters = name, module, parameters
+        self._group, self._has_children, self._batch = group, has_children, batch
+        self._attributes = Attributes([[parameter.uses for parameter in parameters]])
+        self._forward = module.forward  # the user's own
+        self._reduce = group.post_backward if group is not None else None
+        self._num_calls = 0  # forward passes whose backward pass has not come
+        self._sent: list[OrderedParameter] = []
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, granule by granule."""
+        num_granules = num_granules_of((args, kwargs))
+        is_training = torch.is_grad_enabled() and not is_in_backward()
+        if num_granules == 0:
+            if is_training:
+                raise BadInput(
+                    f"the ordered reducer of {self.name!r} needs a batch cut into granules; feed "
+                    "the model from unison.deal(loader, granule=...), or evaluate under "
+                    "torch.no_grad()"
+                )
+            return self._forward(*args, **kwargs)
+        self._num_calls += is_training
+        tensors = self._tensors(num_granules)
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with self._attributes.shadowed([tensors[index]]):
+                return self._forward(*own_args, **own_kwargs)
+
+        with granular_pass(self.name, self.module, (args, kwargs), looks_at_writes=False):
+            if not self._has_children:
+                return call_each_granule(self.name, self.module, call, num_granules, args, kwargs)
+            # One forward per granule would gather every module below once per granule: so it runs
+            # once, each of its own operations granule by granule.
+            with self._attributes.shadowed(per_granule([[each] for each in tensors])):
+                output = self._forward(*args, **kwargs)
+        check_not_bypassed(output, self.name)
+        return output
+
+    def _tensors(self, num_granules: int) -> list[list[Tensor]]:
+        """What each granule computes with, [granule][parameter]."""
+        if not torch.is_grad_enabled():  # an evaluation; any batch will do
+            return [[parameter.full for parameter in self.parameters]] * num_granules
+        granules = self._batch.granules(num_granules)
+        return [[parameter.leaf(granule) for parameter in self.parameters] for granule in granules]
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def post_backward(self, *unused: Any) -> None:
+        """What FSDP2 calls when a backward pass has left the module, in place of its own."""
+        for parameter in self.parameters:
+            parameter.check_no_other_gradient()
+        self._num_calls -= 1
+        # A module that was called twice has all its gradients after the second backward pass only.
+        if self._num_calls <= 0 and self._batch.closes:
+            self._hand_over()
+        assert self._reduce is not None
+        self._reduce()
+
+    def finish_backward(self) -> None:
+        """Sum what is left when the whole backward pass is over."""
+        if self._batch.closes and self._hand_over():
+            self._reduce()  # type: ignore[misc]
+
+    def _hand_over(self) -> bool:
+        """Give FSDP2 the gradients of all trainable parameters, if there are any."""
+        if not any(parameter.has_gradients for parameter in self.parameters):
+            return False
+        if not self._group.reduce_grads:
+            raise UnsupportedOperation(
+                f"gradient sync of {self.name!r} is off; leave set_requires_gradient_sync(True), "
+                "the ordered reducer itself waits for the pass that closes the logical batch"
+            )
+        if self._group.gradient_divide_factor != 1:
+            raise UnsupportedOperation(
+                f"gradient_divide_factor of {self.name!r} was set to "
+                f"{self._group.gradient_divide_factor} after unison.use_ordered_reduction; the "
+                "ordered reducer sums, and unison.batch_mean divides"
+            )
+        self._sent = [parameter for parameter in self.parameters if parameter.is_trainable]
+        for parameter in self._sent:
+            parameter.hand_over()
+        return True
+
+    def take_sent(self) -> list[OrderedParameter]:
+        """The parameters that were summed over ranks since the last time this was asked."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    def begin_pass(self) -> None:
+        """Be ready for other granules."""
+        self._num_calls = 0
+        for parameter in self.parameters:
+            parameter.begin_pass()
+
+
+class OrderedModel:
+    """What the FSDP2 modules of one model share: the batch and the end of the backward pass.
+
+    Attributes:
+        ranks: The ranks of the model's mesh.
+        modules: The model's FSDP2 modules, parents first; set by whoever attaches them.
+        undo: Gives back the model as it was when closed.
+        levels: Each rank's level in the tree: it holds the subtree of 2**level granules.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.modules: list[OrderedModule] = []
+        self.undo = ExitStack()
+        self.levels: list[int] = []
+        self._plan: BatchPlan | None = None
+
+    @property
+    def closes(self) -> bool:
+        """Whether the running pass is the last of the logical batch."""
+        return self._plan is not None and self._plan.closes_logical_batch
+
+    def granules(self, num_granules: int) -> Sequence[int]:
+        """Global numbers of the granules of the running pass.
+
+        Raises:
+            BadInput: If there is no dealt batch of as many granules, or it does not suit FSDP2.
+        """
+        # A recompute in the backward pass belongs to the batch of the forward pass, whatever the
+        # loader has handed out since.
+        plan = self._plan if is_in_backward() else current_plan()
+        if plan is None or len(plan.granule_ids) != num_granules:
+            found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
+            raise BadInput(
+                f"expected the plan of a batch of {num_granules} granules, found {found}"
+            )
+        if plan is not self._plan:
+            self._begin_pass(plan)
+        return plan.granule_ids
+
+    def _begin_pass(self, plan: BatchPlan) -> None:
+        self.levels = one_subtree_per_rank(plan, self.ranks)
+        self._plan = plan
+        low, high = plan.edges[plan.rank], plan.edges[plan.rank + 1]
+        is_first = low == high or plan.granule_ids[0] == low
+        for module in self.modules:
+            module.begin_pass()
+            for parameter in module.parameters if is_first else []:
+                parameter.begin_batch(low, high)
+
+    def finish_backward(self) -> None:
+        """Sum what is left; FSDP2 calls this at the end of a backward pass, before its own end."""
+        take_mean_was_used()  # the sum is never divided, so a batch_mean is always right
+        for module in reversed(self.modules):
+            module.finish_backward()
+        if self.closes:
+            self._forget_unused()
+
+    @torch.no_grad()
+    def _forget_unused(self) -> None:
+        """Leave parameters that no rank used without a gradient; see [Note: used flags]."""
+        sent = [parameter for module in self.modules for parameter in module.take_sent()]
+        if not sent:
+            return
+        used = [float(parameter.was_used) for parameter in sent]
+        flags = torch.tensor(used, device=sent[0].full.device)
+        self.ranks.sum_(flags)
+        if all(used):
+            return
+        for parameter, flag in zip(sent, flags.tolist(), strict=True):
+            if flag == 0:
+                parameter.forget_unused()
+
+
+def one_subtree_per_rank(plan: BatchPlan, ranks: Ranks) -> list[int]:
+    """The level of every rank's one subtree of a batch.
+
+    Raises:
+        BadInput: If the batch was dealt to other ranks, or some rank's granules are not one
+            subtree.
+    """
+    size = len(plan.edges) - 1
+    if (plan.rank, size) != (ranks.rank, ranks.size):
+        raise BadInput(
+            f"the batch was dealt to rank {plan.rank} of {size}, but the model lies on rank "
+            f"{ranks.rank} of {ranks.size}; pass the model's mesh to unison.deal(loader, mesh=...)"
+        )
+    levels = [aligned_levels(low, high) for low, high in itertools.pairwise(plan.edges)]
+    if size == 1 or plan.num_granules == 0:
+        return [0] * size  # nothing to exchange
+    if any(len(each) != 1 for each in levels):
+        raise BadInput(
+            f"a batch of {plan.num_samples} samples in granules of {plan.granule} makes "
+            f"{plan.num_granules} granules, which {size} ranks under FSDP2 cannot sum in order: "
+            f"each needs 1, 2, 4, 8, ... of them. Make the batch {size} * {plan.granule} * a power "
+            "of two, or shard with unison.fully_shard(reducer='ordered'), which takes any batch"
+        )
+    return [level for (level,) in levels]
+
+
+def ordered_model_of(module: nn.Module) -> OrderedModel | None:
+    """What `use_ordered_reduction` attached to a model, if anything."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+ATTRIBUTE = "_unison_ordered_model"  # on the root module
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def use_ordered_reduction(model: M) -> M:
+    """Make a model under torch's own FSDP2 train with the same bits on any number of ranks.
+
+    Call it once on the root, after `torch.distributed.fsdp.fully_shard` on the blocks and the root,
+    and train on batches from `unison.deal(loader, granule=...)` with a loss from
+    `unison.batch_mean`. Gradients are summed over ranks and not divided. The bits are those of
+    `unison.fully_shard(reducer="ordered", gradient_divisor=1)`.
+
+    Args:
+        model: The root module, on a one-dimensional mesh of 1, 2, 4, 8, ... ranks.
+
+    Returns:
+        The same module. `stop_ordered_reduction` undoes it.
+
+    Guarantees:
+        Losses, gradients, `unison.clip_grad_norm_` and the parameters after an elementwise
+        optimizer's step have the same bits at 1, 2, 4, 8, ... ranks, with equal granules, threads
+        and fingerprints. `fused=True` is an exception: FSDP2 cuts parameters where vectors do not
+        end, and fused kernels round their tails differently.
+
+    Raises:
+        BadInput: If the model is not under FSDP2, is attached already, or its mesh does not suit.
+        UnsupportedOperation: If a setting of FSDP2 would break the order; nothing is changed then.
+    """
+    check_root(model)
+    if ordered_model_of(model) is not None:
+        raise BadInput(
+            f"{type(model).__name__} uses ordered reduction already; call use_ordered_reduction "
+            "once"
+        )
+    check_modules(model)
+    ordered = OrderedModel(Ranks.of(shared_mesh(model)))
+    paths = {module: path for path, module in model.named_modules()}
+    with ExitStack() as undo:  # an error halfway leaves nothing behind
+        for _, module in fsdp2_modules(model):
+            ordered.modules.append(_attach(module, paths, ordered, undo))
+        model.__dict__[ATTRIBUTE] = ordered
+        undo.callback(model.__dict__.pop, ATTRIBUTE)
+        ordered.undo = undo.pop_all()
+    return model
+
+
+def stop_ordered_reduction(model: M) -> M:
+    """Give back a model as it was before `use_ordered_reduction`.
+
+    Raises:
+        BadInput: If the model does not use ordered reduction.
+    """
+    ordered = ordered_model_of(model)
+    if ordered is None:
+        raise BadInput(f"{type(model).__name__} does not use ordered reduction")
+    ordered.undo.close()
+    return model
+
+
+def _attach(
+    module: Any, paths: dict[nn.Module, str], model: OrderedModel, undo: ExitStack
+) -> OrderedModule:
+    """Let one FSDP2 module compute granule by granule and sum in order."""
+    state, group = module._get_fsdp_state(), next(iter(param_groups_of(module)), None)
+    parameters = []
+    for each in [] if group is None else group.fsdp_params:
+        place = each._module_info
+        name = canonical_name(f"{paths[place.module]}.{place.param_name}".lstrip("."))
+        parameters.append(OrderedParameter(each, name))
+    ordered = OrderedModule(
+        module,
+        canonical_name(paths[module]) or "root",
+        parameters=parameters,
+        group=group,
+        has_children=len(fsdp2_modules(module)) > 1,
+        batch=model,
+    )
+    set_attribute(undo, module, "forward", ordered.forward)
+    wrap_hook(
+        undo, module._forward_pre_hooks, state._pre_forward_hook_handle.id, wrapper=before_forward
+    )
+    wrap_hook(
+        undo, module._forward_hooks, state._post_forward_hook_handle.id, wrapper=after_forward
+    )
+    # Whichever module's gradient comes first queues the end of the backward pass.
+    end_backward = state._root_post_backward_final_callback
+
+    def finish_backward() -> None:
+        model.finish_backward()
+        end_backward()
+
+    set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
+    if group is not None:
+        set_attribute(undo, group, "post_backward", ordered.post_backward)
+        set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model))
+        set_attribute(undo, group, "gradient_divide_factor", 1.0)
+        set_attribute(undo, group, "force_sum_reduction_for_comms", True)
+    return ordered
+
+
+def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an object's own attribute until `undo` is closed."""
+    if name in owner.__dict__:
+        undo.callback(setattr, owner, name, owner.__dict__[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def wrap_hook(undo: ExitStack, hooks: dict, key: int, wrapper: Callable) -> None:
+    """Wrap a module's hook where it stands among others, until `undo` is closed."""
+    undo.callback(hooks.__setitem__, key, hooks[key])
+    hooks[key] = wrapper(hooks[key])
