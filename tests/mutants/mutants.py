@@ -38,7 +38,11 @@ _CAPTURE = [
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
     ("RowResults.differs", "differ[:, kept]", "differ[:, ~kept]"),
     ("_differ", "<= tolerance", "<= tolerance + 1.0"),
-    ("_sketch", "(record.ids >= 0).unsqueeze(-1), found, 0.0", "record.ids[..., None] > 0, found, 0.0"),
+    (
+        "_sketch",
+        "(record.ids >= 0).unsqueeze(-1), found, 0.0",
+        "record.ids[..., None] > 0, found, 0.0",
+    ),
     ("Sketches._add", "+= values", "= values"),
     ("_Examination.verdict", "self._parameters_written(rows)", "None"),
     ("_Examination._compare", "base.differs(other, kept, tolerance)", "None"),
@@ -158,7 +162,11 @@ _SHARD = [
     ("_check_same_batch", "not same_on_every_rank(", "None is same_on_every_rank("),
     ("_map", "of_granule(index, draws)", "of_granule(0, draws)"),
     ("FlatLayout.pieces", "(rank + 1) * length", "(rank + 1) * length - 1"),
-    ("FlatLayout.shard_length", "aligned(-(-self.length // world_size))", "-(-self.length // world_size)"),
+    (
+        "FlatLayout.shard_length",
+        "aligned(-(-self.length // world_size))",
+        "-(-self.length // world_size)",
+    ),
     ("FlatGroup.start_gather", "self.is_alias or self.gathered_versions == versions", "True"),
     ("FlatGroup.start_gather", "self._kept_versions == versions", "True"),
     ("Unit.finish_reduce", "torch._foreach_div_(present, self.options.gradient_divisor)", "pass"),
@@ -205,7 +213,11 @@ _KFAC = [
     ("_least_damping", "(most - 1)", "most"),
     ("_of_diagonal", 'each.factors["d"] + config.joint_damping', 'each.factors["d"] + 0.0'),
     ("_by_eigen", "products + joint", "products"),
-    ("_by_eigen", 'values["g"][:, None] * values["a"][None, :]', 'values["g"][:, None] + values["a"]'),
+    (
+        "_by_eigen",
+        'values["g"][:, None] * values["a"][None, :]',
+        'values["g"][:, None] + values["a"]',
+    ),
     ("_try", "job.damping + jitter", "jitter"),
     ("Adam.step", "1 - self._beta1**count", "1.0"),
     ("_stretch_", "wanted / lengths.clamp(min=1e-300)", "wanted"),
@@ -231,3 +243,6 @@ BY_PACKAGE = {
     "kfac": _KFAC,
 }
 MUTANTS = [Mutant(*each) for of_package in BY_PACKAGE.values() for each in of_package]
+
+SURVIVORS: dict[tuple[str, str], str] = {}
+"""(function, fragment) of mutants that may live, and why."""

@@ -64,7 +64,9 @@ def place_of(mutant: Mutant, root: Path = ROOT) -> Place:
     found = [(path, node, at) for path, node in functions for at in _places(path, node, mutant)]
     if len(found) != 1:
         where = ", ".join(str(path.relative_to(root)) for path, _ in functions)
-        raise MutantError(f"{mutant}: expected the fragment once in {where}, found it {len(found)}x")
+        raise MutantError(
+            f"{mutant}: expected the fragment once in {where}, found it {len(found)}x"
+        )
     path, node, start = found[0]
     statement = _statement(node, path.read_text(), start)
     return Place(path.relative_to(root), start, statement.lineno - 1, statement.col_offset)
@@ -114,10 +116,11 @@ def _statement(node: ast.AST, text: str, start: int) -> ast.stmt:
     number, lines = text.count("\n", 0, start) + 1, text.splitlines()
     found = None
     for each in ast.walk(node):  # outer statements come before inner ones
-        is_around = isinstance(each, ast.stmt) and each is not node
-        if is_around and each.lineno <= number <= (each.end_lineno or 0):
-            # `elif` is an `if` of its own to the parser.
-            if not lines[each.lineno - 1].lstrip().startswith("elif"):
-                found = each
+        if not isinstance(each, ast.stmt) or each is node:
+            continue
+        is_around = each.lineno <= number <= (each.end_lineno or 0)
+        # `elif` is an `if` of its own to the parser.
+        if is_around and not lines[each.lineno - 1].lstrip().startswith("elif"):
+            found = each
     assert isinstance(found, ast.stmt)
     return found
