@@ -8,6 +8,7 @@ by taking many times as long. The result is `bench/results/mutants.json`, writte
 """
 
 import argparse
+import hashlib
 import json
 import os
 import queue
@@ -103,6 +104,7 @@ def main(arguments: list[str]) -> int:
 
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(run, chosen))
+    write(known)
     counts = Counter(known[each].outcome if each in known else "not run" for each in MUTANTS)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if counts["not run"]:
@@ -118,11 +120,32 @@ def cover(seconds: float, num_workers: int) -> None:
     COVERAGE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unison-mutants-") as folder:
         tree = copy_tree(Path(folder) / "tree")
+        done, state = COVERAGE / "done", digest_of(tree)
+        if done.exists() and done.read_text() == state:
+            return
         mark(tree)
-        command = [sys.executable, "-m", "pytest", *PYTEST, "--timeout", "300"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *PYTEST,
+            "--timeout",
+            "300",
+            "--ignore=tests/mutants",
+        ]
         if num_workers > 1:
             command += ["-n", str(num_workers), "--dist", "loadfile"]
-        run_command(command, tree, seconds, {touched.FOLDER: str(COVERAGE)})
+        code, _ = run_command(command, tree, seconds, {touched.FOLDER: str(COVERAGE)})
+    if code is not None:
+        done.write_text(state)
+
+
+def digest_of(tree: Path) -> str:
+    """Return a hash of all Python files of a tree."""
+    digest = hashlib.sha256()
+    for path in sorted(tree.rglob("*.py")):
+        digest.update(f"{path.relative_to(tree)}\0{path.read_text()}\0".encode())
+    return digest.hexdigest()
 
 
 def mark(tree: Path) -> None:

@@ -38,11 +38,6 @@ _CAPTURE = [
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
     ("RowResults.differs", "differ[:, kept]", "differ[:, ~kept]"),
     ("_differ", "<= tolerance", "<= tolerance + 1.0"),
-    (
-        "_sketch",
-        "(record.ids >= 0).unsqueeze(-1), found, 0.0",
-        "record.ids[..., None] > 0, found, 0.0",
-    ),
     ("Sketches._add", "+= values", "= values"),
     ("_Examination.verdict", "self._parameters_written(rows)", "None"),
     ("_Examination._compare", "base.differs(other, kept, tolerance)", "None"),
