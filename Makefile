@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-sharded test test-full lint format clean
+.PHONY: help install demo demo-sharded test test-full mutants reading lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,8 +43,15 @@ demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 test: $(READY)  ## the test suite with doctests, at most 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile
 
-test-full: $(READY)  ## the long matrices too; writes bench/results/test-full-<commit>.json
+test-full: $(READY)  ## the long matrices and mutants too; writes bench/results/test-full-<commit>.json
 	@$(BIN)/python -m bench.test_full
+	@$(BIN)/python -m tests.mutants
+
+mutants: $(READY)  ## are wrong central lines noticed? 60 minutes; writes bench/results/mutants.json
+	@$(BIN)/python -m tests.mutants --resume
+
+reading: $(READY)  ## what a reader must hold: files, classes and functions that one step enters
+	@$(BIN)/python -m bench.reading
 
 lint: $(READY)  ## ruff, format check, pyright
 	@$(BIN)/ruff check .
