@@ -31,7 +31,7 @@ from unison.shard import (
     save_checkpoint,
 )
 from unison.shard.sharded_tensor import local_part
-from unison.shard.state import checkpoint as files
+from unison.shard.state import files
 
 EXTRA = {"step": 3, "loader": {"position": [1, 2], "epoch": None}, "loss": 0.1 + 0.2}
 

@@ -18,7 +18,7 @@ from unison.shard import (
     read_manifest,
     save_checkpoint,
 )
-from unison.shard.state import checkpoint as files
+from unison.shard.state import checkpoint, files
 from unison.shard.state.checkpoint import Manifest
 
 
@@ -239,7 +239,7 @@ def test_a_full_disk_costs_no_older_checkpoint(world, tmp_path, where):
     save_checkpoint(folder, old, extra={"step": 1})
     with pytest.MonkeyPatch.context() as patch:
         if where == "data" and world.rank == 1:
-            patch.setattr("unison.shard.state.checkpoint._write_file", refuse)
+            patch.setattr("unison.shard.state.files._write", refuse)
         if where == "manifest":
             patch.setattr(Manifest, "to_json", refuse)
         with pytest.raises(CheckpointFailed, match="No space left on device"):
@@ -258,7 +258,7 @@ def test_a_bug_on_one_rank_is_told_to_all(world, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("unison.shard.state.checkpoint._batches", broken)
+            patch.setattr("unison.shard.state.files._on_host", broken)
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*a bug on purpose"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
 
@@ -273,7 +273,7 @@ def test_a_crash_while_replacing_leaves_one_complete_checkpoint(dies_at, tmp_pat
     models = [make_zoo(seed=seed) for seed in (1, 2)]
     save_checkpoint(folder, models[0], extra={"step": 1})
     calls = []
-    rename, rmtree = Path.rename, files.shutil.rmtree
+    rename, rmtree = Path.rename, checkpoint.shutil.rmtree
 
     def renames(path, target):
         calls.append(path)
@@ -288,7 +288,7 @@ def test_a_crash_while_replacing_leaves_one_complete_checkpoint(dies_at, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", renames)
-        patch.setattr(files.shutil, "rmtree", removes)
+        patch.setattr(checkpoint.shutil, "rmtree", removes)
         with pytest.raises((Killed, RuntimeError)):
             save_checkpoint(folder, models[1], extra={"step": 2})
     model = make_zoo()
@@ -321,11 +321,11 @@ def test_another_thing_of_the_name_is_never_replaced(world, tmp_path):
 @ranks(2)
 def test_a_folder_that_one_rank_cannot_reach(world, tmp_path):
     def elsewhere(folder, *args):
-        return write_parts(folder / "gone" if world.rank == 1 else folder, *args)
+        return written_by_torch(folder / "gone" if world.rank == 1 else folder, *args)
 
-    write_parts = files._write_parts
+    written_by_torch = files.FileWriter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_write_parts", elsewhere)
+        patch.setattr(files, "FileWriter", elsewhere)
         with pytest.raises(CheckpointFailed, match=r"rank-1-0\.safetensors"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
     assert not (tmp_path / "a").exists()

@@ -1,5 +1,6 @@
 """What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,9 +177,9 @@ class FlatPart:
     values: Tensor
 
     @property
-    def stop(self) -> int:
-        """One past the last element held."""
-        return self.start + len(self.values)
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 def ranks_of(module: nn.Module) -> Ranks:
