@@ -213,12 +213,11 @@ class Spending:
 
     def _add_shuffled(self, step: int, sampling: Shuffled, z: float) -> None:
         begun, epoch = self._pass, sampling.epoch_of(step)
-        is_same_pass = (
-            begun is not None
-            and (begun.sampling, begun.epoch) == (sampling, epoch)
-            and step > begun.last_step
-        )
-        if begun is None or not is_same_pass:
+        if (
+            begun is None
+            or (begun.sampling, begun.epoch) != (sampling, epoch)
+            or step <= begun.last_step
+        ):
             self._pass = _Pass(sampling, epoch, step, z)
             self.events[Event(None, z)] += 1
             return

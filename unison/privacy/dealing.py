@@ -329,47 +329,39 @@ class Diagnostics:
     num_dropped: int
 
 
-@dataclass(frozen=True, eq=False)
-class BatchNorms:
+class LogicalBatchNorms:
     """The norms of a complete logical batch: this rank's, which a collective puts together.
 
-    Attributes:
+    Args:
         release: What its step applied.
-        mine: Norms of this rank's samples before clipping [samples].
+        norms: Of this rank's samples before clipping [samples], by part of a pass; at least one.
         positions: Where they stand in the logical batch [samples].
         num_samples: Samples of all ranks.
+
+    Attributes:
+        mine: Norms of all this rank's samples [samples].
     """
 
-    release: Release
-    mine: Tensor
-    positions: Tensor
-    num_samples: int
-
-    @classmethod
-    def of(
-        cls,
-        release: Release,
-        norms: Sequence[Tensor],
-        positions: Sequence[Tensor],
-        num_samples: int,
-    ) -> "BatchNorms":
-        """Put the parts of one or several passes together; every pass has at least one."""
-        return cls(release, torch.cat(list(norms)), torch.cat(list(positions)), num_samples)
+    def __init__(
+        self, release: Release, norms: list[Tensor], positions: list[Tensor], num_samples: int
+    ) -> None:
+        self._release, self._num_samples = release, num_samples
+        self.mine, self._positions = torch.cat(norms), torch.cat(positions)
 
     def gathered(self, ranks: Ranks) -> Tensor:
         """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
-        slots = self.mine.new_zeros(self.num_samples)
-        slots[self.positions] = self.mine
+        slots = self.mine.new_zeros(self._num_samples)
+        slots[self._positions] = self.mine
         # Each slot has one owner and all others add 0: exact. A NaN stays one.
-        return ranks.sum_(slots) if self.num_samples else slots
+        return ranks.sum_(slots) if self._num_samples else slots
 
     def diagnostics(self, ranks: Ranks) -> Diagnostics:
         """The figures that are shown; a collective."""
         norms = self.gathered(ranks)
         finite = norms[norms.isfinite()]
-        is_clipped = ~(norms <= self.release.max_grad_norm)
+        is_clipped = ~(norms <= self._release.max_grad_norm)
         return Diagnostics(
-            step=self.release.step,
+            step=self._release.step,
             num_samples=len(norms),
             median_norm=float(finite.median()) if len(finite) else float("nan"),
             clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,

@@ -34,8 +34,6 @@ _KEPT_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_
 _KEPT_SETTINGS += ("multiprocessing_context", "prefetch_factor", "persistent_workers")
 _KEPT_SETTINGS += ("pin_memory_device", "in_order")
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
-# Record 0, once and twice: what grows from the first batch to the second holds records.
-_PROBES = ([0], [0, 0])
 
 
 class PrivateLoader:
@@ -228,12 +226,6 @@ class PrivateLoader:
     def __repr__(self) -> str:
         return f"PrivateLoader({self.sampling!r}, next_step={self._next_step})"
 
-    @property
-    def _probes(self) -> Sequence[list[int]]:
-        """What is read before the first batch: records that may be longer than others are."""
-        last = self._draws.num_records - 1
-        return [*_PROBES, [last // 2], [last]]
-
     def _live(self) -> Generator[Any, None, None] | None:
         """The iteration that someone still holds and that has not ended."""
         iteration = self._iteration() if self._iteration is not None else None
@@ -246,7 +238,10 @@ class PrivateLoader:
         # n-th batch that comes back is of the n-th pass that holds records.
         passes, ahead = itertools.tee(self._passes())
         wanted = (each.record_ids.tolist() for each in ahead if each.num_samples)
-        probes = () if self._layout is not None else self._probes
+        # Before the first batch, record 0 once and twice: what grows from the first to the second
+        # holds records. And two others, which may be longer.
+        last = self._draws.num_records - 1
+        probes = [[0], [0, 0], [last // 2], [last]] if self._layout is None else []
         self._requests.pending = itertools.chain(probes, wanted)
         self._loader.generator = self._seeds_of_workers()
         loaded = iter(self._loader)
@@ -289,7 +284,7 @@ class PrivateLoader:
         layout = BatchLayout(one, two, self._rows_per_record)
         layout.fitted(layout.empty(), self.rows)  # of record 0
         self.rows.check_names()
-        for _ in range(len(self._probes) - len(_PROBES)):
+        for _ in range(2):
             try:
                 batch = next(loaded)
             except Exception:  # a record that cannot be read alone is told of when it is drawn

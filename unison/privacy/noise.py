@@ -226,7 +226,8 @@ def _weights(shares: Shares) -> Tensor:
     """Return the weights of all shares [shares, most], float32, in few launches."""
     most = max(len(weights) for weights in shares.weights)
     # Parameters that are clipped together share one tensor: it is padded once.
-    padded = {id(each): F.pad(each, (0, most - len(each))) for each in shares.weights}
+    own = {id(each): each for each in shares.weights}
+    padded = {key: F.pad(each, (0, most - len(each))) for key, each in own.items()}
     return torch.stack([padded[id(each)] for each in shares.weights]).float()
 
 

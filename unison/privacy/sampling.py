@@ -207,36 +207,25 @@ class Draws:
     def records(self, step: int) -> Tensor:
         """Return the records of a step [batch], int64: ascending, or in shuffled order."""
         check.not_negative(step=step)
+        sampling = self.sampling
         with torch.device("cpu"):  # whatever the user's default device is
-            match self.sampling:
-                case Poisson():
-                    return self._members(step, self.sampling.rate)
-                case TruncatedPoisson():
-                    members = self._members(step, self.sampling.rate)
-                    return self._kept(members, step, self.sampling.capacity)
-                case Shuffled():
-                    return self._dealt(step, self.sampling.batch_size)
-                case _:
-                    raise AssertionError(self.sampling)
-
-    def _members(self, step: int, rate: float) -> Tensor:
-        stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
-        return poisson_sample(stream, self.num_records, rate)
-
-    def _kept(self, members: Tensor, step: int, capacity: int) -> Tensor:
-        """The members of lowest priority, where a priority is a function of (key, step, record)."""
-        if len(members) <= capacity:
-            return members
-        stream = Stream(self._key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
-        recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), (0, _PRIORITIES))
-        priorities = torch.empty_like(members)
-        fill_rows(priorities, recipe, members, 1)
-        return members[priorities.argsort(stable=True)[:capacity]].sort().values
-
-    def _dealt(self, step: int, batch_size: int) -> Tensor:
-        epoch, position = divmod(step, self.steps_per_epoch)
-        order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
-        return order(torch.arange(position * batch_size, (position + 1) * batch_size))
+            if isinstance(sampling, Shuffled):
+                epoch, position = divmod(step, self.steps_per_epoch)
+                order = Permutation(Stream(self._key, "shuffle", epoch, _PURPOSE), self.num_records)
+                first = position * sampling.batch_size
+                return order(torch.arange(first, first + sampling.batch_size))
+            stream = Stream(self._key, "membership", step, _PURPOSE, Cipher.CHACHA20)
+            members = poisson_sample(stream, self.num_records, sampling.rate)
+            if isinstance(sampling, Poisson) or len(members) <= sampling.capacity:
+                return members
+            # Those of lowest priority, which is a function of (key, step, record), are kept.
+            stream = Stream(self._key, "truncation", step, _PURPOSE, Cipher.CHACHA20)
+            limits = (0, _PRIORITIES)
+            recipe = Recipe(stream.cipher, stream.words, Distribution.INTEGERS, (), limits)
+            priorities = torch.empty_like(members)
+            fill_rows(priorities, recipe, members, 1)
+            kept = priorities.argsort(stable=True)[: sampling.capacity]
+            return members[kept].sort().values
 
     def __repr__(self) -> str:
         return f"Draws({self.sampling!r}, num_records={self.num_records})"

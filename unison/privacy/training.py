@@ -23,8 +23,8 @@ from unison.privacy.attachment import Attachment
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.dealing import (
     BatchDealer,
-    BatchNorms,
     Diagnostics,
+    LogicalBatchNorms,
     Part,
     batch_mean,
     local_batch_mean,
@@ -91,7 +91,7 @@ class PrivateTraining:
         self._owner, self.owned, self._dealing = owner, owner.params, dealing
         self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
-        self._last: BatchNorms | None = None
+        self._last: LogicalBatchNorms | None = None
         self._given = GivenGradients()
         self._uncommitted: int | None = None
         self._optimizer_params = OptimizerParams(optimizer, self._parameters)
@@ -328,7 +328,7 @@ class PrivateTraining:
         assert running.key is not None
         self._given.give(gradients)
         self._public_terms.add(self.owned)
-        self._last = BatchNorms.of(release, running.norms, running.positions, num_samples)
+        self._last = LogicalBatchNorms(release, running.norms, running.positions, num_samples)
         self._uncommitted = release.step
         self.mechanism.finish(
             release.step, noisy_fraction=self._noisy_fraction(release, running.key)
@@ -429,7 +429,7 @@ class PrivateTraining:
         """See `PrivacyEngine.diagnostics`."""
         return self._known().diagnostics(self._owner.ranks)
 
-    def _known(self) -> BatchNorms:
+    def _known(self) -> LogicalBatchNorms:
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
         return self._last
