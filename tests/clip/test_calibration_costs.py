@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.privacy.common import attach, data, train
-from unison.clip import MODES, Layer, Plan, Use, kernel_costs, plan_clipping
+from unison.clip import MODES, LayerShape, Plan, UseShape, kernel_costs, plan_clipping
 from unison.clip import calibration as calibrations
 from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import (
@@ -31,24 +31,26 @@ NORMS = ("gram", "tile", "materialize", "rank_one")
 ALL_PARTS = (*NORMS, "kept", "records", "plain_records", *TOGETHER)
 
 
-def linear(name: str = "up.weight", batch: int = 4, tokens: int = 512, rows: int = 1280) -> Layer:
-    use = Use(kind="product", tokens=tokens, rows=rows, columns=1280)
-    return Layer(name=name, batch=batch, itemsize=2, uses=(use,))
+def linear(
+    name: str = "up.weight", batch: int = 4, tokens: int = 512, rows: int = 1280
+) -> LayerShape:
+    use = UseShape(kind="product", tokens=tokens, rows=rows, columns=1280)
+    return LayerShape(name=name, batch=batch, itemsize=2, uses=(use,))
 
 
-def alone(name: str = "alone.weight", **changes) -> Layer:
+def alone(name: str = "alone.weight", **changes) -> LayerShape:
     """A layer that does not wait for others."""
     return replace(linear(name), **{"itemsize": 4, **changes})
 
 
-def table(name: str = "table.weight") -> Layer:
-    use = Use(kind="lookup", tokens=512, rows=50257, columns=1280)
-    return Layer(name=name, batch=4, itemsize=2, uses=(use,))
+def table(name: str = "table.weight") -> LayerShape:
+    use = UseShape(kind="lookup", tokens=512, rows=50257, columns=1280)
+    return LayerShape(name=name, batch=4, itemsize=2, uses=(use,))
 
 
-def vector(name: str = "norm.weight") -> Layer:
-    use = Use(kind="dense", tokens=1, rows=1280, columns=1)
-    return Layer(name=name, batch=4, itemsize=4, uses=(use,))
+def vector(name: str = "norm.weight") -> LayerShape:
+    use = UseShape(kind="dense", tokens=1, rows=1280, columns=1)
+    return LayerShape(name=name, batch=4, itemsize=4, uses=(use,))
 
 
 class FakeTimer:
@@ -56,14 +58,14 @@ class FakeTimer:
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = dict.fromkeys([*ALL_PARTS, "forward"], 1.0) | seconds
-        self.asked: list[Layer] = []
+        self.asked: list[LayerShape] = []
 
-    def __call__(self, layer: Layer) -> dict[str, float] | None:
+    def __call__(self, layer: LayerShape) -> dict[str, float] | None:
         self.asked.append(layer)
         return self.seconds
 
 
-def plan(layers: list[Layer], timer: Callable, **settings) -> Plan:
+def plan(layers: list[LayerShape], timer: Callable, **settings) -> Plan:
     timed = Calibration("GPU of the test", timer)
     return plan_clipping(layers, machine="cuda", timed=timed, **settings)
 

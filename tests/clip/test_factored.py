@@ -19,7 +19,7 @@ from tests.harness import assert_close, per_sample_gradients
 from tests.harness import assert_same_bits as assert_same_tensors
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.capture import Capture, learn_axes
-from unison.clip import MODES, Clipping, Layer, Plan, kernel_costs, plan_clipping
+from unison.clip import MODES, Clipping, LayerShape, Plan, kernel_costs, plan_clipping
 from unison.clip.plan import LayerPlan
 from unison.ops import Product, Record
 
@@ -29,7 +29,9 @@ PLENTY = 1 << 40  # bytes: a bound, but none that changes the plan
 full = pytest.mark.full
 
 
-def plan_of(layers: Sequence[Layer], mode: str = MIXED, memory_budget: int | None = None) -> Plan:
+def plan_of(
+    layers: Sequence[LayerShape], mode: str = MIXED, memory_budget: int | None = None
+) -> Plan:
     if mode != MIXED:
         return plan_clipping(layers, mode=mode, memory_budget=memory_budget)
     plan = plan_clipping(layers, memory_budget=memory_budget)

@@ -13,9 +13,9 @@ from unison.clip import (
     MODES,
     NORM_METHODS,
     Choice,
-    Layer,
+    LayerShape,
     Plan,
-    Use,
+    UseShape,
     choose,
     describe,
     flat,
@@ -30,18 +30,18 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Product
 
 
-def linear(name: str, tokens: int, rows: int, columns: int, batch: int = 4) -> Layer:
-    use = Use(kind="product", tokens=tokens, rows=rows, columns=columns)
-    return Layer(name=name, batch=batch, itemsize=4, uses=(use,))
+def linear(name: str, tokens: int, rows: int, columns: int, batch: int = 4) -> LayerShape:
+    use = UseShape(kind="product", tokens=tokens, rows=rows, columns=columns)
+    return LayerShape(name=name, batch=batch, itemsize=4, uses=(use,))
 
 
-TIED = Layer(
+TIED = LayerShape(
     name="embedding.weight",
     batch=4,
     itemsize=4,
     uses=(
-        Use(kind="lookup", tokens=512, rows=50257, columns=1280),
-        Use(kind="product", tokens=512, rows=50257, columns=1280),
+        UseShape(kind="lookup", tokens=512, rows=50257, columns=1280),
+        UseShape(kind="product", tokens=512, rows=50257, columns=1280),
     ),
 )
 MODEL = [
@@ -243,9 +243,9 @@ def test_an_input_that_layers_share_is_kept_once():
 
 
 def test_a_head_that_is_tied_to_an_embedding_is_multiplied_out_by_compiled_passes():
-    head = Use(kind="product", tokens=128, rows=30000, columns=512)
-    embedding = Use(kind="lookup", tokens=128, rows=30000, columns=512)
-    tied = Layer(name="wte", batch=8, itemsize=2, uses=(head, embedding))
+    head = UseShape(kind="product", tokens=128, rows=30000, columns=512)
+    embedding = UseShape(kind="lookup", tokens=128, rows=30000, columns=512)
+    tied = LayerShape(name="wte", batch=8, itemsize=2, uses=(head, embedding))
     assert tied.factor_bytes < 8 * 2 * tied.numel  # kept as it came, it would be smaller
     plan = plan_clipping([tied], machine="cuda", is_compiled=True)
     assert str(plan.choice("wte")) == "materialize+kept"
@@ -392,9 +392,9 @@ def test_what_cannot_be_planned_is_refused(gen):
     with pytest.raises(UnsupportedOperation, match="'ghost' cannot be used for the parameter"):
         choose(records, "ghost")
     assert choose(records).norm == "materialize"
-    unknown = Use(kind="table", tokens=1, rows=1, columns=1)
+    unknown = UseShape(kind="table", tokens=1, rows=1, columns=1)
     with pytest.raises(ValueError, match="found 'table'"):
-        plan_clipping([Layer(name="w", batch=1, itemsize=4, uses=(unknown,))])
+        plan_clipping([LayerShape(name="w", batch=1, itemsize=4, uses=(unknown,))])
 
 
 def test_lookups_are_never_planned_as_whole_tables_of_rows(gen):

@@ -17,7 +17,7 @@ from tests.clip.test_calibration_costs import (
     table,
 )
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MACHINES, Layer, Use, calibration, kernel_costs, plan_clipping
+from unison.clip import MACHINES, LayerShape, UseShape, calibration, kernel_costs, plan_clipping
 from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import (
     MOST_BYTES,
@@ -33,9 +33,9 @@ from unison.clip.matrix import tensors_of
 from unison.kernels import factored
 
 
-def small(kind: str = "product", batch: int = 2, tokens: int = 5) -> Layer:
-    use = Use(kind=kind, tokens=tokens, rows=7, columns=12)
-    return Layer(name="weight", batch=batch, itemsize=4, uses=(use,))
+def small(kind: str = "product", batch: int = 2, tokens: int = 5) -> LayerShape:
+    use = UseShape(kind=kind, tokens=tokens, rows=7, columns=12)
+    return LayerShape(name="weight", batch=batch, itemsize=4, uses=(use,))
 
 
 SMALL = {

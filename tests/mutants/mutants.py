@@ -32,7 +32,7 @@ _OPS = [
 _CAPTURE = [
     ("_Copied.forward", "output.clone()", "output"),
     ("refuse_gradient", "gradient is not None", "False"),
-    ("Use.records", "layout.check_nobodys(g)", "pass"),
+    ("OperationUse.records", "layout.check_nobodys(g)", "pass"),
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
     ("RowResults.differs", "differ[:, kept]", "differ[:, ~kept]"),
     ("_differ", "<= tolerance", "<= tolerance + 1.0"),

@@ -29,7 +29,7 @@ from unison.capture.rows import RowTrace
 from unison.capture.tap import (
     OnProduct,
     OnRecord,
-    Use,
+    OperationUse,
     refuse_second,
     tap,
     tapped_again,
@@ -145,7 +145,7 @@ class Capture:
         self._met: list[Met] | None = None  # while it is looked at where samples go
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
-        self._uses: list[Use] | None = None if known is None else []
+        self._uses: list[OperationUse] | None = None if known is None else []
         self._lent: list[Callable[[], None]] = []  # gives back what is lent for the pass
 
     @contextmanager
@@ -607,7 +607,10 @@ class Capture:
         for value, _ in tracked:
             self.used.update(value.of_parameters)
         if self._is_again:
-            use, inputs = Use(self, layout, tracked), tuple(each.detach() for each in saved)
+            use, inputs = (
+                OperationUse(self, layout, tracked),
+                tuple(each.detach() for each in saved),
+            )
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
                     whole = record.as_product() if isinstance(record, Streamed) else record
@@ -619,7 +622,7 @@ class Capture:
         anchor = self._anchor(output.device)
         is_numbered = self.on_product is not None and not is_late
         number = self.repeats.number(call) if is_numbered else None
-        use = Use(self, layout, tracked, number, is_late)
+        use = OperationUse(self, layout, tracked, number, is_late)
         if self._uses is not None:
             self._uses.append(use)
         return tap(use, output, anchor, tuple(saved), is_fresh=is_fresh)

@@ -31,7 +31,7 @@ from torch.fx import Graph, GraphModule
 
 from unison.capture.axes import Axes, AxisTable, Call
 from unison.capture.capture import Capture
-from unison.capture.tap import Use, refuse_second
+from unison.capture.tap import OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.dynamo import DynamoBackend
@@ -78,7 +78,7 @@ class _ToSlots(torch.autograd.Function):
 class _TracedUse:
     """The uses of parameters by one operation, and the slots of their records."""
 
-    use: Use
+    use: OperationUse
     places: Sequence[int]  # number of each record's slot
     slots: Sequence[int]  # the same numbers, each once
     factored: Collection[str]  # parameters whose factors are kept
@@ -102,7 +102,7 @@ def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Prod
     return None
 
 
-def _records(use: Use, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
+def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
     made = [record for _, _, record in use.records(g, saved)]
     return [each.as_product() if isinstance(each, Streamed) else each for each in made]
 
@@ -190,7 +190,7 @@ class _Traced(Capture):
         is_fresh: bool = True,
     ) -> Tensor:
         """Let the gradients of the parameters that made `output` lead to slots."""
-        use = Use(
+        use = OperationUse(
             self,
             self.learned_layout(output),
             [(value, builder) for value, builder in uses if type(value) is Tracked],

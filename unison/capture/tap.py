@@ -24,7 +24,7 @@ OnProduct = Callable[[str, Product], bool]
 
 
 @dataclass(eq=False, slots=True)
-class Use:
+class OperationUse:
     """The uses of parameters by one operation, whose records are made when its gradient comes."""
 
     capture: "Capture"
@@ -98,7 +98,9 @@ class _InPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+    ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
@@ -115,7 +117,9 @@ class _Copied(torch.autograd.Function):
     """The same, for tensors that share memory with others."""
 
     @staticmethod
-    def forward(ctx: Any, use: Use, output: Tensor, anchor: Tensor, *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+    ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
@@ -140,7 +144,7 @@ def _record(ctx: Any, g: Tensor | None) -> None:
 
 
 def tap(
-    use: Use, output: Tensor, anchor: Tensor, saved: tuple[Tensor, ...], *, is_fresh: bool
+    use: OperationUse, output: Tensor, anchor: Tensor, saved: tuple[Tensor, ...], *, is_fresh: bool
 ) -> Tensor:
     """Let `use` see the gradient of `output`.
 
@@ -172,7 +176,7 @@ def refuse_changed() -> NoReturn:
     )
 
 
-def tapped_again(use: Use, output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
+def tapped_again(use: OperationUse, output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
     """What `tap` returns, in the same place in memory, with no graph behind it.
 
     It requires a gradient as it did the first time: kernels are chosen by that.

@@ -29,7 +29,7 @@ from unison.clip.gradients import (
     from_kept,
     from_records,
 )
-from unison.clip.layers import AUTO, MODES, Choice, Layer, Use, describe
+from unison.clip.layers import AUTO, MODES, Choice, LayerShape, UseShape, describe
 from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
 from unison.clip.plan import LayerPlan, Plan, choose, plan_clipping
 
@@ -50,8 +50,8 @@ __all__ = [
     "Cost",
     "GradientMethod",
     "GroupCoefficients",
-    "Layer",
     "LayerPlan",
+    "LayerShape",
     "Learned",
     "Machine",
     "NormMethod",
@@ -60,7 +60,7 @@ __all__ = [
     "Plan",
     "SampleNorms",
     "Storage",
-    "Use",
+    "UseShape",
     "add_clipped",
     "automatic",
     "axes_of",

@@ -14,7 +14,7 @@ knapsack; this takes a good one, and the same one every time:
 * The fastest of all these is taken.
 
 [Note: freed memory] Layers come one after the other, and while they do, ordinary training frees
-what it had saved for them. Where it is known how much (`Layer.freed_bytes`), clipping may use it:
+what it had saved for them. Where it is known how much (`freed_bytes`), clipping may use it:
 what has been kept when a layer comes must fit into the budget and what has been freed by then.
 
 [Note: compiled passes] The peak of compiled passes is held against that of compiled ordinary
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from unison.clip import costs, kernel_costs
 from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import CHOICES, MODES, Choice, Layer
+from unison.clip.layers import CHOICES, MODES, Choice, LayerShape
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 
@@ -73,7 +73,7 @@ class Alternative:
 
 
 def alternatives_of(
-    layer: Layer, machine: str, timed: Mapping[str, float] | None = None
+    layer: LayerShape, machine: str, timed: Mapping[str, float] | None = None
 ) -> list[Alternative]:
     """Return every choice of methods that takes this layer's records, fastest first.
 
@@ -98,7 +98,7 @@ def alternatives_of(
     )
 
 
-def named(layer: Layer, options: Sequence[Alternative], mode: str) -> Alternative:
+def named(layer: LayerShape, options: Sequence[Alternative], mode: str) -> Alternative:
     """Return the methods of a mode.
 
     Raises:
@@ -146,7 +146,7 @@ def fastest(
 
 
 def fastest_compiled(
-    layers: Sequence[Layer], options: Sequence[Sequence[Alternative]]
+    layers: Sequence[LayerShape], options: Sequence[Sequence[Alternative]]
 ) -> list[Alternative]:
     """Return one alternative per layer for passes that are compiled: see [Note: compiled passes].
 
@@ -204,7 +204,9 @@ def _fastest(
     return min(fitting, key=lambda chosen: total_seconds(chosen, forwards), default=None)
 
 
-def forward_seconds(layer: Layer, machine: str, timed: Mapping[str, float] | None = None) -> float:
+def forward_seconds(
+    layer: LayerShape, machine: str, timed: Mapping[str, float] | None = None
+) -> float:
     """Return a layer's share of a forward pass; `timed` as in `alternatives_of`."""
     if timed is not None and kernel_costs.FORWARD in timed:
         return kernel_costs.FORWARD_OVERHEAD * timed[kernel_costs.FORWARD]

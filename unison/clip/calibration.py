@@ -52,7 +52,7 @@ from unison.clip.kernel_costs import (
     parts_of,
     waits,
 )
-from unison.clip.layers import CHOICES, Layer, Use
+from unison.clip.layers import CHOICES, LayerShape, UseShape
 from unison.clip.matrix import plain_arithmetic, tensors_of
 from unison.clip.measured import CHOICE, Factors, Group, can_wait
 from unison.clip.norms import NORM_METHODS, measure
@@ -170,7 +170,7 @@ class Limits:
     warming: float = 30.0
 
 
-def dtype_of(layer: Layer) -> torch.dtype:
+def dtype_of(layer: LayerShape) -> torch.dtype:
     """Return the dtype of a layer's records."""
     halves = torch.float16 if layer.is_float16 else torch.bfloat16
     return halves if layer.itemsize == 2 else torch.float32
@@ -201,7 +201,7 @@ class Stopwatch:
         self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
         self._num_timing = self._num_warming = 0.0
 
-    def time_layer(self, layer: Layer) -> dict[str, float] | None:
+    def time_layer(self, layer: LayerShape) -> dict[str, float] | None:
         """Return seconds by part (`kernel_costs.parts_of`) for a layer's whole batch.
 
         Parts that are hopelessly slow are left out.
@@ -226,7 +226,7 @@ class Stopwatch:
             return None
         return {part: seconds * layer.batch / some.batch for part, seconds in found.items()}
 
-    def _time(self, layer: Layer) -> dict[str, float] | None:
+    def _time(self, layer: LayerShape) -> dict[str, float] | None:
         records = draw_records(layer, self._device)
         if not measured.is_taken(records):
             return None
@@ -247,7 +247,7 @@ class Stopwatch:
         limits = self._limits
         return self._num_timing >= limits.timing or self._num_warming >= limits.warming
 
-    def _that_fits(self, layer: Layer) -> Layer | None:
+    def _that_fits(self, layer: LayerShape) -> LayerShape | None:
         """Return the layer with as many samples as fit, halving them; None if not one fits."""
         most = min(MOST_BYTES, self._free_bytes() // 2)
         while num_bytes(layer) > most:
@@ -265,14 +265,14 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
-def num_bytes(layer: Layer) -> int:
+def num_bytes(layer: LayerShape) -> int:
     """Return what timing a layer takes: records, outputs, kept gradients, sums."""
     kept = kept_cost(layer).kept_bytes
     together = 4 * (_FILLING + layer.numel) if waits(layer) else 0
     return 2 * record_bytes(layer) + max(kept, together) + 16 * layer.numel
 
 
-def wanted_parts(layer: Layer) -> list[str]:
+def wanted_parts(layer: LayerShape) -> list[str]:
     """Return the parts of all choices that take this layer, without those that are hopeless."""
     records = layer.placeholder_records()
     choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
@@ -285,7 +285,7 @@ def wanted_parts(layer: Layer) -> list[str]:
     return [part for part in parts if predicted.get(part, 0.0) <= slowest]
 
 
-def draw_records(layer: Layer, device: torch.device) -> list[Record]:
+def draw_records(layer: LayerShape, device: torch.device) -> list[Record]:
     """Return records of a layer's shapes, of random numbers that are nobody else's."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = dtype_of(layer)
@@ -293,7 +293,7 @@ def draw_records(layer: Layer, device: torch.device) -> list[Record]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    def record(use: Use) -> Record:
+    def record(use: UseShape) -> Record:
         size, shape = (layer.batch, use.tokens), (use.rows, use.columns)
         match use.kind:
             case "product":
@@ -312,7 +312,7 @@ def draw_records(layer: Layer, device: torch.device) -> list[Record]:
 
 
 def runs_of(
-    layer: Layer, records: Sequence[Record], parts: Sequence[str]
+    layer: LayerShape, records: Sequence[Record], parts: Sequence[str]
 ) -> Iterator[tuple[str, Run, int]]:
     """Yield each part, what runs it and how often, one after the other: they share memory."""
     shape = records[0].shape
@@ -411,8 +411,8 @@ def _is_recording(device: torch.device) -> bool:
 
 VARIABLE = "UNISON_CALIBRATE"
 
-TimeLayer = Callable[[Layer], dict[str, float] | None]
-"""Layer -> seconds by part; None if there is no time or no memory to time all of them."""
+TimeLayer = Callable[[LayerShape], dict[str, float] | None]
+"""Layer to seconds by part; None if there is no time or no memory to time all of them."""
 
 
 class Calibration:
@@ -429,7 +429,7 @@ class Calibration:
         self._time_layer, self._file = time_layer, file
         self._known = {} if file is None else file.read()
 
-    def of(self, layer: Layer) -> Mapping[str, float] | None:
+    def of(self, layer: LayerShape) -> Mapping[str, float] | None:
         """Return seconds by part for a batch of this layer; None if it was not timed."""
         if layer.batch == 0 or all(use.kind == "dense" for use in layer.uses):
             return None  # nothing is formed, whatever the method
@@ -446,12 +446,12 @@ class Calibration:
         return {part: share * seconds for part, seconds in self._known[kind].items()}
 
 
-def kind_of(layer: Layer) -> str:
+def kind_of(layer: LayerShape) -> str:
     """Return all of a layer that its methods' times depend on, as text.
 
-    >>> from unison.clip.layers import Use
-    >>> use = Use(kind="product", tokens=512, rows=3840, columns=1280)
-    >>> kind_of(Layer(name="qkv.weight", batch=4, itemsize=2, uses=(use,)))
+    >>> from unison.clip.layers import UseShape
+    >>> use = UseShape(kind="product", tokens=512, rows=3840, columns=1280)
+    >>> kind_of(LayerShape(name="qkv.weight", batch=4, itemsize=2, uses=(use,)))
     'bfloat16 4 × product 512×3840×1280'
     """
     uses = ", ".join(f"{use.kind} {use.tokens}×{use.rows}×{use.columns}" for use in layer.uses)

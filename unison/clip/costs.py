@@ -31,7 +31,7 @@ and in every run.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unison.clip.layers import Choice, Layer, Use
+from unison.clip.layers import Choice, LayerShape, UseShape
 from unison.clip.matrix import ROWS_PER_TILE, TOKENS_PER_TILE
 
 
@@ -127,7 +127,7 @@ class Cost:
         )
 
 
-def gram_cost(layer: Layer) -> Cost:
+def gram_cost(layer: LayerShape) -> Cost:
     """Return the cost of inner products between all tokens of a sample, each pair once."""
     rows, columns, tokens = layer.uses[0].rows, layer.uses[0].columns, layer.num_tokens("product")
     looked_up, num_dense = layer.num_tokens("lookup"), layer.num_tokens("dense")
@@ -145,7 +145,7 @@ def gram_cost(layer: Layer) -> Cost:
     )
 
 
-def tile_cost(layer: Layer) -> Cost:
+def tile_cost(layer: LayerShape) -> Cost:
     """Return the cost of per-sample products, a float64 tile of rows at a time."""
     rows, columns = layer.uses[0].rows, layer.uses[0].columns
     if layer.num_tokens("lookup") == sum(use.tokens for use in layer.uses):
@@ -159,7 +159,7 @@ def tile_cost(layer: Layer) -> Cost:
     )
 
 
-def materialize_cost(layer: Layer) -> Cost:
+def materialize_cost(layer: LayerShape) -> Cost:
     """Return the cost of forming all per-sample gradients, written once and read once."""
     if [use.kind for use in layer.uses] == ["dense"]:
         size = layer.batch * layer.numel
@@ -172,13 +172,13 @@ def materialize_cost(layer: Layer) -> Cost:
     )
 
 
-def rank_one_cost(layer: Layer) -> Cost:
+def rank_one_cost(layer: LayerShape) -> Cost:
     """Return the cost of two norms per sample."""
     features = sum(use.rows + use.columns for use in layer.uses)
     return Cost(double_flops=2 * layer.batch * features, moved_bytes=record_bytes(layer))
 
 
-def kept_cost(layer: Layer) -> Cost:
+def kept_cost(layer: LayerShape) -> Cost:
     """Return the cost of one weighted sum of per-sample gradients, which are kept."""
     size = layer.batch * layer.numel
     return Cost(
@@ -189,7 +189,7 @@ def kept_cost(layer: Layer) -> Cost:
     )
 
 
-def records_cost(layer: Layer) -> Cost:
+def records_cost(layer: LayerShape) -> Cost:
     """Return the cost of one GEMM over all samples and tokens; the records are kept."""
     tokens = layer.batch * layer.num_tokens("product")
     return Cost(
@@ -201,7 +201,7 @@ def records_cost(layer: Layer) -> Cost:
     )
 
 
-def recomputed_cost(layer: Layer) -> Cost:
+def recomputed_cost(layer: LayerShape) -> Cost:
     """Return the cost of `records`, and of this layer's part of another forward pass.
 
     Of products only g is kept. Lookups hardly hold anything else, and dense records are no larger.
@@ -223,7 +223,7 @@ def recomputed_cost(layer: Layer) -> Cost:
     )
 
 
-def forward_cost(layer: Layer) -> Cost:
+def forward_cost(layer: LayerShape) -> Cost:
     """Return the cost of this layer's part of a forward pass without a graph."""
     return Cost(
         native_flops=int(FORWARD_OVERHEAD * product_flops(layer)),
@@ -231,7 +231,7 @@ def forward_cost(layer: Layer) -> Cost:
     )
 
 
-def second_backward_cost(layer: Layer) -> Cost:
+def second_backward_cost(layer: LayerShape) -> Cost:
     """Return the cost of `records`, and of this layer's part of another pass; nothing is kept."""
     again = records_cost(layer)
     forward = forward_cost(layer) if layer.is_checkpointed else Cost()
@@ -243,17 +243,17 @@ def second_backward_cost(layer: Layer) -> Cost:
     )
 
 
-def product_flops(layer: Layer) -> int:
+def product_flops(layer: LayerShape) -> int:
     """Return F: the FLOPs of one weight-gradient GEMM."""
     return 2 * layer.batch * layer.num_tokens("product") * layer.numel
 
 
-def record_bytes(layer: Layer) -> int:
+def record_bytes(layer: LayerShape) -> int:
     """Return the bytes of all records of a batch."""
     return layer.batch * sum(_bytes_per_sample(use, layer.itemsize) for use in layer.uses)
 
 
-def _bytes_per_sample(use: Use, itemsize: int) -> int:
+def _bytes_per_sample(use: UseShape, itemsize: int) -> int:
     match use.kind:
         case "product":
             return use.tokens * (use.rows + use.columns) * itemsize
@@ -266,13 +266,13 @@ def _bytes_per_sample(use: Use, itemsize: int) -> int:
 
 
 # One line per entry of NORM_METHODS and GRADIENT_METHODS.
-NORM_COSTS: dict[str, Callable[[Layer], Cost]] = {
+NORM_COSTS: dict[str, Callable[[LayerShape], Cost]] = {
     "gram": gram_cost,
     "tile": tile_cost,
     "materialize": materialize_cost,
     "rank_one": rank_one_cost,
 }
-GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
+GRADIENT_COSTS: dict[str, Callable[[LayerShape], Cost]] = {
     "kept": kept_cost,
     "records": records_cost,
     "recomputed": recomputed_cost,
@@ -280,6 +280,6 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
 }
 
 
-def choice_cost(layer: Layer, choice: Choice) -> Cost:
+def choice_cost(layer: LayerShape, choice: Choice) -> Cost:
     """Return the cost of a norm method and a gradient method together."""
     return NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)

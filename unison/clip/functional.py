@@ -32,7 +32,7 @@ from unison.capture import (
 from unison.capture.recompute import SavedBytes
 from unison.clip.clipping import Clipping, Storage
 from unison.clip.coefficients import RULES
-from unison.clip.layers import Layer, describe, with_shared_inputs
+from unison.clip.layers import LayerShape, describe, with_shared_inputs
 from unison.clip.plan import AUTO, MODES, Plan, Timed, plan_clipping
 from unison.errors import BadInput
 from unison.ops import Record, Streamed
@@ -52,7 +52,7 @@ class Learned:
     """
 
     axes: AxisTable
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     storage: Storage = field(default_factory=Storage)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ _FEW = 2
 
 def learn_layers(
     model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, axes: AxisTable
-) -> tuple[Layer, ...]:
+) -> tuple[LayerShape, ...]:
     """Run a few samples forward and backward, and describe what is recorded."""
     found: dict[str, list[Record | Streamed]] = defaultdict(list)
     freed: dict[str, int] = {}

@@ -23,7 +23,7 @@ from unison.clip.costs import (
     product_flops,
     record_bytes,
 )
-from unison.clip.layers import MODES, Choice, Layer, Use
+from unison.clip.layers import MODES, Choice, LayerShape, UseShape
 from unison.kernels.cross_entropy import rows_per_chunk
 
 GRAM_FACTOR = 1.6
@@ -38,18 +38,18 @@ SUM_ITEMSIZE = 4  # clipped sums are float32
 STREAMED_ELEMENTS = rows_per_chunk(1, torch.device("cuda"))  # of logits that exist at once
 
 
-def _work(layer: Layer, flops: float, factor: float = 1.0) -> Cost:
+def _work(layer: LayerShape, flops: float, factor: float = 1.0) -> Cost:
     """Return FLOPs of the layer's dtype, as many as take as long on a plain GEMM."""
     total = int(flops * factor)
     return Cost(half_flops=total) if layer.itemsize == 2 else Cost(native_flops=total)
 
 
-def _kept_itemsize(layer: Layer) -> int:
+def _kept_itemsize(layer: LayerShape) -> int:
     is_vector = all(use.kind == "dense" for use in layer.uses)
     return 2 if layer.itemsize == 2 and not (is_vector or layer.is_float16) else 4
 
 
-def waits(layer: Layer) -> bool:
+def waits(layer: LayerShape) -> bool:
     """Whether a layer's factors are taken with others': [Note: factors that wait] in factored.py.
 
     As far as shapes tell; its tensors could still be strided in ways that kernels do not take.
@@ -61,7 +61,7 @@ def waits(layer: Layer) -> bool:
     return use.kind == "product" and not use.is_streamed and is_aligned
 
 
-def gram_cost(layer: Layer) -> Cost:
+def gram_cost(layer: LayerShape) -> Cost:
     """Return the cost of inner products between all tokens of a sample, each pair once."""
     if layer.num_tokens("product") != sum(use.tokens for use in layer.uses):
         return tile_cost(layer)
@@ -70,7 +70,7 @@ def gram_cost(layer: Layer) -> Cost:
     return _work(layer, flops, GRAM_FACTOR) + Cost(moved_bytes=2 * record_bytes(layer))
 
 
-def tile_cost(layer: Layer) -> Cost:
+def tile_cost(layer: LayerShape) -> Cost:
     """Return the cost of per-sample products that are squared on chip.
 
     Uses of several kinds are formed whole, for a few samples at a time.
@@ -85,24 +85,24 @@ def tile_cost(layer: Layer) -> Cost:
     return cost + Cost(moved_bytes=2 * formed, transient_bytes=max(some, 64 << 20))
 
 
-def materialize_cost(layer: Layer) -> Cost:
+def materialize_cost(layer: LayerShape) -> Cost:
     """Return the cost of forming all per-sample gradients, written once and read once."""
     moved = 2 * _kept_itemsize(layer) * layer.batch * layer.numel + record_bytes(layer)
     return _work(layer, product_flops(layer)) + Cost(moved_bytes=moved)
 
 
-def rank_one_cost(layer: Layer) -> Cost:
+def rank_one_cost(layer: LayerShape) -> Cost:
     """Return the cost of two norms per sample."""
     return Cost(moved_bytes=record_bytes(layer))
 
 
-def kept_cost(layer: Layer) -> Cost:
+def kept_cost(layer: LayerShape) -> Cost:
     """Return the cost of one weighted sum of per-sample gradients, which are kept."""
     size = _kept_itemsize(layer) * layer.batch * layer.numel
     return Cost(moved_bytes=size, kept_bytes=size)
 
 
-def records_cost(layer: Layer) -> Cost:
+def records_cost(layer: LayerShape) -> Cost:
     """Return the cost of a product over all samples and tokens; the records are kept."""
     cost = _work(layer, product_flops(layer), WEIGHTED_FACTOR)
     remade = sum(_streamed_elements(use) for use in layer.uses)
@@ -116,12 +116,12 @@ def records_cost(layer: Layer) -> Cost:
     )
 
 
-def _streamed_elements(use: Use) -> int:
+def _streamed_elements(use: UseShape) -> int:
     """Return how many numbers of a sample's records are made again when they are wanted."""
     return use.tokens * use.rows if use.is_streamed else 0
 
 
-def recomputed_cost(layer: Layer) -> Cost:
+def recomputed_cost(layer: LayerShape) -> Cost:
     """Return the cost of `records`, and of this layer's part of another forward pass."""
     again, forward = records_cost(layer), forward_cost(layer)
     inputs = [use.tokens * use.input_features for use in layer.uses if use.kind == "product"]
@@ -137,20 +137,20 @@ def recomputed_cost(layer: Layer) -> Cost:
     )
 
 
-def _fingerprint_bytes(layer: Layer) -> int:
+def _fingerprint_bytes(layer: LayerShape) -> int:
     """Return what could be moved while fingerprints of a layer's inputs are taken, twice."""
     inputs = [use.tokens * use.input_features for use in layer.uses if use.kind == "product"]
     return 2 * BYTES_PER_FINGERPRINT * layer.batch * sum(inputs)
 
 
-def forward_cost(layer: Layer) -> Cost:
+def forward_cost(layer: LayerShape) -> Cost:
     """Return the cost of this layer's part of a forward pass without a graph."""
     return _work(layer, product_flops(layer), FORWARD_OVERHEAD) + Cost(
         moved_bytes=2 * record_bytes(layer)
     )
 
 
-def second_backward_cost(layer: Layer) -> Cost:
+def second_backward_cost(layer: LayerShape) -> Cost:
     """Return the cost of `records`, and of this layer's part of another pass; nothing is kept."""
     again = records_cost(layer)
     forward = forward_cost(layer) if layer.is_checkpointed else Cost()
@@ -163,13 +163,13 @@ def second_backward_cost(layer: Layer) -> Cost:
     )
 
 
-NORM_COSTS: dict[str, Callable[[Layer], Cost]] = {
+NORM_COSTS: dict[str, Callable[[LayerShape], Cost]] = {
     "gram": gram_cost,
     "tile": tile_cost,
     "materialize": materialize_cost,
     "rank_one": rank_one_cost,
 }
-GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
+GRADIENT_COSTS: dict[str, Callable[[LayerShape], Cost]] = {
     "kept": kept_cost,
     "records": records_cost,
     "recomputed": recomputed_cost,
@@ -177,7 +177,7 @@ GRADIENT_COSTS: dict[str, Callable[[Layer], Cost]] = {
 }
 
 
-def choice_cost(layer: Layer, choice: Choice) -> Cost:
+def choice_cost(layer: LayerShape, choice: Choice) -> Cost:
     """Return the cost of a norm method and a gradient method together."""
     cost = NORM_COSTS[choice.norm](layer) + GRADIENT_COSTS[choice.gradient](layer)
     if not (choice == WAITING and waits(layer)):
@@ -194,7 +194,7 @@ KEPT, RECORDS, PLAIN_RECORDS, FORWARD = "kept", "records", "plain_records", "for
 FACTOR_NORMS, FACTORS = "factor_norms", "factors"  # gram and records, of many layers at once
 
 
-def parts_of(layer: Layer, choice: Choice) -> dict[str, float]:
+def parts_of(layer: LayerShape, choice: Choice) -> dict[str, float]:
     """Return the parts that a choice of methods is made of, and how often it takes each."""
     is_product = all(use.kind == "product" for use in layer.uses)
     norm = "tile" if choice.norm == "gram" and not is_product else choice.norm
@@ -215,7 +215,7 @@ def parts_of(layer: Layer, choice: Choice) -> dict[str, float]:
     return parts
 
 
-def timed_seconds(layer: Layer, choice: Choice, timed: Mapping[str, float]) -> float | None:
+def timed_seconds(layer: LayerShape, choice: Choice, timed: Mapping[str, float]) -> float | None:
     """Return how long a choice takes, of parts that were timed; None if one of them was not."""
     parts = parts_of(layer, choice)
     if not parts.keys() <= timed.keys():

@@ -69,7 +69,7 @@ KINDS: dict[type, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class UseShape:
     """One use of a parameter.
 
     Attributes:
@@ -99,7 +99,7 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerShape:
     """One parameter and its uses by one physical batch: all that the planner knows of it.
 
     Attributes:
@@ -119,7 +119,7 @@ class Layer:
     name: str
     batch: int
     itemsize: int
-    uses: tuple[Use, ...]
+    uses: tuple[UseShape, ...]
     is_checkpointed: bool = False
     is_repeatable: bool = True
     is_float16: bool = False
@@ -164,12 +164,12 @@ class Layer:
         return [_placeholder(use, self.batch) for use in self.uses]
 
 
-def describe(name: str, records: Sequence[Record | Streamed]) -> Layer:
+def describe(name: str, records: Sequence[Record | Streamed]) -> LayerShape:
     """Return what the planner has to know of a parameter with these records."""
     uses = []
     for record in records:
         rows, columns = matrix_shape([record])
-        use = Use(
+        use = UseShape(
             kind=KINDS[type(record)],
             tokens=num_terms(record),
             rows=rows,
@@ -180,7 +180,7 @@ def describe(name: str, records: Sequence[Record | Streamed]) -> Layer:
         uses.append(use)
     tensors = [tensor for record in records for tensor in tensors_of(record)]
     itemsize = max(tensor.element_size() for tensor in tensors)
-    return Layer(
+    return LayerShape(
         name=name,
         batch=check_records(records),
         itemsize=itemsize,
@@ -190,8 +190,8 @@ def describe(name: str, records: Sequence[Record | Streamed]) -> Layer:
 
 
 def with_shared_inputs(
-    layers: Sequence[Layer], records: Mapping[str, Sequence[Record | Streamed]]
-) -> list[Layer]:
+    layers: Sequence[LayerShape], records: Mapping[str, Sequence[Record | Streamed]]
+) -> list[LayerShape]:
     """Return layers that know with how many others they share inputs, as q, k and v do.
 
     Args:
@@ -220,7 +220,7 @@ def with_shared_inputs(
     ]
 
 
-def _placeholder(use: Use, batch: int) -> Record:
+def _placeholder(use: UseShape, batch: int) -> Record:
     shape = (use.rows, use.columns)
     match use.kind:
         case "product":

@@ -28,7 +28,7 @@ from unison.clip.alternatives import (
     total_seconds,
 )
 from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import AUTO, MODES, Choice, Layer, Use, describe
+from unison.clip.layers import AUTO, MODES, Choice, LayerShape, UseShape, describe
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
@@ -57,7 +57,7 @@ class LayerPlan:
         forward_seconds: Its share of a forward pass.
     """
 
-    layer: Layer
+    layer: LayerShape
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
     forward_seconds: float = 0.0
@@ -72,7 +72,7 @@ class Timed(Protocol):
 
     device: str
 
-    def of(self, layer: Layer) -> Mapping[str, float] | None:
+    def of(self, layer: LayerShape) -> Mapping[str, float] | None:
         """Return seconds by part (`kernel_costs.parts_of`); None if nothing of it was timed."""
         ...
 
@@ -151,7 +151,7 @@ class Plan:
         is_known = planned is not None and not planned.layer.is_variable
         return sorted(use.kind for use in planned.layer.uses) if planned and is_known else None
 
-    def choice_for(self, layer: Layer) -> Choice:
+    def choice_for(self, layer: LayerShape) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.
 
         Such a layer takes as many passes as it was to take.
@@ -188,7 +188,7 @@ class Plan:
 
 
 def plan_clipping(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerShape],
     *,
     mode: str = AUTO,
     memory_budget: int | None = None,
@@ -251,7 +251,7 @@ def choose(records: Sequence[Record], mode: str = AUTO, machine: str = "cpu") ->
 def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
     layer = fields["layer"]
     return LayerPlan(
-        layer=Layer(**{**layer, "uses": tuple(Use(**use) for use in layer["uses"])}),
+        layer=LayerShape(**{**layer, "uses": tuple(UseShape(**use) for use in layer["uses"])}),
         chosen=_alternative(fields["chosen"]),
         alternatives=tuple(map(_alternative, fields["alternatives"])),
         forward_seconds=fields["forward_seconds"],
@@ -333,7 +333,7 @@ def _kinds(layers: Iterable["LayerPlan"]) -> list[list["LayerPlan"]]:
     return list(kinds.values())
 
 
-def _records(layer: Layer) -> str:
+def _records(layer: LayerShape) -> str:
     """Return samples, and tokens × rows × columns of every use."""
     uses = [f"{use.kind} {use.tokens}×{use.rows}×{use.columns}" for use in layer.uses]
     return f"{layer.batch} × ({', '.join(uses)})" if len(uses) > 1 else f"{layer.batch} × {uses[0]}"

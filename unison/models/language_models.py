@@ -23,8 +23,8 @@ from unison.models.config import ModelConfig, preset
 from unison.models.layers import (
     Embedding,
     LayerNorm,
-    Linear,
     Norm,
+    Projection,
     RMSNorm,
     causal_attention,
     split_heads,
@@ -177,10 +177,10 @@ class RotaryAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.q_proj = Linear(config.d_model, config.d_model, bias=False)
-        self.k_proj = Linear(config.d_model, config.d_model, bias=False)
-        self.v_proj = Linear(config.d_model, config.d_model, bias=False)
-        self.output_proj = Linear(config.d_model, config.d_model, bias=False)
+        self.q_proj = Projection(config.d_model, config.d_model, bias=False)
+        self.k_proj = Projection(config.d_model, config.d_model, bias=False)
+        self.v_proj = Projection(config.d_model, config.d_model, bias=False)
+        self.output_proj = Projection(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # [batch, tokens, d_model]
         """Attend within each row."""
@@ -195,9 +195,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = Linear(config.d_model, config.d_ff, bias=False)
-        self.w2 = Linear(config.d_ff, config.d_model, bias=False)
-        self.w3 = Linear(config.d_model, config.d_ff, bias=False)
+        self.w1 = Projection(config.d_model, config.d_ff, bias=False)
+        self.w2 = Projection(config.d_ff, config.d_model, bias=False)
+        self.w3 = Projection(config.d_model, config.d_ff, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Apply the gated feed-forward part to every token."""
@@ -254,8 +254,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         d = config.d_model
         self.num_heads = config.num_heads
-        self.qkv_proj = Linear(d, 3 * d, init=Normal(std=WEIGHT_STD), bias=True)
-        self.output_proj = Linear(d, d, init=_residual_init(config), bias=True)
+        self.qkv_proj = Projection(d, 3 * d, init=Normal(std=WEIGHT_STD), bias=True)
+        self.output_proj = Projection(d, d, init=_residual_init(config), bias=True)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Attend within each row."""
@@ -269,8 +269,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d, d_ff = config.d_model, config.d_ff
-        self.w1 = Linear(d, d_ff, init=Normal(std=WEIGHT_STD), bias=True)
-        self.w2 = Linear(d_ff, d, init=_residual_init(config), bias=True)
+        self.w1 = Projection(d, d_ff, init=Normal(std=WEIGHT_STD), bias=True)
+        self.w2 = Projection(d_ff, d, init=_residual_init(config), bias=True)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Apply the feed-forward part to every token."""

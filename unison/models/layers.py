@@ -59,7 +59,7 @@ def truncated_at_3_std(std: float) -> TruncatedNormal:
     return TruncatedNormal(std=std, low=-3 * std, high=3 * std)
 
 
-class Linear(Described):
+class Projection(Described):
     """`y = x Wᵀ + b`, the bias optional and starting at zero."""
 
     weight: nn.Parameter
