@@ -68,11 +68,11 @@ def test_factors_and_inverses_have_schedules_of_their_own():
     updates, inverses = [], []
     for data in batches(9):
         factors = {k: v["a"].clone() for k, v in kfac.factors().items() if v.get("a") is not None}
-        inverse = {i: s._inverse for i, s in kfac._states.items()}
+        inverse = {i: s.inverse for i, s in kfac._states.items()}
         train(model, kfac, optimizer, [data])
         now = kfac.factors()["f1.weight"]["a"]
         updates.append("f1.weight" not in factors or not torch.equal(factors["f1.weight"], now))
-        inverses.append(inverse != {i: s._inverse for i, s in kfac._states.items()})
+        inverses.append(inverse != {i: s.inverse for i, s in kfac._states.items()})
     assert [step for step, was in enumerate(updates) if was] == [0, 1, 4, 7]
     assert [step for step, was in enumerate(inverses) if was] == [0, 4, 8]
 
@@ -249,9 +249,9 @@ def test_a_copy_of_the_module_is_not_watched():
     kfac = unison.KFAC(model, settings())
     other = copy.deepcopy(model)
     other(torch.randn(4, 3))
-    assert kfac._watch.current is None
+    assert kfac._recorder.current is None
     model(torch.randn(4, 3))
-    assert kfac._watch.current is not None
+    assert kfac._recorder.current is not None
 
 
 def test_it_shows_method_size_owner_and_bytes():

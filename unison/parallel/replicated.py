@@ -4,7 +4,7 @@ DDP's own sum is left out: it would add gradients as autograd leaves them, and t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,9 +64,10 @@ class Replicated(ParallelAdapter):
             self._undo.callback(setattr, self._ddp, "require_backward_grad_sync", before)
             self._ddp.require_backward_grad_sync = False
 
-    def observing(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def observing(self) -> Iterator[None]:
         """A capture puts tracked parameters in place by itself."""
-        return nullcontext()
+        yield
 
     def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[Any]:
         """See `ParallelAdapter`."""
