@@ -8,7 +8,7 @@ from torch import nn
 
 from unison.errors import BadInput
 from unison.models import PRESETS, build, named_inits, preset
-from unison.models.layers import Linear
+from unison.models.layers import Projection
 from unison.rng.inits import Constant, Normal, TruncatedNormal
 
 
@@ -75,9 +75,9 @@ def test_two_parameters_of_one_shape_differ():
 
 def test_layer_built_by_hand_draws_from_torch():
     torch.manual_seed(0)
-    first = Linear(5, 7, bias=True)
+    first = Projection(5, 7, bias=True)
     torch.manual_seed(0)
-    second = Linear(5, 7, bias=True)
+    second = Projection(5, 7, bias=True)
     assert torch.equal(first.weight, second.weight)
     assert first.weight.abs().max() > 0
     assert (first.bias == 0).all()
@@ -85,4 +85,4 @@ def test_layer_built_by_hand_draws_from_torch():
 
 def test_undescribed_parameter_is_named():
     with pytest.raises(BadInput, match=r"parameter 'head\.weight' has no described init"):
-        named_inits(nn.ModuleDict({"head": nn.Linear(2, 2)}))
+        named_inits(nn.ModuleDict({"head": nn.Projection(2, 2)}))

@@ -40,7 +40,7 @@ WEIGHT_STD = 0.02  # of the GPT-2 family
 POSITION_STD = 0.01
 
 
-class LanguageModelHead(Linear):
+class LanguageModelHead(Projection):
     """The last layer: logits of every token, or with labels the loss of every sample.
 
     Both are this module's own forward, so that whoever watches or gathers the parameters of a
