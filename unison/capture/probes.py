@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -317,7 +317,7 @@ class _Copies:
                 local(self._tensors[key]).copy_(self._copies[key])
 
 
-def _is_readable(value: Any) -> bool:
+def _is_readable(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
         return False
     is_lazy = isinstance(value, UninitializedTensorMixin)

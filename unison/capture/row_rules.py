@@ -127,32 +127,9 @@ def is_mixed(rows: RowSamples) -> bool:
 
 Arguments = dict[str, Any]
 Found = Tensor | RowSamples | None
-
-
-class RowFinder:
-    """Looks up the samples of inputs for a rule.
-
-    Args:
-        known: Whose the rows of any tensor are, None for nobody's.
-    """
-
-    def __init__(self, known: Callable[[Tensor], RowSamples | None]) -> None:
-        self._known = known
-
-    def __call__(self, tensor: Tensor) -> RowSamples | None:
-        """The samples of a tensor; None if it depends on none."""
-        rows = self._known(tensor)
-        return None if rows is None or rows.is_random else rows
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is not the same in every pass: it comes from the batch, or is random."""
-        return self._known(tensor) is not None
-
-
-RowRule = Callable[[RowFinder, Arguments, Any], Found | Sequence[Found]]
-
-
-# --- rules -------------------------------------------------------------------------------------
+Find = Callable[[Tensor], RowSamples | None]
+"""The samples of a tensor; None if it is the same in every pass, without batch or draws."""
+RowRule = Callable[[Find, Arguments, Any], Found | Sequence[Found]]
 
 RULES: dict[str, RowRule] = {}
 _Rule = TypeVar("_Rule", bound=RowRule)
@@ -168,12 +145,12 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
     return register
 
 
-def _ids(find: RowFinder, value: Any) -> Tensor | None:
+def _ids(find: Find, value: Any) -> Tensor | None:
     rows = find(value) if isinstance(value, Tensor) else None
-    return None if rows is None else rows.ids
+    return None if rows is None or rows.is_random else rows.ids
 
 
-def _all_ids(find: RowFinder, value: Tensor) -> Tensor:
+def _all_ids(find: Find, value: Tensor) -> Tensor:
     ids = _ids(find, value)
     return torch.full((1,) * value.ndim, NOBODY, device=value.device) if ids is None else ids
 
@@ -193,7 +170,7 @@ def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
     *("_conj", "conj", "resolve_conj", "resolve_neg", "_neg_view", "nan_to_num", "to", "view_as"),
     *("_fused_dropout", "randint_like", "dist", "rrelu_with_noise", "polygamma"),
 )
-def pointwise(find: RowFinder, a: Arguments, out: Any) -> Found:
+def pointwise(find: Find, a: Arguments, out: Any) -> Found:
     """Elementwise functions: ids of all inputs are combined, floats first (see the note)."""
     first = out if isinstance(out, Tensor) else out[0]
     floats, others = None, None
@@ -212,7 +189,7 @@ def pointwise(find: RowFinder, a: Arguments, out: Any) -> Found:
 
 
 @_rule("copy")
-def copied(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def copied(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.copy_(y)`: what is written over is gone."""
     ids = grown(_all_ids(find, a["src"]).to(out.device), out.ndim)
     return filled(ids, _all_ids(find, a["self"]))
@@ -223,7 +200,7 @@ def copied(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     *("var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"),
     *("count_nonzero", "median", "mode", "kthvalue", "aminmax", "nanmedian"),
 )
-def reduction(find: RowFinder, a: Arguments, out: Any) -> Found:
+def reduction(find: Find, a: Arguments, out: Any) -> Found:
     """Reductions such as sums."""
     if isinstance(a.get("other"), Tensor):  # max and min of two
         return pointwise(find, a, out)
@@ -236,14 +213,14 @@ def reduction(find: RowFinder, a: Arguments, out: Any) -> Found:
     *("_cummax_helper", "_cummin_helper", "logcumsumexp", "glu", "renorm", "softmax"),
     *("log_softmax",),
 )
-def along_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
+def along_dims(find: Find, a: Arguments, out: Any) -> Found:
     """Functions along a dimension such as softmax, where each output depends on all of it."""
     x = a["self"]
     return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=True)
 
 
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
-def last_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
+def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     """Norms over the last dimensions."""
     x = a["input"]
     num_dims = len(a["normalized_shape"])
@@ -262,7 +239,7 @@ def last_dims(find: RowFinder, a: Arguments, out: Any) -> Found:
     *("replication_pad2d", "replication_pad3d", "channel_shuffle", "affine_grid_generator"),
     *("pixel_unshuffle", "adaptive_avg_pool2d", "thnn_conv2d", "_slow_conv2d_forward"),
 )
-def first_dim(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found]:
+def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
     """Functions of images, [batch, channels, ...], such as convolutions and pooling."""
     ids: Tensor | None = None
     for value in tree_leaves(a):
@@ -280,7 +257,7 @@ def first_dim(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found
 
 
 @_rule("mm", "bmm", "addmm", "baddbmm", "matmul", "_grouped_mm", "grouped_mm_fallback", "_int_mm")
-def matmul(find: RowFinder, a: Arguments, out: Any) -> Found:
+def matmul(find: Find, a: Arguments, out: Any) -> Found:
     """Products of matrices, and one added to them."""
     names = (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other"))
     names = (*names, ("self", "mat2"), ("input", "weight"))
@@ -300,7 +277,7 @@ def matmul(find: RowFinder, a: Arguments, out: Any) -> Found:
 
 
 @_rule("mv", "addmv", "dot", "vdot")
-def vectors(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def vectors(find: Find, a: Arguments, out: Tensor) -> Found:
     """Products with a vector."""
     x = a["self"] if "mat" not in a else a["mat"]
     v = a["vec"] if "vec" in a else a["tensor"]
@@ -309,7 +286,7 @@ def vectors(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("_cdist_forward", "_euclidean_dist")
-def distances(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def distances(find: Find, a: Arguments, out: Tensor) -> Found:
     """Of all rows of one to all rows of another."""
     left, right = (_all_ids(find, a[name]) for name in ("x1", "x2"))
     right = reduced(right, [-1], keepdim=True)
@@ -322,7 +299,7 @@ def distances(find: RowFinder, a: Arguments, out: Tensor) -> Found:
     *("_scaled_dot_product_fused_attention_overrideable",),
     *("_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"),
 )
-def attention(find: RowFinder, a: Arguments, out: Any) -> list[Found]:
+def attention(find: Find, a: Arguments, out: Any) -> list[Found]:
     """[batch, heads, tokens, features]: all tokens of one are mixed."""
     ids: Tensor | None = None
     for name in ("query", "key", "value"):
@@ -341,7 +318,7 @@ def attention(find: RowFinder, a: Arguments, out: Any) -> list[Found]:
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy", "unflatten")
-def view(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def view(find: Find, a: Arguments, out: Tensor) -> Found:
     """The same elements in another shape: only dimensions that samples lie in are looked at."""
     x = a["self"]
     ids = _all_ids(find, x)
@@ -397,7 +374,7 @@ def view_rule(func: Callable[..., Any], names: Sequence[str]) -> RowRule:
         names: Of its arguments.
     """
 
-    def rule(find: RowFinder, a: Arguments, out: Any) -> Found | Sequence[Found]:
+    def rule(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
         x = a[names[0]]
         ids = _all_ids(find, x)
         if out is x:  # in place: it has its new strides already
@@ -417,7 +394,7 @@ def _unexpanded(ids: Tensor) -> Tensor:
 
 
 @_rule("repeat", "tile")
-def repeat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def repeat(find: Find, a: Arguments, out: Tensor) -> Found:
     """`repeat`: dimensions along which samples do not change stay of 1."""
     ids = grown(_all_ids(find, a["self"]), out.ndim)
     times = [n if size > 1 else 1 for n, size in zip(a["repeats"], ids.shape, strict=True)]
@@ -425,7 +402,7 @@ def repeat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("roll")
-def roll(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def roll(find: Find, a: Arguments, out: Tensor) -> Found:
     """`roll`."""
     ids = _all_ids(find, a["self"])
     if not a.get("dims"):
@@ -434,7 +411,7 @@ def roll(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("cat", "stack", "concat")
-def cat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def cat(find: Find, a: Arguments, out: Tensor) -> Found:
     """`cat` and `stack`."""
     tensors, dim = a["tensors"], a.get("dim", 0) % out.ndim
     is_stacked = tensors[0].ndim < out.ndim
@@ -459,7 +436,7 @@ def cat(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("constant_pad_nd")
-def pad(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def pad(find: Find, a: Arguments, out: Tensor) -> Found:
     """`F.pad`: what is added along samples is nobody's, what is added to a sample is its own."""
     ids, sides = _all_ids(find, a["self"]), list(a["pad"])
     for place in range(len(sides) // 2):
@@ -481,7 +458,7 @@ def _chosen(ids: Tensor, choosers: Tensor, *, is_by_value: bool) -> RowSamples:
 
 
 @_rule("index", "_unsafe_index")
-def index(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def index(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x[i, mask, :]`."""
     x, indices = a["self"], list(a["indices"])
     ids = _all_ids(find, x)
@@ -493,7 +470,7 @@ def index(find: RowFinder, a: Arguments, out: Tensor) -> Found:
         if each is None:
             continue
         dims += own
-        if find.knows(each):  # of a mask at least the number of rows changes
+        if find(each) is not None:  # of a mask at least the number of rows changes
             is_by_value |= _is_mask(each) or any(ids.shape[d] > 1 for d in own)
     # A dimension that is not indexed, and along which samples do not change, stays of 1.
     wide = ids.expand([x.shape[d] if d in dims else ids.shape[d] for d in range(x.ndim)])
@@ -507,7 +484,7 @@ def index(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 def _index_shadow(
-    find: RowFinder, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
+    find: Find, x: Tensor, indices: Sequence[Tensor | None], out: Tensor
 ) -> Tensor | None:
     """Ids of the indices, broadcast as in the output; None if no sample made them."""
     given = [(d, each) for d, each in enumerate(indices) if each is not None]
@@ -539,23 +516,23 @@ def _same_ndim(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_rule("embedding")
-def embedding(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def embedding(find: Find, a: Arguments, out: Tensor) -> Found:
     """Rows of a table."""
     return index(find, {"self": a["weight"], "indices": [a["indices"]]}, out)
 
 
 @_rule("index_select")
-def index_select(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
     """`index_select`."""
     ids, dim, chosen = _all_ids(find, a["self"]), a["dim"] % max(a["self"].ndim, 1), a["index"]
     choosers = _all_ids(find, chosen).reshape([-1 if d == dim else 1 for d in range(out.ndim)])
     is_moved = ids.shape[dim] > 1
     made = ids.index_select(dim, chosen) if is_moved else ids
-    return _chosen(made, choosers, is_by_value=is_moved and find.knows(chosen))
+    return _chosen(made, choosers, is_by_value=is_moved and find(chosen) is not None)
 
 
 @_rule("gather")
-def gather(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def gather(find: Find, a: Arguments, out: Tensor) -> Found:
     """`gather`: each element by its own number."""
     x, dim, chosen = a["self"], a["dim"], a["index"]
     ids = _all_ids(find, x)
@@ -564,11 +541,11 @@ def gather(find: RowFinder, a: Arguments, out: Tensor) -> Found:
         ids = ids.expand(x.shape).gather(dim, chosen)
     else:
         ids = ids[tuple(slice(0, n) for n in chosen.shape)]
-    return _chosen(ids, _all_ids(find, chosen), is_by_value=is_moved and find.knows(chosen))
+    return _chosen(ids, _all_ids(find, chosen), is_by_value=is_moved and find(chosen) is not None)
 
 
 @_rule("sort", "topk", "argsort", "msort")
-def sort(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def sort(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """`sort` and `topk`: values and their numbers."""
     x = a["self"]
     ids, dim = _all_ids(find, x), a.get("dim", -1)
@@ -581,7 +558,7 @@ def sort(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
 
 
 @_rule("nonzero")
-def nonzero(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def nonzero(find: Find, a: Arguments, out: Tensor) -> Found:
     """Where elements are: one row for each."""
     x = a["self"]
     ids = _all_ids(find, x).expand(x.shape)
@@ -589,7 +566,7 @@ def nonzero(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("masked_select")
-def masked_select(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def masked_select(find: Find, a: Arguments, out: Tensor) -> Found:
     """Elements where a mask is true."""
     x, mask = torch.broadcast_tensors(a["self"], a["mask"])
     ids = grown(_all_ids(find, a["self"]), x.ndim).expand(x.shape)[mask]
@@ -623,7 +600,7 @@ def _put(
 
 
 @_rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x[i] = y`."""
     x, indices, values = a["self"], list(a["indices"]), a["values"]
     ids, value_ids = _all_ids(find, x), _all_ids(find, values)
@@ -661,7 +638,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 @_rule("index_add", "index_copy", "index_reduce")
-def index_add(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.index_add(dim, i, y)`."""
     x, dim, chosen = a["self"], a["dim"] % max(a["self"].ndim, 1), a["index"]
     ids, values = _all_ids(find, x), _all_ids(find, a["source"])
@@ -684,13 +661,13 @@ def index_add(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("scatter_add", "scatter_reduce")
-def scatter_add(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def scatter_add(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.scatter_add(dim, i, y)`."""
     return scatter(find, a, out, is_added=True)
 
 
 @_rule("scatter")
-def scatter(find: RowFinder, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
+def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
     """`x.scatter(dim, i, y)`: each element to its own number, beside its own place elsewhere."""
     x, dim, chosen, source = a["self"], a["dim"], a["index"], a.get("src")
     ids, own = _all_ids(find, x), _all_ids(find, chosen)
@@ -724,7 +701,7 @@ def scatter(find: RowFinder, a: Arguments, out: Tensor, *, is_added: bool = Fals
 
 
 @_rule("masked_scatter")
-def masked_scatter(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def masked_scatter(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.masked_scatter(mask, y)`: elements of y in their order."""
     x, mask = a["self"], a["mask"].expand(a["self"].shape)
     ids = _all_ids(find, x)
@@ -738,7 +715,7 @@ def masked_scatter(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("slice_scatter", "select_scatter")
-def written_part(find: RowFinder, a: Arguments, out: Tensor) -> Found:
+def written_part(find: Find, a: Arguments, out: Tensor) -> Found:
     """A part of a tensor, written into a copy of it."""
     ids, own, dim = _all_ids(find, a["self"]), _all_ids(find, a["src"]), a.get("dim", 0)
     if "index" in a:
@@ -750,7 +727,7 @@ def written_part(find: RowFinder, a: Arguments, out: Tensor) -> Found:
 
 
 @_rule("_pack_padded_sequence")
-def pack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def pack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """The steps of sequences that have not ended, step by step."""
     x = a["input"]
     ids = _all_ids(find, x)
@@ -760,7 +737,7 @@ def pack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
 
 
 @_rule("_pad_packed_sequence")
-def unpack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def unpack(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """Back to [time, batch]: the padding is its sequence's."""
     data = a["data"]
     ids = _all_ids(find, data)
@@ -772,7 +749,7 @@ def unpack(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
 
 
 @_rule("_embedding_bag", "_embedding_bag_forward_only")
-def bags(find: RowFinder, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
+def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     """One row per bag: whose its ids are, or else its place."""
     ids, places = a["indices"], a["offsets"]
     if _ids(find, a["weight"]) is not None:

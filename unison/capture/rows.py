@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,8 +18,8 @@ from unison.capture.row_rules import (
     RULES,
     VIEWS,
     Arguments,
+    Find,
     Found,
-    RowFinder,
     RowRule,
     RowSamples,
     along_dims,
@@ -110,7 +110,7 @@ def _is_pointwise(func: Any, base: str) -> bool:
 
 
 def rows_after(
-    known: Callable[[Tensor], RowSamples | None],
+    known: Find,
     signature: Signature,
     args: tuple,
     kwargs: Arguments,
@@ -136,7 +136,7 @@ def rows_after(
         only = len(outputs) == 1 and signature.base not in LISTS
         arguments = signature.bound(args, kwargs)
         try:
-            made = signature.rule(RowFinder(known), arguments, outputs[0] if only else outputs)
+            made = signature.rule(known, arguments, outputs[0] if only else outputs)
         except _NOT_FORESEEN:  # nobody can tell: an operation with a parameter will refuse it
             made = None
     several = list(made) if isinstance(made, list | tuple) else [made] * len(outputs)
