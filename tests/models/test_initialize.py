@@ -85,4 +85,4 @@ def test_layer_built_by_hand_draws_from_torch():
 
 def test_undescribed_parameter_is_named():
     with pytest.raises(BadInput, match=r"parameter 'head\.weight' has no described init"):
-        named_inits(nn.ModuleDict({"head": nn.Projection(2, 2)}))
+        named_inits(nn.ModuleDict({"head": nn.Linear(2, 2)}))
