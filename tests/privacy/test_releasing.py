@@ -83,7 +83,7 @@ def test_what_kernels_know_of_gradients(shapes):
     for _ in range(2):
         found = cut.empty(torch.device("cpu"))
         assert [each.shape for each in found] == [torch.Size(shape) for shape in shapes]
-        assert found.facts == multi_tensor.TensorMeta(list(found))
+        assert found.meta == multi_tensor.TensorMeta(list(found))
         addresses = np.frombuffer(found.addresses, np.int64).tolist()
         is_there = [each.numel() > 0 for each in found]
         asked = [each.data_ptr() for each in found]
