@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unison.kernels import per_sample_numba as compiled
+from unison.kernels import numba_kernels as compiled
 from unison.kernels.per_sample import (
     LEAST_ELEMENTS,
     squared_norms,

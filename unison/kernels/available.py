@@ -14,7 +14,7 @@ TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # float64 goes through p
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -32,17 +32,17 @@ def shared_bytes(device: torch.device) -> int:
 
 @cache
 def loads_tiles(device: torch.device) -> bool:
-    """Whether the hardware itself loads tiles, by descriptors (TMA): GPUs since 2022."""
+    """Return whether the hardware itself loads tiles, by descriptors (TMA): GPUs since 2022."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
+    """Return whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
     return has_triton() and all(each.is_cuda and is_suited(each) for each in tensors)
 
 
 def is_suited(x: Tensor) -> bool:
-    """Whether kernels would take a tensor if it were on CUDA.
+    """Return whether kernels would take a tensor if it were on CUDA.
 
     Those of a graph that is being traced have no memory: what is computed with them is for its
     compiler to see.

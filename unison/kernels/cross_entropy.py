@@ -323,7 +323,7 @@ class ChunkedHead:
         return memory[..., : self.vocab]
 
     def inputs(self, chunk: TokenChunk) -> Tensor:
-        """The hidden states of a chunk [rows, d]."""
+        """Return the hidden states of a chunk [rows, d]."""
         return self.hidden[chunk].flatten(0, 1)
 
     def logits(self, chunk: TokenChunk, out: Tensor | None = None) -> Tensor:

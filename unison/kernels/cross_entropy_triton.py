@@ -57,7 +57,7 @@ def _statistics(
 
 @triton.jit
 def _slope(x, columns, label, row_lse, scale, is_counted):
-    """The gradient of some logits of a row."""
+    """Return the gradient of some logits of a row."""
     share = tl.exp(x.to(tl.float32) - row_lse) - tl.where(columns == label, 1.0, 0.0)
     return tl.where(is_counted, share * scale, 0.0)  # an ignored row may hold NaN
 
@@ -91,7 +91,7 @@ def _gradient(
 
 
 def launch_options(num_columns: int) -> dict[str, Any]:
-    """The constants and launch options for rows of this length: a function of the shape alone."""
+    """Return constants and launch options for rows of this length: by the shape alone."""
     block = min(LARGEST_BLOCK, max(128, triton.next_power_of_2(num_columns)))
     # Fused multiply-adds by name: what Triton does unasked changes with its version.
     return {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4, "enable_fp_fusion": True}

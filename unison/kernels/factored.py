@@ -19,7 +19,7 @@ _SHARED = 150 << 10  # bytes of shared memory, for tiles that are loaded and one
 
 
 def are_taken(left: Tensor, right: Tensor) -> bool:
-    """Whether there are kernels for a layer with these factors [samples, tokens, features].
+    """Return whether there are kernels for a layer with these factors [samples, tokens, features].
 
     If they lie at addresses that are multiples of 16, too: see `aligned`.
     """
@@ -35,13 +35,13 @@ def are_taken(left: Tensor, right: Tensor) -> bool:
 
 
 def _suits(device: torch.device) -> bool:
-    """Whether the kernels are fast on a device; where tiles are loaded by hand, they are not."""
+    """Return whether the kernels are fast on a device: where the hardware loads tiles, they are."""
     is_fast = loads_tiles(device) or device.type != "cuda"
     return is_fast and shared_bytes(device) >= _SHARED
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether the hardware's loads of tiles take x [samples, tokens, features]."""
+    """Return whether the hardware's loads of tiles take x [samples, tokens, features]."""
     return (
         x.shape[2] > 0
         and x.shape[2] % _ALIGNED == 0

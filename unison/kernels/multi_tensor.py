@@ -75,7 +75,7 @@ class TensorBatch(list[Tensor]):
 
     @property
     def addresses(self) -> bytes:
-        """Where they lie, as `ADDRESS` one after the other: a key, and a table's column."""
+        """Return where they lie, as `ADDRESS` one after the other: a key, and a table's column."""
         if self._addresses is None:
             self._addresses = struct.pack(f"<{len(self)}q", *map(Tensor.data_ptr, self))
         return self._addresses

@@ -1,7 +1,7 @@
 """Per-sample gradients squared and combined: two operations, each one read of all gradients.
 
 The backend is chosen by device, dtype and size alone, never by what ran before: the backends round
-differently, and a step must not. On 2 cores numba (per_sample_numba.py) is 20 times as fast as the
+differently, and a step must not. On 2 cores numba (numba_kernels.py) is 20 times as fast as the
 reference for norms, and 10 times for sums.
 """
 
@@ -34,7 +34,7 @@ def _compiled_for(x: Tensor) -> Any:
     """Return the compiled functions where they take x, else None."""
     is_suited = x.device.type == "cpu" and x.dtype in _COMPILED_DTYPES
     if is_suited and x.numel() >= LEAST_ELEMENTS and _has_numba():
-        return import_module("unison.kernels.per_sample_numba")
+        return import_module("unison.kernels.numba_kernels")
     return None
 
 

@@ -31,7 +31,7 @@ class Network:
 def _permute(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool) -> Tensor:
     network = Network(tuple(words.tolist()), n, sides[0], sides[1])
     if x.device.type == "cpu" and is_numba_chosen(x.numel()):  # 6 times as fast on 2 cores
-        return import_module("unison.kernels.random_numba").permute(x, network, is_inverse)
+        return import_module("unison.kernels.numba_kernels").permute(x, network, is_inverse)
     return permute_reference(x, network, is_inverse)
 
 

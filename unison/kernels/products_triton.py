@@ -213,7 +213,7 @@ def _choose_config(rows: int, columns: int, dtype: torch.dtype) -> Config:
 
 
 def _can_describe(x: Tensor) -> bool:
-    """Whether the hardware's tile loads (TMA) take a tensor [batch, tokens, features]."""
+    """Return whether the hardware's tile loads (TMA) take a tensor [batch, tokens, features]."""
     if not loads_tiles(x.device):
         return False
     sizes = [stride * x.element_size() for stride in x.stride()]

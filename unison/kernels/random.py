@@ -1,7 +1,7 @@
 """Fill tensors with random numbers: one operation, three backends, one set of bits.
 
 `fill_rows` is the entrance. It calls the `unison::random_fill` operation, which picks a backend by
-device: Triton on CUDA (random_triton.py), numba on the CPU (random_numba.py: secure normals 18
+device: Triton on CUDA (random_triton.py), numba on the CPU (numba_kernels.py: secure normals 18
 times, other draws 5 to 11 times as fast as the reference on 2 cores), and the plain-torch reference
 of this file where neither is there. Which backend ran cannot be told from the values.
 
@@ -661,7 +661,7 @@ def _choose(out: Tensor) -> Callable[[Tensor, Recipe, Tensor, int], None]:
     if _is_triton_chosen(out):
         return import_module("unison.kernels.random_triton").fill
     if out.device.type == "cpu" and is_numba_chosen(out.numel()):
-        return import_module("unison.kernels.random_numba").fill
+        return import_module("unison.kernels.numba_kernels").fill
     return fill_reference
 
 

@@ -10,7 +10,7 @@ compile variants by their divisibility, and Python floats would arrive as float3
 """
 
 # Triton's own annotations do not describe what its compiler accepts.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from typing import Any

@@ -57,7 +57,7 @@ class DrawingBackend:
 
 
 def _streams() -> list[Tensor]:
-    """What the draws of a graph are made of, from where the running granule has come to."""
+    """Return the streams and sample ids of a graph's draws, as far as its granule has come."""
     running = draws_of_granule()
     if running is None:
         raise UnsupportedOperation(
@@ -72,7 +72,7 @@ def _streams() -> list[Tensor]:
 
 
 def _drawing_nodes(graph: GraphModule) -> list[Node]:
-    """The nodes of a graph that draw.
+    """Return the nodes of a graph that draw.
 
     Raises:
         UnsupportedOperation: If one lies in a graph below, such as that of a checkpoint.
@@ -139,7 +139,7 @@ def _rewritten(
 
 
 def _shape_of_dropped(node: Node) -> tuple[int, ...]:
-    """The shape of what a node drops elements of.
+    """Return the shape of what a node drops elements of.
 
     Raises:
         UnsupportedOperation: If it draws otherwise.

@@ -39,7 +39,7 @@ from unison.rng.keys import Key
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the running code draws: of which granule, or at the root of all."""
+    """The place of the running code among draws: a granule, or the root of all."""
 
     draws: BatchDraws
     granule: int | None = None  # None: of all, and values are joined
@@ -61,12 +61,12 @@ def _at(place: _Place | None) -> Iterator[None]:
 
 
 def current_draws() -> BatchDraws | None:
-    """The draws of the running pass; None if they are torch's own."""
+    """Return the draws of the running pass; None if they are torch's own."""
     return None if _place is None else _place.draws
 
 
 def draws_of_granule() -> tuple[BatchDraws, GranuleDraws] | None:
-    """The draws of the running granule; None if there is none, or draws are torch's own."""
+    """Return the draws of the running granule; None if there is none, or they are torch's."""
     place = _place
     if place is None or place.granule is None:
         return None
@@ -256,7 +256,7 @@ def _draw_in_granule(
 
 
 def draws_now(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a function draws with these arguments."""
+    """Return whether a function draws with these arguments."""
     if func in DROPOUTS:
         _, p, is_training, _ = dropout_arguments(*args, **kwargs)
         return is_training and p > 0.0
@@ -354,7 +354,7 @@ def _let_resume(frame: Any, place: _Place, before: tuple[int, int]) -> None:
 
 
 def _frames_of(pack: Any) -> Iterator[Any]:
-    """The checkpoints that the running code is in, by torch's own notes of them."""
+    """Yield the checkpoints that the running code is in, by torch's own notes of them."""
     found = _frame_in(pack)
     if found is not None:
         yield found

@@ -91,13 +91,13 @@ class BatchDraws:
         self._words = [Stream(key, name, step, "draw").words for name in ("rows", "shared")]
 
     def cut(self, num_granules: int, join: Join | None) -> "BatchDraws":
-        """The draws of the same rows in granules; the same object each time."""
+        """Return the draws of the same rows in granules; the same object each time."""
         if num_granules not in self._cuts:
             self._cuts[num_granules] = BatchDraws(self.key, self.step, self.ids, num_granules, join)
         return self._cuts[num_granules]
 
     def state(self) -> list[tuple[int, int]]:
-        """How many draws each granule has made."""
+        """Return how many draws each granule has made."""
         return [(rows.count, rows.shared_count) for rows in self.granules]
 
     def set_state(self, state: list[tuple[int, int]]) -> None:
@@ -106,7 +106,7 @@ class BatchDraws:
             rows.count, rows.shared_count = count, shared_count
 
     def words(self, number: int, *, is_shared: bool = False) -> tuple[int, ...]:
-        """The stream of a draw: that of the step, at a counter of its own."""
+        """Return the stream of a draw: that of the step, at a counter of its own."""
         *others, last = self._words[is_shared]
         return *others, (last + number) & 0xFFFFFFFF
 
@@ -119,7 +119,7 @@ class BatchDraws:
 
 
 def samples_dim(shape: Sequence[int], num_rows: int) -> int | None:
-    """The dimension of samples in a tensor of this shape; None if it has none."""
+    """Return the dimension of samples in a tensor of this shape; None if it has none."""
     if len(shape) == 0 or (len(shape) == 1 and shape[0] == 1) or num_rows == 0:
         return None  # one number is no row
     if shape[0] % num_rows == 0:
@@ -132,7 +132,7 @@ def samples_dim(shape: Sequence[int], num_rows: int) -> int | None:
 
 
 def is_draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation of torch's dispatcher draws random numbers."""
+    """Return whether an operation of torch's dispatcher draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [each.name for each in func._schema.arguments]
@@ -205,7 +205,7 @@ def call_per_sample(
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether an operation of torch's dispatcher returns what it was given."""
+    """Return whether an operation of torch's dispatcher returns what it was given."""
     returns = getattr(getattr(func, "_schema", None), "returns", ())
     return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
 
@@ -235,7 +235,7 @@ def _piece(value: Any, dim: int, whole: int, part: slice) -> Any:
 
 
 def _shape_drawn(args: tuple, kwargs: dict[str, Any]) -> Sequence[int]:
-    """The shape of what a function draws: of its first tensor, or the one it is given."""
+    """Return the shape of what a function draws: its first tensor's, or the one it is given."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape
@@ -255,7 +255,7 @@ _num_seeding = 0
 
 
 def is_seeding() -> bool:
-    """Whether torch's generator is seeded for a sample right now."""
+    """Return whether torch's generator is seeded for a sample right now."""
     return _num_seeding > 0
 
 
@@ -291,7 +291,7 @@ def seeded(seed: int, device: torch.device, offset: int = 0) -> Iterator[None]:
 
 
 def generator_states() -> list[Any]:
-    """The states of torch's generators."""
+    """Return the states of torch's generators."""
     states: list[Any] = [torch.default_generator.get_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states += [
@@ -301,7 +301,7 @@ def generator_states() -> list[Any]:
 
 
 def are_equal_states(before: list[Any], after: list[Any]) -> bool:
-    """Whether no generator has moved between two `generator_states`.
+    """Return whether no generator has moved between two `generator_states`.
 
     CUDA may have begun in between: its generators stand at the beginning, if nothing was drawn.
     """
@@ -321,7 +321,7 @@ def dropout_arguments(
     *,
     train: bool | None = None,
 ) -> tuple[Tensor, float, bool, bool]:
-    """The arguments of `F.dropout` or `torch.dropout`: input, p, whether training, in place."""
+    """Return the arguments of `F.dropout` or `torch.dropout`: input, p, training, in place."""
     return input, p, training if train is None else train, inplace
 
 
@@ -381,7 +381,7 @@ drop_rows.register_autograd(_drop_gradient, setup_context=_keep_stream)
 
 
 def limit_and_scale(p: float) -> tuple[int, float]:
-    """The greatest 63-bit draw that is dropped, and what the others are multiplied by.
+    """Return the greatest 63-bit draw that is dropped, and the factor of the others.
 
     An element that is dropped at p is dropped at any greater one.
     """
@@ -480,7 +480,7 @@ _strides: dict[Any, int | None] = {}
 
 
 def _stride_of_samples(given: tuple[Tensor, ...], options: dict[str, Any]) -> int | None:
-    """How far on in torch's stream the numbers of the next sample are, in a fused kernel.
+    """Return how far on in torch's stream the next sample's numbers are, in a fused kernel.
 
     Kernels draw by place, and the sample is part of it. Which part differs from kernel to kernel,
     and which kernel runs depends on much, so it is tried out, once for each kind of call: the

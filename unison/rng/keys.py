@@ -71,7 +71,7 @@ class Key:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the key comes from a seed, so that anyone can make it again."""
+        """Return whether the key comes from a seed, so that anyone can make it again."""
         return self._is_reproducible
 
     @property

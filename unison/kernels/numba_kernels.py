@@ -1,19 +1,25 @@
-"""Random fills and permutations compiled by numba for the CPU, bit-equal to the references.
+"""What numba compiles for the CPU: random fills, permutations, and sums of per-sample gradients.
 
-Work goes in tiles that stay in the first-level cache: words first (a loop over blocks that LLVM
-turns into vector code), then the distribution, then the rounding into the output. Tiles are
-independent, so threads share nothing and their number cannot change a bit.
+Threads are plain Python threads running compiled code without the interpreter lock: no threading
+layer to configure, and nothing that breaks in a forked process. They share nothing, so their number
+cannot change a bit.
 
-No `fastmath`: LLVM then keeps every float64 product and sum apart (tests compare the bits).
+Random numbers are bit-equal to the references: no `fastmath`, so that LLVM keeps every float64
+product and sum apart (tests compare the bits). Work goes in tiles that stay in the first-level
+cache: words first (a loop over blocks that LLVM turns into vector code), then the distribution,
+then the rounding into the output.
 """
 
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
+import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
-from unison.kernels.numba_jit import jit, num_pieces, run_pieces
 from unison.kernels.permutation import NUM_ROUNDS, Network
 from unison.kernels.random import (
     CHACHA_CONSTANTS,
@@ -38,6 +44,43 @@ from unison.kernels.random import (
     fill_reference,
     inverse_table,
 )
+
+MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
+
+
+def jit(function: Any = None, *, fastmath: Iterable[str] = ()) -> Any:
+    """Compile without the interpreter lock, and keep the result on disk where that is possible.
+
+    Args:
+        function: What to compile.
+        fastmath: Names of LLVM's liberties. Without any, it keeps every product and sum apart.
+    """
+    if function is None:
+        return lambda each: jit(each, fastmath=fastmath)
+    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+    try:
+        return nb.njit(cache=True, **options)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return nb.njit(**options)(function)
+
+
+def num_pieces(num_elements: int) -> int:
+    """Return into how many pieces to cut work: one for each of torch's threads it can occupy."""
+    return max(1, min(torch.get_num_threads(), num_elements // MIN_PER_THREAD))
+
+
+def run_pieces(function: Callable[..., None], pieces: Sequence[tuple]) -> None:
+    """Call a compiled function with each tuple of arguments, in threads if there are several."""
+    if len(pieces) <= 1:
+        for piece in pieces:
+            function(*piece)
+        return
+    with ThreadPoolExecutor(len(pieces), thread_name_prefix="unison-kernel") as pool:
+        for job in [pool.submit(function, *piece) for piece in pieces]:
+            job.result()
+
+
+# --- random fills ---------------------------------------------------------------------------------
 
 _ROOM = 64
 TILE = 1024  # elements
@@ -397,3 +440,69 @@ def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
     words = np.array(network.words, np.uint64)
     _permute(source.numpy(), out.numpy(), words, *sizes, is_inverse)
     return out.view(x.shape)
+
+
+# --- sums of per-sample gradients -----------------------------------------------------------------
+
+_SUM_TILE = 512  # elements: a float64 tile stays in the first-level cache
+
+
+# Squares are added in the order LLVM's vector code takes; the order is the same in every call, and
+# a row is never shared by two threads.
+@jit(fastmath=("reassoc", "contract", "nsz"))
+def _squared_norms(x, out):
+    for b in range(x.shape[0]):
+        total = 0.0
+        for i in range(x.shape[1]):
+            value = np.float64(x[b, i])
+            total += value * value
+        out[b] = total
+
+
+@jit(fastmath=("contract",))
+def _weighted_sum(x, rows, weights, out, start, stop):
+    """Add four rows at a time: each reading of the tile then serves four of them."""
+    tile = np.empty(_SUM_TILE, np.float64)
+    for at in range(start, stop, _SUM_TILE):
+        size = min(_SUM_TILE, stop - at)
+        for j in range(size):
+            tile[j] = 0.0
+        k = 0
+        while k + 4 <= len(rows):
+            b0, b1, b2, b3 = rows[k], rows[k + 1], rows[k + 2], rows[k + 3]
+            w0, w1, w2, w3 = weights[b0], weights[b1], weights[b2], weights[b3]
+            for j in range(size):
+                i = at + j
+                tile[j] += (w0 * np.float64(x[b0, i]) + w1 * np.float64(x[b1, i])) + (
+                    w2 * np.float64(x[b2, i]) + w3 * np.float64(x[b3, i])
+                )
+            k += 4
+        while k < len(rows):
+            b0 = rows[k]
+            for j in range(size):
+                tile[j] += weights[b0] * np.float64(x[b0, at + j])
+            k += 1
+        for j in range(size):
+            out[at + j] = tile[j]
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """As the reference, of a float32 or float64 matrix on the CPU."""
+    rows, out = x.numpy(), np.empty(len(x))
+    cuts = _cuts(len(rows), num_pieces(x.numel()))
+    run_pieces(_squared_norms, [(rows[a:b], out[a:b]) for a, b in pairwise(cuts) if a < b])
+    return torch.from_numpy(out)
+
+
+def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """As the reference, of a float32 or float64 matrix on the CPU."""
+    factors, result = weights.numpy(), out.numpy()
+    rows = np.flatnonzero(factors)  # those of weight 0 are not multiplied: they may hold NaN
+    cuts = [cut // _SUM_TILE * _SUM_TILE for cut in _cuts(len(result), num_pieces(x.numel()))]
+    cuts[-1] = len(result)
+    pieces = [(x.numpy(), rows, factors, result, a, b) for a, b in pairwise(cuts) if a < b]
+    run_pieces(_weighted_sum, pieces)
+
+
+def _cuts(total: int, count: int) -> list[int]:
+    return [total * i // count for i in range(count + 1)]
