@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import unison
 from tests.harness import assert_close
 from tests.kfac.common import CLASSES, observed, settings
+from unison.kfac.factors import token_weights
 
 TOKENS = 7
 
@@ -27,7 +28,7 @@ class Pooled(nn.Module):
 
 def mean_of_inputs(x: Tensor) -> Tensor:  # [..., d] -> [d + 1, d + 1]
     rows = F.pad(x.detach().flatten(0, -2), (0, 1), value=1.0)
-    return sum(torch.outer(row, row) for row in rows) / len(rows)
+    return torch.stack([torch.outer(row, row) for row in rows]).mean(0)
 
 
 def test_inputs_are_divided_by_tokens(gen):
@@ -58,3 +59,10 @@ def test_averages_are_the_weighted_mean_of_updates(gen):
         total = beta * total + (1 - beta) * mean_of_inputs(x)
         weight = beta * weight + (1 - beta)
         assert_close(kfac.factors()["first.weight"]["a"], total / weight, dtype=torch.float64)
+
+
+def test_a_sample_counts_if_any_of_its_labels_does():
+    mask = torch.tensor([[True, False], [False, False], [True, True]])
+    assert token_weights(mask, 1, "weight").tolist() == [[True], [False], [True]]
+    found = token_weights(torch.tensor([[True], [False]]), 3, "weight")
+    assert found.tolist() == [[True] * 3, [False] * 3]
