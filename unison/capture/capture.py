@@ -16,7 +16,6 @@ from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
 from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
 from unison.capture.recompute import (
-    NOBODY,
     RecomputeQueue,
     RngAutocastState,
     buffers_unchanged,
@@ -615,7 +614,7 @@ class Capture:
                 for _, name, record in use.records(g, inputs, places):
                     whole = record.as_product() if isinstance(record, Streamed) else record
                     self.on_record(name, whole)
-            return tapped_again(NOBODY, output, self._anchor(output.device), is_fresh=is_fresh)
+            return tapped_again(output, self._anchor(output.device), is_fresh=is_fresh)
         is_late = torch._C._current_graph_task_id() != self._outer
         if is_late:
             self.used_late.update(name for value, _ in tracked for name in value.of_parameters)

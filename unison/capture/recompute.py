@@ -226,7 +226,7 @@ def _refuse_gradients(*_: Any) -> NoReturn:
     )
 
 
-class _Nobody:
+class NoRecorder:
     """In the place of a use in the second pass, which is not gone backward."""
 
     def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
@@ -234,7 +234,7 @@ class _Nobody:
         _refuse_gradients()
 
 
-NOBODY = _Nobody()
+NOBODY = NoRecorder()
 
 
 @contextmanager

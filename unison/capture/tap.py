@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.capture.parts import local, record_of
-from unison.capture.recompute import Place
+from unison.capture.recompute import NOBODY, NoRecorder, Place
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Builder, Layout, Product, Record, Streamed
@@ -144,7 +144,12 @@ def _record(ctx: Any, g: Tensor | None) -> None:
 
 
 def tap(
-    use: OperationUse, output: Tensor, anchor: Tensor, saved: tuple[Tensor, ...], *, is_fresh: bool
+    use: OperationUse | NoRecorder,
+    output: Tensor,
+    anchor: Tensor,
+    saved: tuple[Tensor, ...],
+    *,
+    is_fresh: bool,
 ) -> Tensor:
     """Let `use` see the gradient of `output`.
 
@@ -176,12 +181,12 @@ def refuse_changed() -> NoReturn:
     )
 
 
-def tapped_again(use: OperationUse, output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
+def tapped_again(output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
     """What `tap` returns, in the same place in memory, with no graph behind it.
 
     It requires a gradient as it did the first time: kernels are chosen by that.
     """
-    return tap(use, output.detach(), anchor, (), is_fresh=is_fresh)
+    return tap(NOBODY, output.detach(), anchor, (), is_fresh=is_fresh)
 
 
 def _own(output: Tensor) -> Tensor:
