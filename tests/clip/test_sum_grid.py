@@ -2,7 +2,7 @@
 
 import torch
 
-from unison.clip.sum_grid import SumGrid
+from unison.clip.measured import SumGrid
 
 
 def test_weights_count_spacings():

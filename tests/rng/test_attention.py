@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unison.rng.dropout import attend_whole
+from unison.rng.draws import attend_whole
 
 MASKS = {
     "nothing": {},
