@@ -9,8 +9,7 @@ from torch import nn
 
 from bench.memory import Category, MemoryTracker
 from tests.clip.models import Deep, ids, losses
-from unison.capture import Capture
-from unison.capture.probes import fingerprint
+from unison.capture import Capture, probes
 from unison.clip import MODES, Clipping, clipped_gradients, learn
 from unison.ops import Dense, Record
 
@@ -119,7 +118,7 @@ def peak_of(model: nn.Module, batch: torch.Tensor, mode: str) -> int:
 def test_modes_hold_what_the_table_says(monkeypatch):
     """Under checkpointing, where a is not there anyway."""
     # A process keeps one key for fingerprints, as long as the largest model needed it so far.
-    monkeypatch.setattr(fingerprint, "_keys", {})
+    monkeypatch.setattr(probes, "_keys", {})
     torch.manual_seed(0)
     width, depth, batch = 32, 12, ids(batch=4, tokens=128, vocab=16)
     model = Deep(width=width, depth=depth, vocab=16)
