@@ -2,8 +2,8 @@
 
 `ShardedParam` is what a rank holds of a parameter, `GroupSums` adds clipped sums of some of them
 over granules, passes and ranks, `ParallelAdapter` is the base of the adapters. Sums are integers
-([Note: sums on a grid] in grid.py), so that the order in which they are added does not matter: the
-backend's own is as good as any.
+([Note: sums on a grid] in privacy/mechanism.py), so that the order in which they are added does not
+matter: the backend's own is as good as any.
 """
 
 import math
