@@ -135,7 +135,7 @@ def build_for_peers(task: Task) -> LanguageModel:
     for name, module in list(model.named_modules()):
         with torch.device("meta"):
             match module:
-                case layers.Linear():
+                case layers.Projection():
                     d_out, d_in = module.weight.shape
                     other = nn.Linear(d_in, d_out, bias=module.bias is not None)
                 case layers.Embedding():

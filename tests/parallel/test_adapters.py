@@ -37,7 +37,7 @@ def build(world: World, how: str) -> tuple[nn.Module, type]:
         case "units":
             return unison.fully_shard(model), Units
         case "fsdp2":
-            return fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (world.size,))), FSDP2
+            return fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (world.size,))), FSDP2  # type: ignore[return-value]
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as cut
 
