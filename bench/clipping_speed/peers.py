@@ -182,7 +182,7 @@ def _of_torch(module: nn.Module) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     with torch.device("meta"):
         match type(module).__name__, weight:
-            case (("Linear" | "LanguageModelHead"), Tensor()):
+            case (("Projection" | "LanguageModelHead"), Tensor()):
                 d_out, d_in = weight.shape
                 return nn.Linear(d_in, d_out, bias=getattr(module, "bias", None) is not None)
             case "Embedding", Tensor():
