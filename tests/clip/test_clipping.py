@@ -11,7 +11,7 @@ from unison.errors import UnsupportedOperation
 from unison.ops import Product
 
 
-class RecomputeQueue(nn.Module):
+class Repeats(nn.Module):
     """Uses a layer as often as it is told, and another one not if that is twice."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ PASSES = {mode: choice.num_backwards + choice.num_forwards - 1 for mode, choice 
 @pytest.mark.parametrize("order", [(1, 3, 2), (3, 1, 2)], ids=str)
 def test_used_more_or_less_often_than_planned(mode, order):
     torch.manual_seed(0)
-    model, x = RecomputeQueue().double(), batch(4)
+    model, x = Repeats().double(), batch(4)
     for model.num_repeats in order:
         norms = per_sample_norms(model, losses, x)
         max_norm = float(norms.median())
@@ -51,10 +51,36 @@ def test_used_more_or_less_often_than_planned(mode, order):
             torch.testing.assert_close(found.sums[name].double(), value, rtol=1e-6, atol=1e-7)
 
 
+class Shortened(nn.Module):
+    """Cuts rows to a length of its own, as code does that cuts a batch to its longest row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.length = 1
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 3, 6]
+        return self.layer(x[:, : self.length])
+
+
+@pytest.mark.parametrize("mode", [*(mode for mode in MODES if PASSES[mode] == 1), "auto"])
+@pytest.mark.parametrize("order", [(1, 3, 2), (3, 1)], ids=str)
+def test_other_tokens_than_planned_for(mode, order):
+    """What one token is planned for (the product of two norms) is not what three take."""
+    torch.manual_seed(0)
+    model, x = Shortened().double(), batch(4)
+    for model.length in order:
+        found = clipped_gradients(model, losses, x, max_norm=1.0, mode=mode)
+        norms = per_sample_norms(model, losses, x)
+        torch.testing.assert_close(found.norms, norms, rtol=1e-9, atol=0.0)
+        for name, value in clipped_sum(model, losses, x, 1.0).items():
+            torch.testing.assert_close(found.sums[name].double(), value, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if PASSES[mode] == 2])
 def test_two_passes_refuse_what_they_did_not_plan_for(mode):
     torch.manual_seed(0)
-    model = RecomputeQueue().double()
+    model = Repeats().double()
     clipped_gradients(model, losses, batch(4), max_norm=1.0, mode=mode)
     model.num_repeats = 3
     with pytest.raises(UnsupportedOperation, match=r"layer\.\w+ was used more .* keeps records"):
@@ -63,7 +89,7 @@ def test_two_passes_refuse_what_they_did_not_plan_for(mode):
 
 def test_the_first_batch_and_the_second_give_the_same_bits():
     torch.manual_seed(0)
-    model = RecomputeQueue()
+    model = Repeats()
     x = batch(5).float()
     first, second = (clipped_gradients(model, losses, x, max_norm=0.5) for _ in range(2))
     assert torch.equal(first.norms, second.norms)
@@ -73,7 +99,7 @@ def test_the_first_batch_and_the_second_give_the_same_bits():
 
 def test_per_sample_gradients_use_the_same_memory_again():
     torch.manual_seed(0)
-    model = RecomputeQueue()
+    model = Repeats()
     x = batch(5).float()
     clipped_gradients(model, losses, x, max_norm=0.5, mode="grad_materialize")
     storage = learn(model, losses, x).storage

@@ -12,7 +12,7 @@ from torch import Tensor
 from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.gradients import GRADIENT_METHODS, add_clipped
 from unison.clip.layers import KINDS, Choice, describe
-from unison.clip.matrix import tensors_of
+from unison.clip.matrix import num_terms, tensors_of
 from unison.clip.measured import (
     METHODS,
     Factors,
@@ -230,8 +230,10 @@ class Clipping:
         if kinds is not None:
             if any(isinstance(each, Streamed) for each in records):
                 return self.plan.choice(name)
-            found = sorted(KINDS[type(each)] for each in records)
-            is_formed = found == ["dense"] and NORM_METHODS[self.plan.choice(name).norm].is_kept
+            # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
+            found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
+            is_kept = NORM_METHODS[self.plan.choice(name).norm].is_kept
+            is_formed = found == [("dense", 1)] and is_kept
             if found == kinds or is_formed:  # compiled passes multiply products out themselves
                 return self.plan.choice(name)
         return self.plan.choice_for(describe(name, records))

@@ -145,11 +145,12 @@ class Plan:
         planned = self._by_name.get(name)
         return 1 if planned is None else planned.chosen.choice.num_forwards
 
-    def kinds(self, name: str) -> list[str] | None:
-        """Return the kinds of the uses that are planned for, sorted; None if they are not known."""
+    def kinds(self, name: str) -> list[tuple[str, int]] | None:
+        """Return kind and tokens of the uses that are planned for, sorted; None if not known."""
         planned = self._by_name.get(name)
-        is_known = planned is not None and not planned.layer.is_variable
-        return sorted(use.kind for use in planned.layer.uses) if planned and is_known else None
+        if planned is None or planned.layer.is_variable:
+            return None
+        return sorted((use.kind, use.tokens) for use in planned.layer.uses)
 
     def choice_for(self, layer: LayerShape) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.
