@@ -224,7 +224,11 @@ def test_gradients_past_marks_of_others_are_refused():
 
 def test_a_tied_parameter_has_one_name_in_all_of_its_places():
     model = Model()
-    found = [(each.name, each.attribute) for each in places(model) if each.module is model.second]
+    found = [
+        (each.name, each.attribute)
+        for each in places(model.named_modules())
+        if each.module is model.second
+    ]
     assert found == [("first.weight", "weight"), ("second.bias", "bias")]
     registry = ParamRegistry(model)
     assert registry.refresh() == ("first.weight", "first.bias", "first.weight", "second.bias")

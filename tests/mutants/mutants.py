@@ -85,12 +85,12 @@ _PRIVACY = [
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
 """,
         """own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
         if batch.is_last:
             self.open_release(running)
 """,
@@ -98,7 +98,7 @@ _PRIVACY = [
     ("PrivateTraining.open_release", "self.ledger.intend(running.release)", "pass"),
     ("PrivateTraining.terms", "release.expected_batch_size if", "num_samples if"),
     ("PrivateTraining.commit", "self.ledger.commit(self._uncommitted)", "pass"),
-    ("PrivateTraining._noisy_fraction", "norms <= release", "norms >= release"),
+    ("PrivateTraining.release", "<= release.max_grad_norm", ">= release.max_grad_norm"),
     ("finalise", "release.noise_std > 0", "False"),
     ("finalise", ".div_(divisor)", ""),
     ("recipes_for", "secure_floats(std,", "secure_floats(std / 2,"),
@@ -126,7 +126,7 @@ _PRIVACY = [
     ("BudgetGuard._fits", "<= self.budget.epsilon", "<= 2 * self.budget.epsilon"),
     ("AdaptiveClipping.updated", "-self.learning_rate", "self.learning_rate"),
     ("noisy_fraction", "+ 0.5", ""),
-    ("GivenGradients._require_own", " or gradient is not given()", ""),
+    ("require_given", " or gradient is not own()", ""),
     ("BatchDealer.loss_factor", "max(1, self.plan.num_samples)", "max(1, part.num_rows)"),
     (
         "Draws.records",

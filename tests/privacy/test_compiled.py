@@ -19,7 +19,7 @@ from unison.names import canonical_name
 from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.passes import cut_passes
+from unison.privacy.sampling import cut_passes
 from unison.shard import current_plan
 
 EAGER = {"backend": "aot_eager"}

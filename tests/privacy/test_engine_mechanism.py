@@ -84,7 +84,7 @@ def test_padding_counts_for_nothing(clip_rule, settings):
 def test_the_ledger_counts_a_step_before_its_sums_go_over_ranks():
     """Else a rank could have noise, and gradients, that the ledger knows nothing of."""
     engine, module, _, private = attach(max_physical_batch_size=5)
-    owner, intents = engine._training._owner, []
+    owner, intents = engine._training.owner, []
     add = owner.add
 
     def noted(*args):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
-from unison.privacy import PrivacyEngine, step_graph
+from unison.privacy import PrivacyEngine, graph
 from unison.privacy import noise as noises
 from unison.privacy.engine import RecordedPass
 
@@ -90,9 +90,9 @@ def test_no_copy_of_a_key_stays_on_the_host(monkeypatch, is_recorded, with_optim
 
         return call
 
-    monkeypatch.setattr(noises, "to_send", kept(noises.to_send))
+    monkeypatch.setattr(noises, "empty_table", kept(noises.empty_table))
     monkeypatch.setattr(noises, "words_of_streams", kept(noises.words_of_streams))
-    monkeypatch.setattr(step_graph, "erase", lambda *two: (copies.extend(two), noises.erase(*two)))
+    monkeypatch.setattr(graph, "erase", lambda *two: (copies.extend(two), noises.erase(*two)))
     settings = {"batch_size": 4, "poisson_sampling": False, "noise": 1.0, "num_steps": 3}
     trained(is_recorded=is_recorded, with_optimizer=with_optimizer, **settings)
     torch.cuda.synchronize()

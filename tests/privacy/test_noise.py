@@ -274,7 +274,7 @@ def test_the_intent_is_written_before_the_noise_is_drawn(monkeypatch, tmp_path):
 def test_the_intent_is_written_before_sums_go_over_ranks(monkeypatch):
     """A rank that has seen the last exchange may go on: the ledger must know of it by then."""
     engine, module, _, private = attach(max_physical_batch_size=5)
-    owner = engine._attached._owner
+    owner = engine._attached.owner
 
     def lost(*args, **kwargs):
         raise RuntimeError("the other ranks are gone")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unison.errors import BadInput
-from unison.privacy.passes import cut_passes, physical_batches
+from unison.privacy.sampling import cut_passes, physical_batches
 
 
 @given(

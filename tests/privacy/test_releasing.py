@@ -11,7 +11,7 @@ from tests.harness import assert_same_bits
 from unison.parallel import ShardedParam
 from unison.privacy import noise as noises
 from unison.privacy.mechanism import Release
-from unison.privacy.noise import GradientReleaser, ReleaseTerms, Shares
+from unison.privacy.noise import ReleaseTerms, Shares, private_gradients
 from unison.privacy.sampling import Poisson
 from unison.rng import Key
 
@@ -40,7 +40,7 @@ def test_per_sample_gradients_are_clipped_whatever_their_dtype(num_samples, dtyp
     values = torch.randn(num_samples, 4, 2).to(dtype)
     weights = torch.rand(num_samples, dtype=torch.float64) / 2
     terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 8.0, num_samples)
-    made = GradientReleaser(owner).gradients({"w": (values, weights)}, terms)
+    made = private_gradients(owner, {"w": (values, weights)}, terms)
     gradients = {owned.name: gradient for owned, gradient in made}
     expected = (weights.view(-1, 1, 1) * values.double()).sum(0) / 8
     torch.testing.assert_close(gradients["w"].view(4, 2).double(), expected, rtol=1e-6, atol=1e-7)
@@ -51,13 +51,13 @@ def test_gradients_are_like_their_parameters_whatever_becomes_of_them():
     """A module that is cast while it is trained has gradients of its new dtype."""
     linear = nn.Linear(4, 2)
     owned = [ShardedParam.whole(n, p) for n, p in linear.named_parameters()]
-    releasing = GradientReleaser(cast(Any, Alone(owned)))
+    owner = cast(Any, Alone(owned))
     terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
     one = torch.ones(1, dtype=torch.float64)
     own = {"bias": (torch.ones(1, 2), one), "weight": (torch.ones(1, 2, 4), one)}
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
         linear.to(dtype)
-        for each, gradient in releasing.gradients(own, terms):
+        for each, gradient in private_gradients(owner, own, terms):
             assert gradient.dtype == each.parameter.dtype == dtype
             assert gradient.shape == each.parameter.shape
             assert (gradient == 1).all()
@@ -91,10 +91,10 @@ def test_every_parameter_gets_its_own_whatever_the_order():
     one = torch.ones(1, dtype=torch.float64)
     values = [torch.full((1, 3), float(i)) for i in range(3)]
     own = dict(zip("abc", [(value, one) for value in values], strict=True))
-    releasing = GradientReleaser(cast(Any, Alone(owned)))
+    owner = cast(Any, Alone(owned))
     terms = ReleaseTerms(Key.from_seed(0), WITHOUT_NOISE, 1.0, 1)
-    found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
+    found = {each.name: gradient for each, gradient in private_gradients(owner, own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 1, "c": 2}
     del own["b"]  # nobody used it
-    found = {each.name: gradient for each, gradient in releasing.gradients(own, terms)}
+    found = {each.name: gradient for each, gradient in private_gradients(owner, own, terms)}
     assert {name: float(each[0]) for name, each in found.items()} == {"a": 0, "b": 0, "c": 2}

@@ -45,7 +45,7 @@ def test_replicated_parameters_count_once(world):
     """What a sum of squares over all ranks and parameters gives, as in Opacus, is another norm."""
     model = cut(Model("attention"), mesh_for(world, 2), "usual")
     engine, model, _, loader = attach(model, noise_multiplier=0.0)
-    owner: Any = engine._attached._owner
+    owner: Any = engine._attached.owner
     whole_norms, seen = owner.whole_norms, []
 
     def watched(norms: Any) -> Any:

@@ -1,10 +1,12 @@
 """Capture: every use of every parameter in a forward pass, recorded in its backward pass.
 
 The only code that intercepts a pass. It leaves records, as data, by parameter name.
+A tap on the output of each operation that uses parameters makes records of its gradient.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,8 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
-from unison.capture.parts import is_in_parts, local, refuse_use, sum_of_parts
+from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
 from unison.capture.recompute import (
+    NOBODY,
+    NoRecorder,
+    Place,
     RecomputeQueue,
     RngAutocastState,
     buffers_unchanged,
@@ -25,14 +30,6 @@ from unison.capture.recompute import (
 from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.row_rules import RowSamples, is_mixed
 from unison.capture.rows import RowTrace
-from unison.capture.tap import (
-    OnProduct,
-    OnRecord,
-    OperationUse,
-    refuse_second,
-    tap,
-    tapped_again,
-)
 from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import (
     FACTS,
@@ -45,8 +42,8 @@ from unison.capture.tracked import (
     marked,
     plain,
 )
-from unison.errors import UnsupportedOperation
-from unison.ops import Builder, Layout, Record, Streamed, rule_of
+from unison.errors import BadInput, UnsupportedOperation
+from unison.ops import Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
@@ -55,6 +52,9 @@ PLACING = "_unison_placing"
 # On the leaves that records hang on, so that who looks at a graph can tell them from the user's.
 ANCHOR = "_unison_anchor"
 
+
+OnRecord = Callable[[str, Record], None]
+OnProduct = Callable[[str, Product], bool]
 
 _NO_MODULE = nn.Module()
 
@@ -133,7 +133,7 @@ class Capture:
         self.recorded_late: set[str] = set()
         self.is_outside = False
         self.factored: Collection[str] = ()
-        self.repeats = RecomputeQueue()
+        self.repeats = None if on_product is None else RecomputeQueue()
         self._is_again = False
         self._outer = -1  # number of the backward pass in which all of this happens, if any
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
@@ -164,7 +164,7 @@ class Capture:
         if not self._is_current:
             self._params.refresh()
         refuse_compiled(self._params.modules)
-        if not self._is_again:  # else it is what waits
+        if self.repeats is not None and not self._is_again:  # else it is what waits
             self.repeats.clear()
         self._outer = torch._C._current_graph_task_id()
         placing = self.module.__dict__.get(PLACING)
@@ -263,6 +263,7 @@ class Capture:
         Raises:
             UnsupportedOperation: If the two passes are not the same.
         """
+        assert self.repeats is not None
         self._is_again = True
         try:
             with (
@@ -289,7 +290,7 @@ class Capture:
         for give_back in self._lent:
             give_back()
         self._lent = []
-        self.repeats.clear()
+        self.repeats = None
         self.anchors.clear()
         self.on_product = None
         self.on_record = _refuse_late
@@ -610,6 +611,7 @@ class Capture:
                 OperationUse(self, layout, tracked),
                 tuple(each.detach() for each in saved),
             )
+            assert self.repeats is not None
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
                     whole = record.as_product() if isinstance(record, Streamed) else record
@@ -619,8 +621,7 @@ class Capture:
         if is_late:
             self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
         anchor = self._anchor(output.device)
-        is_numbered = self.on_product is not None and not is_late
-        number = self.repeats.number(call) if is_numbered else None
+        number = self.repeats.number(call) if self.repeats is not None and not is_late else None
         use = OperationUse(self, layout, tracked, number, is_late)
         if self._uses is not None:
             self._uses.append(use)
@@ -686,3 +687,176 @@ def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor 
     first = local(found)
     first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
     return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
+
+
+_as_no_view = torch.ops.aten._unsafe_view.default
+
+
+@dataclass(eq=False, slots=True)
+class OperationUse:
+    """The uses of parameters by one operation, whose records are made when its gradient comes."""
+
+    capture: "Capture"
+    layout: Layout | None  # None if it was made in a backward pass, and is not known there
+    uses: Sequence[tuple[Tracked, Builder]]
+    number: int | None = None  # in the forward pass, if it can be met again
+    is_late: bool = False  # made in a backward pass
+
+    def records(
+        self, g: Tensor, saved: tuple[Tensor, ...], places: Sequence[Place] | None = None
+    ) -> Iterator[tuple[Place, str, Record]]:
+        """Make the records, or some of them: where each belongs, its parameter, the record."""
+        layout = self.layout
+        if layout is None:
+            name = self.uses[0][0].of_parameters[0]
+            raise UnsupportedOperation(
+                f"{name}: rows of this model lie where values have put them, and reentrant "
+                "activation checkpointing runs it where samples are not followed; use "
+                "use_reentrant=False"
+            )
+        layout.check_nobodys(g)
+        is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
+        for i, (tracked, builder) in enumerate(self.uses):
+            if places is not None and all(i != place[0] for place in places):
+                continue
+            if layout.index is not None:
+                record = _indexed(layout, tracked, builder, g, saved)
+            elif is_whole:
+                record = builder(layout, g, *saved, shape=tuple(tracked.value.shape))
+            else:
+                record = record_of(builder, layout, tracked.value, g, saved)
+            for j, source in enumerate(tracked.sources):
+                if places is None or (i, j) in places:
+                    yield (i, j), source.name, source.of(record)
+
+    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Hand the records over, now that the gradient of the output has come."""
+        capture, number, places = self.capture, self.number, []
+        for place, name, record in self.records(g, saved):
+            if self.is_late:
+                capture.recorded_late.add(name)
+            if isinstance(record, Streamed) and not capture.streams:
+                record = record.as_product()
+            if number is None or capture.on_product is None or not isinstance(record, Product):
+                capture.on_record(name, record)
+            elif capture.on_product(name, record):
+                places.append(place)
+        if places:
+            assert number is not None
+            assert capture.repeats is not None
+            capture.repeats.keep(number, g, tuple(map(local, saved)), places)
+
+
+def _indexed(
+    layout: Layout, tracked: Tracked, builder: Builder, g: Tensor, saved: tuple[Tensor, ...]
+) -> Record:
+    """Make a record of rows that lie where values have put them."""
+    try:
+        return builder(layout, g, *saved, shape=tuple(tracked.value.shape))
+    except BadInput as error:
+        raise UnsupportedOperation(
+            f"{tracked.of_parameters[0]}: its rows lie where values have put them, and {error}"
+        ) from None
+
+
+class _InPlace(torch.autograd.Function):
+    """Marks a fresh tensor as its own output.
+
+    The mark costs no copy, and the tensor may be changed in place later (a view could not). It
+    needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
+    activation checkpointing drops it and makes it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+    ) -> Tensor:
+        ctx.use, ctx.num_saved = use, len(saved)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
+        _record(ctx, g)
+        return None, g, None, *(None for _ in range(ctx.num_saved))
+
+
+class _Copied(_InPlace):
+    """The same, for tensors that share memory with others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+    ) -> Tensor:
+        ctx.use, ctx.num_saved = use, len(saved)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return output.clone()
+
+
+def _record(ctx: Any, g: Tensor | None) -> None:
+    if g is None:
+        return
+    try:
+        saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            refuse_changed()
+        raise
+    ctx.use.record(g, tuple(value.detach() for value in saved))
+
+
+def tap(
+    use: OperationUse | NoRecorder,
+    output: Tensor,
+    anchor: Tensor,
+    saved: tuple[Tensor, ...],
+    *,
+    is_fresh: bool,
+) -> Tensor:
+    """Let `use` see the gradient of `output`.
+
+    Args:
+        use: Who records.
+        output: What an operation returned.
+        anchor: A scalar that requires a gradient, so that one comes even if no input does.
+        saved: What the record is made of.
+        is_fresh: Whether the operation made the output new and does not need it in its backward.
+    """
+    if not is_fresh:
+        return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
+    return _InPlace.apply(use, _own(output), anchor, *saved)  # type: ignore[return-value]
+
+
+def refuse_second() -> NoReturn:
+    """Raise for a gradient that comes again."""
+    raise BadInput(
+        "a second backward pass over one forward pass: its inputs are gone. Call backward once per "
+        "batch"
+    )
+
+
+def refuse_changed() -> NoReturn:
+    """Raise for an input that is not what went in."""
+    raise UnsupportedOperation(
+        "an input of a layer was changed in place after the layer had used it, and its gradient is "
+        "made of it; use an operation with a result of its own"
+    )
+
+
+def tapped_again(output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
+    """What `tap` returns, in the same place in memory, with no graph behind it.
+
+    It requires a gradient as it did the first time: kernels are chosen by that.
+    """
+    return tap(NOBODY, output.detach(), anchor, (), is_fresh=is_fresh)
+
+
+def _own(output: Tensor) -> Tensor:
+    """Let a view of something that nobody else sees be none.
+
+    A linear map makes one, where it reshapes what it made.
+    """
+    return output if output._base is None else _as_no_view(output, output.shape)

@@ -30,8 +30,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
 from unison.capture.axes import Axes, AxisTable, Call
-from unison.capture.capture import Capture
-from unison.capture.tap import OperationUse, refuse_second
+from unison.capture.capture import Capture, OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.dynamo import DynamoBackend

@@ -50,7 +50,7 @@ class CompiledForward:
 
     def __init__(self, name: str, module: nn.Module, passes: "CapturedPasses") -> None:
         self.name, self._module, self._passes = name, module, passes
-        self._places = [(each.module, each.attribute) for each in places(module)]
+        self._places = [(each.module, each.attribute) for each in places(module.named_modules())]
         self._compiled: dict[CompiledCapture, Callable[..., Any]] = {}
         self._worked: set[CompiledCapture] = set()
         self.refusal: str | None = None

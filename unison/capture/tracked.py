@@ -12,7 +12,7 @@ take gradients: records are made from the values without a graph, so a gradient 
 by another way, and raises.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,15 +41,19 @@ class Place(NamedTuple):
     name: str  # canonical: the first one of a tied parameter, without wrappers
 
 
-def places(module: nn.Module) -> Iterator[Place]:
-    """Yield all places of all parameters, in the order of `named_parameters()`."""
+def places(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+    """Return all places of all parameters, in the order of `named_parameters()`."""
+    found: list[Place] = []
     names: dict[int, str] = {}
-    for path, child in module.named_modules():
-        prefix = f"{path}." if path else ""
-        for attribute, parameter in child._parameters.items():
+    for path, module in modules:
+        for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                name = names.setdefault(id(parameter), canonical_name(prefix + attribute))
-                yield Place(child, attribute, parameter, name)
+                name = names.get(id(parameter))
+                if name is None:
+                    name = canonical_name(f"{path}.{attribute}" if path else attribute)
+                    names[id(parameter)] = name
+                found.append(Place(module, attribute, parameter, name))
+    return found
 
 
 class ParamRegistry:
@@ -57,7 +61,7 @@ class ParamRegistry:
 
     Attributes:
         modules: By name.
-        places: Of all parameters.
+        places: Of all parameters, in the order of `named_parameters()`.
         trained: Names of all places whose parameters take gradients.
     """
 
@@ -70,7 +74,7 @@ class ParamRegistry:
     def refresh(self) -> tuple[str, ...]:
         """Look at the model, and return `trained`."""
         self.modules = list(self._module.named_modules())
-        self.places = list(places(self._module))
+        self.places = places(self.modules)
         self.trained = tuple(each.name for each in self.places if each.parameter.requires_grad)
         return self.trained
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unison.capture.tap import refuse_changed
+from unison.capture.capture import refuse_changed
 from unison.clip.bounds import SampleNorms, gamma
 from unison.clip.layers import MODES, Choice
 from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of

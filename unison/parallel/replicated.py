@@ -80,7 +80,7 @@ class Replicated(ParallelAdapter):
         """Let each granule compute with parameters of its own capture."""
         tracked: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            for owner, attribute, parameter, name in places(self.module):
+            for owner, attribute, parameter, name in places(self.module.named_modules()):
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in tracked:
@@ -95,7 +95,7 @@ class Replicated(ParallelAdapter):
 def trained_params(module: nn.Module) -> dict[str, Any]:
     """Each trainable parameter once, by its canonical name."""
     found: dict[str, Any] = {}
-    for place in places(module):
+    for place in places(module.named_modules()):
         if place.parameter.requires_grad:
             found.setdefault(place.name, place.parameter)
     return found

@@ -10,7 +10,6 @@ from unison.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
-from unison.privacy.dealing import Diagnostics
 from unison.privacy.engine import PrivacyEngine
 from unison.privacy.ledger import Ledger, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
@@ -26,6 +25,7 @@ from unison.privacy.mechanism import (
     Stairs,
 )
 from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
+from unison.privacy.training import Diagnostics
 
 __all__ = [
     "AdaptiveClipping",

@@ -12,8 +12,10 @@ All outputs of the module go through one gate, so that all their gradients come 
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -25,13 +27,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from unison.capture import Capture, RngAutocastState
 from unison.capture.torch_compile import backend_of_caller, is_compiled, uncompile
 from unison.capture.tracked import ParamRegistry
-from unison.clip import Clipping, Plan
+from unison.clip import Clipping, Plan, SampleNorms
+from unison.clip.measured import SumGrid
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.dealing import BatchDealer, packed, plain_leaf, unpacked
+from unison.privacy.dealing import BatchDealer, Part, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
     Inputs,
     ModuleHook,
@@ -40,22 +43,12 @@ from unison.privacy.inputs import (
     refuse_scaled_loss,
     scaled_losses_noticed,
 )
-from unison.privacy.learning import Learning
+from unison.privacy.learning import ClippingSettings, Learning, is_recording
 from unison.privacy.loss_check import LabelCheck
 from unison.privacy.loss_program import LossRecorder, refuse_unseen
-from unison.privacy.param_check import Trained
-from unison.privacy.passes import PhysicalBatch
+from unison.privacy.mechanism import Grid
 from unison.privacy.public_terms import BufferWatch, PublicTerms
-from unison.privacy.step_graph import is_recording
-from unison.privacy.step_state import (
-    AddSums,
-    ClippingSettings,
-    Coefficients,
-    PassSums,
-    Phase,
-    RunningPart,
-    RunningPass,
-)
+from unison.privacy.sampling import PhysicalBatch
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default
@@ -106,6 +99,94 @@ def passes_gate(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+class Phase(Enum):
+    """How far one captured pass has come."""
+
+    FORWARD = auto()  # captured, not sent back yet
+    BACKWARD = auto()
+    DONE = auto()
+
+
+@dataclass(eq=False)
+class RunningPart:
+    """Rows that are computed together, on their way through the module."""
+
+    rows: Part
+    clipping: Clipping
+    capture: Capture
+    coefficients: Mapping[str, Tensor] | None = None
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """One physical batch on its way through the module; it makes its clipped sums (`MakeSums`).
+
+    Sums are integers, which add without rounding: over granules, passes and ranks they are the same
+    in any order, and emptying a record changes what it changes in that record's own rows.
+
+    Attributes:
+        batch: The batch.
+        parts: Its rows by granule.
+        captures: Of all parts.
+        context: What is put in the module's place for the pass.
+        num_backwards: Backward passes that clipping takes.
+        call: What the module is called with, if it is to be run again.
+        phase: How far it has come.
+        grid: On which the sums lie; set before they are made.
+    """
+
+    batch: PhysicalBatch
+    parts: dict[int, RunningPart]
+    captures: Sequence[Capture]
+    context: ExitStack
+    num_backwards: int
+    call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
+    phase: Phase = Phase.FORWARD
+    grid: Grid | None = None
+
+    def close(self) -> None:
+        """Let go of the module and of what was recorded: the pass is over, or given up."""
+        self.context.close()
+        for capture in self.captures:
+            capture.release()
+        self.parts.clear()
+        self.call = None
+
+    def __call__(
+        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
+        """Return this rank's clipped sums of these parameters; see `MakeSums`."""
+        part, grid = self.parts[granule], self.grid
+        assert part.coefficients is not None
+        assert grid is not None
+        totals = dict(zip(names, before or [None] * len(names), strict=True))
+        part.clipping.add_on_grid(part.coefficients, totals, spacing=grid.spacing, dtype=grid.dtype)
+        return list(totals.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sums."""
+        assert self.grid is not None
+        return self.grid.dtype
+
+    def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
+        if len(self.parts) != 1:
+            return None
+        (part,) = self.parts.values()
+        assert part.coefficients is not None
+        return part.clipping.shares(part.coefficients)
+
+
+Coefficients = Callable[
+    [PhysicalBatch, Part, Mapping[str, SampleNorms]], tuple[Mapping[str, Tensor], SumGrid]
+]
+"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter, and the
+grid that shares are rounded to."""
+AddSums = Callable[[RunningPass], None]
+"""Takes the clipped sums of a pass whose backward pass has ended."""
+
+
 class Attachment:
     """Hooks on a module that turn its backward passes into clipped sums.
 
@@ -145,9 +226,8 @@ class Attachment:
         self._pass: RunningPass | None = None
         self._recorder, self._public_terms = recorder, public_terms
         self._follows_loss = True
-        self.trained = Trained(self.params, owner)
-        self._learning = Learning(module, settings, owner, self.trained)
-        self._buffers = BufferWatch(self._learning.may_write)
+        self.learning = Learning(module, settings, owner, self.params)
+        self._buffers = BufferWatch(self.learning.may_write)
         self._compiled: CompiledPasses | None = None
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
@@ -173,8 +253,8 @@ class Attachment:
             self.module,
             backend,
             is_granular=self._dealing.granule is not None,
-            is_aside=lambda: self._learning.is_running,
-            agree=self._learning.agree,
+            is_aside=lambda: self.learning.is_running,
+            agree=self.learning.agree,
         )
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
@@ -189,7 +269,7 @@ class Attachment:
         if not self._follows_loss:
             return
         backend = None
-        if is_compiled(list(map(vars, self.trained.modules))):
+        if is_compiled([vars(each) for _, each in self.params.modules]):
             backend = uncompile(self.module, self._handles)
         if self._compiled is None and not self._is_told:
             backend = backend or backend_of_caller()
@@ -267,8 +347,8 @@ class Attachment:
             UnsupportedOperation: An operation has no rule, or samples mix.
         """
         inputs = self._inputs_of(args, kwargs, num_rows)
-        learned = self._learning.learn(inputs)
-        return self._learning.plan(
+        learned = self.learning.learn(inputs)
+        return self.learning.plan(
             learned,
             self._dealing.rows_to_plan(num_rows),
             inputs,
@@ -285,7 +365,7 @@ class Attachment:
     def _is_aside(self) -> bool:
         """Whether the module runs for our own sake, and not to be trained."""
         is_trying = self._compiled is not None and self._compiled.is_trying
-        return self._is_repeating or self._learning.is_running or is_trying
+        return self._is_repeating or self.learning.is_running or is_trying
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._is_aside:
@@ -304,19 +384,19 @@ class Attachment:
         self._following.enter_context(self._dealing.watched(module, (args, kwargs)))
         if self._pass is not None and self._pass.batch is batch:
             self._join(self._pass, args, kwargs)
-            self._set_outside(self._pass, is_outside=False)
+            for capture in self._pass.captures:
+                capture.is_outside = False
         else:
             self._drop_pass()
             self._pass = self._begin_pass(batch, args, kwargs)
-        self._follow(self._following, self._pass, args, kwargs)
+        if self._pass.captures[0].axes.is_traced:
+            self._follow(self._following, self._pass, args, kwargs)
 
     def _follow(
         self, context: ExitStack, running: RunningPass, args: tuple, kwargs: dict[str, Any]
     ) -> None:
         """Follow samples through a forward pass, where values decide which rows are whose."""
         (first, *others) = running.parts.values()
-        if not first.capture.axes.is_traced:
-            return
         if others:
             raise UnsupportedOperation(
                 "values decide where rows of this module lie, and samples are not followed through "
@@ -325,11 +405,6 @@ class Attachment:
         inputs = self._inputs_of(args, kwargs, first.rows.num_rows)
         samples = [inputs.leaves[place] for place in inputs.places]
         context.enter_context(first.capture.following(samples, inputs.dim, inputs.rows))
-
-    def _set_outside(self, running: RunningPass, *, is_outside: bool) -> None:
-        """Tell captures whether uses of parameters are the module's own, or the user's."""
-        for part in running.parts.values():
-            part.capture.is_outside = is_outside
 
     def _join(self, running: RunningPass, args: tuple, kwargs: dict[str, Any]) -> None:
         """Let several forward passes of one batch end in one backward pass."""
@@ -352,11 +427,12 @@ class Attachment:
         self._take_over_compiled()
         num_rows = self._dealing.parts[0].num_rows  # all granules have as many
         inputs = self._inputs_of(args, kwargs, num_rows)
-        self._refuse_other_kinds(inputs)
-        learned = self._learning.learn(inputs)
+        if self._owner.everyone.size > 1:
+            self._refuse_other_kinds(inputs)
+        learned = self.learning.learn(inputs)
         self._buffers.begin(self.params.modules)
         compiled = self._compiled
-        plan = self.plan = self._learning.plan(
+        plan = self.plan = self.learning.plan(
             learned,
             self._dealing.most_rows,
             inputs,
@@ -384,9 +460,15 @@ class Attachment:
         context.enter_context(self._owner.installed(captures))
         if compiled is not None and is_compiled:
             context.enter_context(compiled.running(list(captures.values())))
-        running = RunningPass(batch, parts, context, num_backwards)
+        running = RunningPass(batch, parts, list(captures.values()), context, num_backwards)
         if num_forwards == 2:
-            self._refuse_to_repeat()
+            if not self._owner.can_repeat:
+                running.close()
+                raise UnsupportedOperation(
+                    f"clipping {self.settings.mode!r} runs the forward pass again to spare memory, "
+                    "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' "
+                    "or 'flash_fuse', which keep nothing"
+                )
             running.call = (args, kwargs, RngAutocastState.here(self.module, (args, kwargs)))
         return running
 
@@ -397,7 +479,7 @@ class Attachment:
         units while the others sum gradients.
         """
         everyone = self._owner.everyone
-        if everyone.size == 1 or not self._owner.runs_together or is_recording():
+        if not self._owner.runs_together or is_recording():
             return
         own = zlib.crc32(repr(inputs.kind).encode())
         kinds = torch.zeros(everyone.size, dtype=torch.float64, device=inputs.device)
@@ -408,14 +490,6 @@ class Attachment:
                 f"ranks gave the module batches of different shapes in one pass (here {shapes}), "
                 "and parameters are sharded: ranks must run the same passes. Pad all rows to one "
                 "length, as make_private(row_shape={...}) does, or use DistributedDataParallel"
-            )
-
-    def _refuse_to_repeat(self) -> None:
-        if not self._owner.can_repeat:
-            raise UnsupportedOperation(
-                f"clipping {self.settings.mode!r} runs the forward pass again to spare memory, "
-                "which sharded modules do not take yet: use a larger memory_budget, or 'ghost' or "
-                "'flash_fuse', which keep nothing"
             )
 
     def _after_forward(
@@ -437,7 +511,8 @@ class Attachment:
             return None
         if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
             return output
-        self._set_outside(running, is_outside=True)
+        for capture in running.captures:  # uses from here on are the user's own
+            capture.is_outside = True
         self._buffers.check()
         # Weakly: the loss may outlive the engine, and must not keep the module.
         return gate(output, partial(_on_backward, ref(self), (args, kwargs)))
@@ -467,7 +542,8 @@ class Attachment:
                 )
             return
         running.phase = Phase.BACKWARD
-        self._set_outside(running, is_outside=False)  # checkpointing runs the module again
+        for capture in running.captures:  # checkpointing runs the module again
+            capture.is_outside = False
         self._dealing.begin_backward()
         if running.num_backwards == 2:
             self._measure_first(running, outputs, gradients)
@@ -485,8 +561,8 @@ class Attachment:
             dims = (dim, 0)
             if gradient is None or any(holds_samples(output, n, d) for n in sizes for d in dims):
                 continue
-            if self._learning.refusal is not None:
-                raise UnsupportedOperation(self._learning.refusal)
+            if self.learning.refusal is not None:
+                raise UnsupportedOperation(self.learning.refusal)
             self._label_check = LabelCheck(
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
@@ -519,20 +595,22 @@ class Attachment:
             assert part.coefficients is not None
             part.clipping.begin_second_pass(part.coefficients)
 
-    def _repeat_forward(self, running: RunningPass) -> None:
+    def _repeat_forward(
+        self, running: RunningPass, args: tuple, kwargs: dict[str, Any], state: RngAutocastState
+    ) -> None:
         """Run the forward pass again where inputs were not kept; see `unison.capture.recompute`."""
         parts = [part for part in running.parts.values() if part.clipping.num_forwards == 2]
-        if not parts or running.call is None:
+        if not parts:
             return
-        args, kwargs, surroundings = running.call
         with ExitStack() as stack:
             for part in parts:
                 assert part.coefficients is not None
                 part.clipping.begin_second_pass(part.coefficients)
-                stack.enter_context(part.capture.recompute(surroundings))
+                stack.enter_context(part.capture.recompute(state))
             self._is_repeating = True  # the hooks let it pass
             stack.callback(setattr, self, "_is_repeating", False)
-            self._follow(stack, running, args, kwargs)
+            if running.captures[0].axes.is_traced:
+                self._follow(stack, running, args, kwargs)
             self.module(*args, **kwargs)
 
     def _decide(self, running: RunningPass, part: RunningPart) -> None:
@@ -551,7 +629,6 @@ class Attachment:
         running = self._pass
         assert running is not None
         running.phase = Phase.DONE
-
         try:
             self._buffers.check()  # hooks may write in the backward pass
             labels, self._label_check = self._label_check, None
@@ -560,8 +637,9 @@ class Attachment:
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)
-            self._repeat_forward(running)
-            self._add_sums(running.batch, PassSums(running.parts))
+            if running.call is not None:
+                self._repeat_forward(running, *running.call)
+            self._add_sums(running)
         finally:
             running.parts.clear()
             # Sharded units end their own backward pass after this, and must still know that there

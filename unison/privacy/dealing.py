@@ -16,8 +16,8 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unison.errors import BadInput
 from unison.privacy.ledger import DataSalt, Ledger, Session, commit_to_data
-from unison.privacy.mechanism import Mechanism, Release
-from unison.privacy.passes import PhysicalBatch
+from unison.privacy.mechanism import Mechanism
+from unison.privacy.sampling import PhysicalBatch
 from unison.rng import Key
 from unison.shard.deal import (
     BatchPlan,
@@ -47,27 +47,20 @@ from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import show_shards as show_shards
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """Rows that are computed together: a granule, or all of a pass that is not cut into granules.
 
     Attributes:
         granule: Its global number; PLAIN for a pass that is not cut.
         is_real: Which rows are records, and not padding [rows].
+        num_rows: Rows, padding included.
+        positions: Where the real rows stand in the logical batch [real rows].
     """
 
     granule: int
     is_real: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """Rows, padding included."""
-        return len(self.is_real)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether some of the rows are padding."""
-        return not self.is_real.all()
+    num_rows: int
+    positions: Tensor
 
 
 class BatchDealer:
@@ -128,9 +121,8 @@ class BatchDealer:
         )
         self.plan = plan = plans[physical.index]
         ids = plan.sample_ids
-        is_real = ids >= 0
         assert len(plans) == physical.num_passes
-        assert int(is_real.sum()) == physical.num_samples
+        assert int((ids >= 0).sum()) == physical.num_samples
         if self.granule is None:
             longest = max(high - low for low, high in itertools.pairwise(plan.edges))
             rest = longest - physical.index * (self.max_physical_batch_size or longest)
@@ -139,15 +131,17 @@ class BatchDealer:
             if self.has_fixed_size:
                 nobodys = (plan.num_granules,) * (self.most_rows - len(ids))
                 self.plan = plan = replace(plan, granule_ids=(*plan.granule_ids, *nobodys))
-                is_real = plan.sample_ids >= 0
-            self.parts = [Part(PLAIN, is_real)]
+                ids = plan.sample_ids
+            pieces = [(PLAIN, ids)]
         else:
-            rows = is_real.split(granule)
             self.most_rows = granule
-            self.parts = [Part(*each) for each in zip(plan.granule_ids, rows, strict=True)]
+            pieces = zip(plan.granule_ids, ids.split(granule), strict=True)
+        self.parts = [
+            Part(number, each >= 0, len(each), each[each >= 0]) for number, each in pieces
+        ]
         publish_plan(plan)
         take_mean_was_used()
-        if self.granule is None and bool(is_real.all()):
+        if self.granule is None and len(ids) == physical.num_samples:
             return batch
         leaves, spec = tree_flatten(batch, is_leaf=_is_column)
         rows = self._rows_of_padding(len(leaves), spec)
@@ -190,13 +184,6 @@ class BatchDealer:
         while rows < num_rows:
             rows *= 2
         return rows if most is None or num_rows > most else min(rows, most)
-
-    def positions_of(self, part: Part) -> Tensor:
-        """Return where the real rows of a part stand in the logical batch [real rows]."""
-        plan = self.plan
-        assert plan is not None
-        ids = plan.sample_ids.split(part.num_rows)
-        return ids[list(self.parts).index(part)][part.is_real]
 
     def end(self) -> None:
         """Let the last batch be no one's current one any more."""
@@ -279,7 +266,9 @@ class FixedRows:
     """The rows of passes that are all of one size, in the place of `BatchDealer`."""
 
     def __init__(self, num_rows: int) -> None:
-        self.parts: Sequence[Part] = [Part(PLAIN, torch.ones(num_rows, dtype=torch.bool))]
+        self.parts: Sequence[Part] = [
+            Part(PLAIN, torch.ones(num_rows, dtype=torch.bool), num_rows, torch.arange(num_rows))
+        ]
         self.most_rows = num_rows
 
     def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
@@ -305,74 +294,6 @@ def unpacked(leaf: Tensor) -> list[Tensor]:
 def packed(leaf: Tensor, tensors: list[Tensor]) -> Tensor:
     """A value like `leaf` of other tensors."""
     return PerGranule.of(tensors) if isinstance(leaf, PerGranule) else tensors[0]
-
-
-# ---- what a complete logical batch was like ------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnostics:
-    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
-
-    Attributes:
-        step: Number of the logical batch.
-        num_samples: Samples in it.
-        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
-        clipped_fraction: Part of the samples whose gradient was longer than C.
-        num_dropped: Samples whose gradient was not finite, and that were left out.
-    """
-
-    step: int
-    num_samples: int
-    median_norm: float
-    clipped_fraction: float
-    num_dropped: int
-
-
-class LogicalBatchNorms:
-    """The norms of a complete logical batch: this rank's, which a collective puts together.
-
-    Args:
-        release: What its step applied.
-        norms: Of this rank's samples before clipping [samples], by part of a pass; at least one.
-        positions: Where they stand in the logical batch [samples].
-        num_samples: Samples of all ranks.
-
-    Attributes:
-        mine: Norms of all this rank's samples [samples].
-    """
-
-    def __init__(
-        self, release: Release, norms: list[Tensor], positions: list[Tensor], num_samples: int
-    ) -> None:
-        self._release, self._num_samples = release, num_samples
-        self.mine, self._positions = torch.cat(norms), torch.cat(positions)
-
-    def gathered(self, ranks: Ranks) -> Tensor:
-        """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
-        slots = self.mine.new_zeros(self._num_samples)
-        slots[self._positions] = self.mine
-        # Each slot has one owner and all others add 0: exact. A NaN stays one.
-        return ranks.sum_(slots) if self._num_samples else slots
-
-    def diagnostics(self, ranks: Ranks) -> Diagnostics:
-        """The figures that are shown; a collective."""
-        norms = self.gathered(ranks)
-        finite = norms[norms.isfinite()]
-        is_clipped = ~(norms <= self._release.max_grad_norm)
-        return Diagnostics(
-            step=self._release.step,
-            num_samples=len(norms),
-            median_norm=float(finite.median()) if len(finite) else float("nan"),
-            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
-            num_dropped=len(norms) - len(finite),
-        )
-
-
-def sum_exact(ranks: Ranks, value: float, device: torch.device) -> float:
-    """Add a multiple of one half over ranks, which float64 holds exactly; a collective."""
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    return float(ranks.sum_(total))
 
 
 # ---- the ledger: the first rank writes it, and all of them count ---------------------------------

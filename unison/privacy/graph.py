@@ -1,28 +1,51 @@
-"""A pass as a CUDA graph: forward, backward, norms and coefficients, launched as one.
+"""CUDA graphs: a pass, launched as one; and the end of a step, noise and optimizer, as another.
 
 [Note: what a graph holds] Hundreds of small kernels cost Python and the driver more time than the
 GPU needs to run them. A CUDA graph records them once, with their addresses, and repeats them. What
 changes from step to step must therefore lie at a fixed place: the batch, and how many of its rows
-are real. What is not recorded: the ledger, the noise, and the optimizer, a few launches more;
-`step_graph` records the last two where the user asks for it.
+are real. A pass is forward, backward, norms and coefficients. What is not recorded: the ledger, the
+noise, and the optimizer, a few launches more; `StepGraph` records the last two where the user asks
+for it.
+
+[Note: what may change] A graph repeats its launches, with the numbers and the addresses that they
+had. The recipes of the noise, which hold the key of a step, lie at a fixed place and are filled
+before every replay. All else is compared before it, and the graph is recorded again where it is
+another: hyperparameters that are Python numbers, the optimizer's state (a checkpoint was loaded),
+the divisor. A learning rate that is a tensor may change without.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unison.clip import NormTable, SampleNorms
 from unison.clip.measured import SumGrid, stacked
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.multi_tensor import Tables, combine, tables_kept
-from unison.privacy.attachment import Attachment
+from unison.parallel import ShardedParam
+from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.dealing import FixedRows, Part
 from unison.privacy.mechanism import Grid
-from unison.privacy.passes import PhysicalBatch
-from unison.privacy.step_state import PassSums
+from unison.privacy.noise import (
+    ReleaseTerms,
+    Shares,
+    erase,
+    private_gradients,
+    recipes_for,
+    release_by,
+    shares_of,
+)
+from unison.privacy.sampling import PhysicalBatch
+
+if TYPE_CHECKING:
+    from unison.privacy.training import LogicalBatch, PrivateTraining
 
 LossOf = Callable[..., Tensor]
 """(*batch) -> one loss per row [rows]."""
@@ -214,8 +237,8 @@ class GraphedPass:
                 own[id(each)] = each.where(is_real, 0.0)
         return {name: own[id(each)] for name, each in by_name.items()}, SumGrid(self._spacing)
 
-    def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
-        shares = sums.shares()
+    def _add_sums(self, running: RunningPass) -> None:
+        shares = running.shares()
         assert shares is not None
         self.shares = shares
 
@@ -225,3 +248,239 @@ def _check_example(example: Sequence[Any]) -> None:
         raise BadInput(
             "capture_graph needs an example batch of CUDA tensors, as the loss takes them"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    """A graph, and what it was recorded with.
+
+    Attributes:
+        graph: The graph.
+        tables: Memory that it reads, filled.
+        shares: What the sums are made of, at fixed places.
+        recipes: Where the noise's recipes are put; None without noise.
+        gradients: What it writes, in the order of the shares.
+        numbers: See `_numbers_of`; and the divisor.
+        tensors: See `_tensors_of`.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    tables: Tables
+    shares: Shares
+    recipes: Tensor | None
+    gradients: Sequence[Tensor]
+    numbers: Sequence[Any]
+    tensors: Sequence[Tensor]
+
+
+class StepGraph:
+    """Noise, division and `optimizer.step()`, recorded when they come for the second time.
+
+    The first time they run as they are: most optimizers make their state in their first step, and a
+    graph that made it would make it anew in every step.
+
+    Args:
+        optimizer: Its `step` is recorded.
+        owned: The parameters, whole, on one CUDA device.
+
+    Attributes:
+        has_begun: Whether a step was taken without the graph.
+    """
+
+    def __init__(self, optimizer: Optimizer, owned: Sequence[ShardedParam]) -> None:
+        _refuse_unfit(optimizer)
+        self._optimizer, self._owned = optimizer, owned
+        self._recordings: dict[int, _Recording] = {}
+        self.has_begun = False
+
+    def replay(
+        self,
+        source: int,
+        shares: Callable[[], Shares],
+        *,
+        recipes: Tensor | None,
+        divisor: float,
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """Take the step, and return the gradients that it was taken with.
+
+        Args:
+            source: A number for what the sums are made of.
+            shares: What they are made of, at places that do not change while the number is the
+                same; asked for where a graph is recorded.
+            recipes: See `recipes_for`.
+            divisor: See `release_by`.
+        """
+        numbers = [*_numbers_of(self._optimizer), divisor, recipes is None]
+        tensors = _tensors_of(self._optimizer)
+        found = self._recordings.get(source)
+        if found is None or not _is_of(found, numbers, tensors):
+            self._recordings.pop(source, None)  # its memory, first
+            found = self._recordings[source] = self._record(shares(), recipes, divisor, numbers)
+        if recipes is None:
+            found.graph.replay()
+        else:
+            assert found.recipes is not None
+            pinned = recipes.pin_memory()
+            recipes.zero_()
+            found.recipes.copy_(pinned, non_blocking=True)
+            found.graph.replay()
+            erase(pinned, found.recipes)  # in which the graph has left zeros
+        return zip(self._owned, found.gradients, strict=True)
+
+    def _record(
+        self, shares: Shares, recipes: Tensor | None, divisor: float, numbers: Sequence[Any]
+    ) -> _Recording:
+        device = shares.values[0].device
+        place = None if recipes is None else torch.zeros_like(recipes, device=device)
+        release_by(shares, place, divisor)  # compiles and looks up what a recording cannot
+        graph, tables = torch.cuda.CUDAGraph(), Tables(device)
+        with tables_kept(tables), torch.cuda.graph(graph):
+            gradients = release_by(shares, place, divisor)
+            for owned, gradient in zip(self._owned, gradients, strict=True):
+                owned.parameter.grad = owned.as_gradient(gradient)
+            self._optimizer.step()
+        tables.fill()
+        tensors = _tensors_of(self._optimizer)
+        return _Recording(graph, tables, shares, place, gradients, numbers, tensors)
+
+
+def _is_of(recording: _Recording, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether a recording would be made of these."""
+    return (
+        recording.numbers == numbers
+        and len(recording.tensors) == len(tensors)
+        and all(a is b for a, b in zip(recording.tensors, tensors, strict=True))
+    )
+
+
+def _numbers_of(optimizer: Optimizer) -> list[Any]:
+    """What a recorded step would go on with, whatever is set later."""
+    return [
+        (key, value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key != "params" and not isinstance(value, Tensor)
+    ]
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """What a recorded step reads and writes: parameters, state, rates that are tensors."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        found += [value for value in group.values() if isinstance(value, Tensor)]
+        for parameter in group["params"]:
+            found.append(parameter)
+            state = optimizer.state.get(parameter)
+            if state:
+                found += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def _refuse_unfit(optimizer: Optimizer) -> None:
+    """Refuse what a graph cannot repeat, before a step is silently left out.
+
+    Raises:
+        UnsupportedOperation: Naming the optimizer, and the remedy.
+    """
+    name = type(optimizer).__name__
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise UnsupportedOperation(
+            f"{name} counts its steps on the host, which a CUDA graph cannot repeat: build it with "
+            "capturable=True, or capture_graph(..., with_optimizer=False)"
+        )
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+        _global_optimizer_post_hooks.values(),
+    )
+    # Our own know of recordings, or have nothing to say of private training.
+    if not all(each.__module__.startswith("unison.") for each in hooks):
+        raise UnsupportedOperation(
+            f"{name} has step hooks, which a CUDA graph would call once and never again: remove "
+            "them, or capture_graph(..., with_optimizer=False)"
+        )
+
+
+class RecordedPass:
+    """Runs a recorded pass on batches of the loader: what `capture_graph` returns."""
+
+    def __init__(
+        self,
+        training: "PrivateTraining",
+        loss_of: LossOf,
+        example: Sequence[Tensor],
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        self._training = training
+        self._step = StepGraph(training.optimizer, training.owned) if with_optimizer else None
+        self._pass = training.record(loss_of, example)
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Run the pass on the batch in the user's hands, and return its loss."""
+        training, recorded = self._training, self._pass
+        current = training.loader.current
+        if current is None:
+            raise BadInput("expected a batch of the loader that make_private returned")
+        running = training.running(current)
+        if running.release.max_grad_norm != recorded.clip_norm:
+            raise BadInput(
+                f"the graph was recorded for max_grad_norm={recorded.clip_norm}, and this step has "
+                f"{running.release.max_grad_norm}: record another"
+            )
+        release, size = running.release, current.logical_size
+        grid = Grid.of_pass(release, size, recorded.num_rows)
+        recorded.check(batch, grid)
+        if current.is_last:
+            training.check_trained()
+            training.open_release(running)
+        recorded.replay(batch, current.num_samples, grid)
+        running.norms.append(recorded.norms[: current.num_samples].clone())
+        first = current.first_position
+        running.positions.append(torch.arange(first, first + current.num_samples))
+        is_only = current.is_last and running.next_pass == 0
+        own: Mapping[str, tuple[Tensor, Tensor]] = recorded.shares
+        if not is_only:
+            own = recorded.added(Grid.of(release, size), is_first=running.next_pass == 0)
+        running.next_pass += 1
+        if current.is_last:
+            self._release(running, current.logical_size, own)
+        return recorded.loss.clone()
+
+    def _release(
+        self, running: "LogicalBatch", num_samples: int, own: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        """Noise, division, `.grad`; and the optimizer's step, if that is asked for."""
+        training, step = self._training, self._step
+        terms = training.terms(running, num_samples)
+        if step is not None and step.has_begun:
+            gradients = self._by_graph(step, own, terms)
+        else:
+            gradients = private_gradients(training.owner, own, terms)
+        training.release(running, num_samples, gradients)
+        if step is not None:
+            if not step.has_begun:
+                training.optimizer.step()
+                step.has_begun = True
+            training.commit(is_by_graph=True)
+
+    def _by_graph(
+        self, step: StepGraph, own: Mapping[str, tuple[Tensor, Tensor]], terms: ReleaseTerms
+    ) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """Make the gradients by a graph that takes the optimizer's step as well.
+
+        Args:
+            step: The graph.
+            own: What the sums are made of: the same object, with the same tensors, whenever it is
+                of the same kind.
+            terms: Noise and division.
+        """
+        owner = self._training.owner
+        recipes = recipes_for([each.name for each in owner.params], terms)
+        found = step.replay(
+            id(own), lambda: shares_of(owner, own), recipes=recipes, divisor=terms.divisor
+        )
+        for owned, gradient in found:
+            owned.parameter.grad = None  # what it held is trained on: nothing is added to it
+            yield owned, owned.as_gradient(gradient)

@@ -1,9 +1,13 @@
-"""What a module does with a batch, learned once per kind of batch; and how clipping is planned."""
+"""What a module does with a batch, learned once per kind of batch; and how clipping is planned.
+
+Before each pass it is also made sure that what is trained is what was made private: parameters that
+were frozen, thawed or replaced are refused by name.
+"""
 
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +22,13 @@ from unison.capture import (
     probe_rows,
     state_kept,
 )
+from unison.capture.parts import is_in_parts
+from unison.capture.tracked import ParamRegistry
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
-from unison.errors import UnsupportedOperation
+from unison.dynamo import DynamoBackend
+from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
     DerivativesRefused,
@@ -32,9 +39,38 @@ from unison.privacy.inputs import (
     probe_losses,
     refuse_leaves,
 )
-from unison.privacy.param_check import Trained
-from unison.privacy.step_state import ClippingSettings
 from unison.rng.draw_mode import outside_draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingSettings:
+    """How clipping is computed. Nothing here changes what is computed, but for rounding.
+
+    Attributes:
+        mode: `"auto"` or one of `unison.clip.MODES`.
+        memory_budget: Bytes that clipping may hold, or None for no bound.
+        batch_dim: Dimension of the samples in the module's inputs and outputs.
+        calibrate: Whether `"auto"` may time methods on the GPU.
+        rows_per_sample: Rows of the module's inputs that belong to one sample.
+        recheck: Whether module and loss are checked again at passes 2, 4, 8, …; else the first of
+            each kind is.
+        public_buffers: Names of buffers, or patterns of them, that may hold what passes write.
+        compile: The backend that passes are compiled with; None if they are not.
+    """
+
+    mode: str
+    memory_budget: int | None
+    batch_dim: int
+    calibrate: bool = True
+    rows_per_sample: int = 1
+    recheck: bool = True
+    public_buffers: tuple[str, ...] = ()
+    compile: DynamoBackend | None = None
+
+
+def is_recording() -> bool:
+    """Whether a CUDA graph is being recorded, so that what runs does not happen."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Learning:
@@ -44,7 +80,7 @@ class Learning:
         module: The user's module.
         settings: How clipping is computed.
         owner: Who holds the module's parameters.
-        trained: Looks at them.
+        params: The module's parameters.
 
     Attributes:
         is_running: Whether the module runs to be learned of, and not to be trained.
@@ -58,10 +94,12 @@ class Learning:
         module: nn.Module,
         settings: ClippingSettings,
         owner: ParallelAdapter,
-        trained: Trained,
+        params: ParamRegistry,
     ) -> None:
         self._module, self._settings = module, settings
-        self._owner, self._trained = owner, trained
+        self._owner, self._params = owner, params
+        params.refresh()
+        self._private = _held_by(params, owner)
         self._learned: dict[Any, Learned] = {}
         self._refusals: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
@@ -87,9 +125,8 @@ class Learning:
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
         is_due = is_due or key in self._inconclusive
-        # Nothing of a check may become a part of a CUDA graph that is being recorded.
-        is_recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if key not in self._learned or (is_due and not is_recording):
+        # Nothing of a check may become a part of a CUDA graph.
+        if key not in self._learned or (is_due and not is_recording()):
             try:
                 self._check(inputs, key, number.bit_length() - 1)
             except UnsupportedOperation:
@@ -108,9 +145,34 @@ class Learning:
         self._check(inputs, key, self._num_passes[key].bit_length())
 
     def _key_of(self, inputs: Inputs) -> Any:
-        trained = self._trained.check()
-        modes = bytes(map(_is_training, self._trained.modules))  # a layer may be put to train alone
+        trained = self.check_params()
+        # A layer may be put to train alone.
+        modes = bytes(module.training for _, module in self._params.modules)
         return inputs.kind, mode_of(self._module, trained), modes
+
+    def check_params(self) -> tuple[str, ...]:
+        """Make sure that what is trained is what was made private, and return its names.
+
+        Raises:
+            BadInput: Naming a parameter.
+        """
+        trained = self._params.refresh()
+        for place in self._params.places:
+            name, parameter = place.name, place.parameter
+            if parameter.requires_grad != (name in self._private):
+                raise BadInput(
+                    f"{name} was frozen or thawed since make_private; detach the engine and make "
+                    "the module private again"
+                )
+            before = self._private.get(name)
+            if before is not None and parameter is not before:
+                raise BadInput(
+                    f"{name} is another parameter than when make_private was called, and its "
+                    "gradients would go to the one that the optimizer holds. Change the values in "
+                    "place instead (parameter.data.copy_), or detach the engine and make the "
+                    "module private again"
+                )
+        return trained
 
     def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
         self.is_running = True
@@ -120,7 +182,7 @@ class Learning:
                 self._learned[key] = self._learned_of(inputs, before, state, seed, key)
         finally:
             self.is_running = False
-        self._trained.check()  # the module has run since
+        self.check_params()  # the module has run since
 
     def _learned_of(
         self, inputs: Inputs, before: Learned | None, state: ProbeState, seed: int, key: Any
@@ -245,4 +307,12 @@ class Learning:
         return calibration_of(device) if is_wanted and self._is_alone else None
 
 
-_is_training = attrgetter("training")
+def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Parameter | None]:
+    """Return what an owner holds by name: the module's own parameter, or None if it has others."""
+    own = {id(place.parameter) for place in params.places}
+    held: dict[str, nn.Parameter | None] = {}
+    for each in owner.params:
+        # A DTensor and the whole of it take turns in a module.
+        is_own = id(each.parameter) in own
+        held[each.name] = None if is_in_parts(each.parameter) or not is_own else each.parameter
+    return held

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import refuse_contradiction, refuse_unknown_loader
-from unison.privacy.passes import PhysicalBatch, cut_passes, physical_batches
-from unison.privacy.sampling import Draws, Sampling
+from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
 from unison.rng import Key
 
 _KEPT_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")

@@ -6,14 +6,16 @@ that no sample used is a sum of zeros and gets its noise like any other; otherwi
 tell which parameters were used.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kernels.multi_tensor import empty_table, to_device
 from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
@@ -29,9 +31,6 @@ from unison.rng import (
     secure_normal,
     words_of_streams,
 )
-
-if TYPE_CHECKING:
-    from unison.privacy.step_graph import StepGraph
 
 PURPOSE = "noise"
 _COUNT_PURPOSE = "count noise"  # of its own: any name may be a parameter's
@@ -52,11 +51,6 @@ class ReleaseTerms(NamedTuple):
     release: Release
     divisor: float
     num_samples: int
-
-    @property
-    def grid(self) -> Grid:
-        """On which sums over passes and ranks lie."""
-        return Grid.of(self.release, self.num_samples)
 
 
 def finalise(
@@ -133,14 +127,6 @@ class Shares(NamedTuple):
     weights: Sequence[Tensor]
     like: Sequence[Tensor]
     starts: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, owned: Sequence[ShardedParam], values: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> "Shares":
-        """Return the shares of what a rank owns, given values and weights of each."""
-        names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)
-        return cls(names, values, weights, [each.parameter for each in owned], starts)
 
 
 def release_all(shares: Shares, terms: ReleaseTerms) -> list[Tensor]:
@@ -237,85 +223,56 @@ Own = Mapping[str, tuple[Tensor, Tensor]]
 """What the sum of each used parameter is made of, see `Clipping.shares`."""
 
 
-class GradientReleaser:
-    """Turns the clipped sums of logical batches into private gradients of what this rank owns.
+def private_gradients(
+    owner: ParallelAdapter, own: Own | None, terms: ReleaseTerms
+) -> Iterator[tuple[ShardedParam, Tensor]]:
+    """Make the gradients of everything that a rank owns, as they are asked for.
 
     Args:
         owner: Who holds the parameters.
+        own: Where this rank has all of the sums; else the owner has them.
+        terms: Noise and division.
     """
-
-    def __init__(self, owner: ParallelAdapter) -> None:
-        self._owner = owner
-        self._names = tuple(each.name for each in owner.params)
-
-    def gradients(
-        self, own: Own | None, terms: ReleaseTerms
-    ) -> Iterator[tuple[ShardedParam, Tensor]]:
-        """Make the gradients of everything that this rank owns, as they are asked for.
-
-        Args:
-            own: Where this rank has all of the sums; else the owner has them.
-            terms: Noise and division.
-        """
-        if own is None:
-            all_owned, shares = self._totals(terms.grid)
-            # Parts that are cut in other ways than flat ones draw their noise one by one.
-            at_once = all(not each.is_dtensor for each in all_owned) and multi_tensor.is_fast(
-                shares.values
-            )
-        else:
-            # Per-sample gradients, which are yet to be clipped.
-            all_owned, shares, at_once = self._owner.params, self._own_shares(own), True
-        if at_once:
-            for owned, gradient in zip(all_owned, release_all(shares, terms), strict=True):
-                yield owned, owned.as_gradient(gradient)
-            return
-        for owned, total in zip(all_owned, shares.values, strict=True):
-            gradient = finalise(
-                total.squeeze(0),
-                grid=terms.grid,
-                name=owned.name,
-                key=terms.key,
-                release=terms.release,
-                divisor=terms.divisor,
-                dtype=owned.parameter.dtype,
-                box=owned.box,
-            )
+    if own is not None:  # per-sample gradients, which are yet to be clipped
+        made = release_all(shares_of(owner, own), terms)
+        for owned, gradient in zip(owner.params, made, strict=True):
             yield owned, owned.as_gradient(gradient)
-
-    def step(
-        self, graph: "StepGraph", own: Own, terms: ReleaseTerms
-    ) -> Iterator[tuple[ShardedParam, Tensor]]:
-        """The same by a graph that takes the optimizer's step as well.
-
-        Args:
-            graph: Of both.
-            own: What the sums are made of: the same object, with the same tensors, whenever it is
-                of the same kind.
-            terms: Noise and division.
-        """
-        recipes = recipes_for(self._names, terms)
-        found = graph.replay(
-            id(own), lambda: self._own_shares(own), recipes=recipes, divisor=terms.divisor
+        return
+    # The sums over passes and ranks, as integers of which each weighs a spacing.
+    grid, found = Grid.of(terms.release, terms.num_samples), list(owner.totals())
+    totals = [total.view(1, -1) for _, total in found]
+    # Parts that are cut in other ways than flat ones draw their noise one by one.
+    if multi_tensor.is_fast(totals) and not any(owned.is_dtensor for owned, _ in found):
+        weight = torch.full((1,), grid.spacing, dtype=torch.float64, device=totals[0].device)
+        shares = _shares([owned for owned, _ in found], totals, [weight] * len(found))
+        for (owned, _), gradient in zip(found, release_all(shares, terms), strict=True):
+            yield owned, owned.as_gradient(gradient)
+        return
+    for owned, total in found:
+        gradient = finalise(
+            total.view(-1),
+            grid=grid,
+            name=owned.name,
+            key=terms.key,
+            release=terms.release,
+            divisor=terms.divisor,
+            dtype=owned.parameter.dtype,
+            box=owned.box,
         )
-        for owned, gradient in found:
-            owned.parameter.grad = None  # what it held is trained on: nothing is added to it
-            yield owned, owned.as_gradient(gradient)
+        yield owned, owned.as_gradient(gradient)
 
-    def _own_shares(self, own: Own) -> Shares:
-        """What the sums of all that this rank owns are made of, where it has them itself."""
-        made = [own.get(each.name) or _unused(each) for each in self._owner.params]
-        return Shares.of(self._owner.params, *zip(*made, strict=True))
 
-    def _totals(self, grid: Grid) -> tuple[list[ShardedParam], Shares]:
-        """The sums over passes and ranks, as integers of which each weighs a spacing."""
-        found = [(each, total.view(1, -1)) for each, total in self._owner.totals()]
-        weights = {
-            device: torch.full((1,), grid.spacing, dtype=torch.float64, device=device)
-            for device in {total.device for _, total in found}
-        }
-        owned, totals = [each for each, _ in found], [total for _, total in found]
-        return owned, Shares.of(owned, totals, [weights[total.device] for total in totals])
+def shares_of(owner: ParallelAdapter, own: Own) -> Shares:
+    """Return what the sums of all that a rank owns are made of, where it has them itself."""
+    made = [own.get(each.name) or _unused(each) for each in owner.params]
+    return _shares(owner.params, *zip(*made, strict=True))
+
+
+def _shares(
+    owned: Sequence[ShardedParam], values: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Shares:
+    names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)
+    return Shares(names, values, weights, [each.parameter for each in owned], starts)
 
 
 def _unused(owned: ShardedParam) -> tuple[Tensor, Tensor]:
@@ -323,3 +280,46 @@ def _unused(owned: ShardedParam) -> tuple[Tensor, Tensor]:
     device = owned.parameter.device
     weights = torch.zeros(1, dtype=torch.float64, device=device)
     return torch.zeros(1, owned.numel, device=device), weights
+
+
+# ---- in the optimizer's hands --------------------------------------------------------------------
+
+Given = dict[str, ref[Tensor]]
+"""The gradients that were put where the optimizer finds them. They are not held: a user who sets
+gradients to None between steps gets their memory back. (Torch's own weak references are for those
+who keep what they get; here it is compared.)"""
+
+
+def give(gradients: Iterable[tuple[ShardedParam, Tensor]], given: Given) -> None:
+    """Put gradients where the optimizer finds them.
+
+    As torch does: added to what is there, whose own noise was drawn and counted.
+
+    Args:
+        gradients: As `ShardedParam.as_gradient` returns them.
+        given: Those that were put there; changed.
+    """
+    for owned, gradient in gradients:
+        before = owned.parameter.grad
+        if before is None:
+            owned.parameter.grad = gradient
+            given[owned.name] = ref(gradient)
+        else:
+            require_given({owned.name: owned.parameter}, given)
+            before.add_(gradient)
+
+
+def require_given(parameters: Mapping[str, nn.Parameter], given: Given) -> None:
+    """Require every gradient to be one that was given.
+
+    Raises:
+        BadInput: Naming the parameter whose gradient is another.
+    """
+    for name, parameter in parameters.items():
+        gradient, own = parameter.grad, given.get(name)
+        if gradient is not None and (own is None or gradient is not own()):
+            raise BadInput(
+                f"{name}.grad is not what the privacy engine put there; a gradient that was not "
+                "clipped and noised must not be trained on. Change gradients in place only, and "
+                "after the last physical batch"
+            )

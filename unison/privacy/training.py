@@ -8,8 +8,10 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -19,30 +21,27 @@ from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.parallel import ParallelAdapter, ShardedParam
-from unison.privacy.attachment import Attachment
+from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
-from unison.privacy.dealing import (
-    BatchDealer,
-    Diagnostics,
-    LogicalBatchNorms,
-    Part,
-    batch_mean,
-    local_batch_mean,
-    sum_exact,
-)
+from unison.privacy.dealing import BatchDealer, Part, Ranks, batch_mean, local_batch_mean
 from unison.privacy.graph import GraphedPass, LossOf
+from unison.privacy.learning import ClippingSettings, is_recording
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.loss_program import LossRecorder, refuse_unseen
 from unison.privacy.loss_tape import FollowedNumber
 from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
-from unison.privacy.noise import GradientReleaser, ReleaseTerms, noisy_count
-from unison.privacy.param_check import GivenGradients, OptimizerParams
-from unison.privacy.passes import PhysicalBatch
+from unison.privacy.noise import (
+    Given,
+    ReleaseTerms,
+    give,
+    noisy_count,
+    private_gradients,
+    require_given,
+)
 from unison.privacy.public_terms import PublicTerms
-from unison.privacy.step_graph import is_recording
-from unison.privacy.step_state import ClippingSettings, LogicalBatch, PassSums
+from unison.privacy.sampling import PhysicalBatch
 from unison.rng import Key, NoiseClock
 
 _attached: "weakref.WeakSet[PrivateTraining]" = weakref.WeakSet()
@@ -63,6 +62,55 @@ def refuse_second_engine(trainable: Mapping[str, nn.Parameter]) -> None:
                 f"{name} is trained privately already, by another engine: one parameter, one "
                 "engine. detach() the other one first, or make a copy of the module"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    """What is known of one logical batch. Un-noised functions of private data: no ε covers them.
+
+    Attributes:
+        step: Number of the logical batch.
+        num_samples: Samples in it.
+        median_norm: Median of the samples' gradient norms before clipping; NaN of an empty batch.
+        clipped_fraction: Part of the samples whose gradient was longer than C.
+        num_dropped: Samples whose gradient was not finite, and that were left out.
+    """
+
+    step: int
+    num_samples: int
+    median_norm: float
+    clipped_fraction: float
+    num_dropped: int
+
+
+@dataclass(eq=False)
+class LogicalBatch:
+    """A logical batch, under way or complete.
+
+    Attributes:
+        release: What its step applies.
+        num_samples: Samples of all ranks.
+        rates: The optimizer's learning rates when it began.
+        next_pass: Number of the pass that comes next.
+        norms: Of this rank's samples before clipping [samples], by part of a pass.
+        positions: Where they stand in the logical batch [samples].
+        key: Of its noise, once the ledger holds its intent.
+    """
+
+    release: Release
+    rates: list[Any]
+    num_samples: int = 0
+    next_pass: int = 0
+    norms: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    key: Key | None = None
+
+    def all_norms(self, ranks: Ranks) -> Tensor:
+        """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
+        slots = self.norms[0].new_zeros(self.num_samples)
+        slots[torch.cat(self.positions)] = torch.cat(self.norms)
+        # Each slot has one owner and all others add 0: exact. A NaN stays one.
+        return ranks.sum_(slots) if self.num_samples else slots
 
 
 class PrivateTraining:
@@ -88,13 +136,12 @@ class PrivateTraining:
         self.mechanism, self.ledger = mechanism, ledger
         self._key, self._clock = key, NoiseClock(key)
         self._guard, self._clip_rule, self._loss_reduction = guard, clip_rule, loss_reduction
-        self._owner, self.owned, self._dealing = owner, owner.params, dealing
+        self.owner, self.owned, self._dealing = owner, owner.params, dealing
         self._parameters = {each.name: each.parameter for each in owner.params}
         self._batch: LogicalBatch | None = None
-        self._last: LogicalBatchNorms | None = None
-        self._given = GivenGradients()
+        self._last: LogicalBatch | None = None
+        self._given: Given = {}
         self._uncommitted: int | None = None
-        self._optimizer_params = OptimizerParams(optimizer, self._parameters)
         self._is_taken = False  # the step of the last release, by a graph
         self._has_warned = False
         self._loss_check = LossCheck(
@@ -119,7 +166,6 @@ class PrivateTraining:
         loader.present = self._present
         loader.after_use, loader.on_leave = self._recorder.remove, self._recorder.leave
         loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
-        self.releasing = GradientReleaser(owner)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -141,7 +187,7 @@ class PrivateTraining:
         self._attachment.detach()
         for handle in self._handles:
             handle.remove()
-        self._owner.detach()
+        self.owner.detach()
         self._dealing.end()
         self.loader.present = self.loader.before_draw = self.loader.on_abandon = None
         self.loader.after_use = self.loader.on_leave = None
@@ -168,15 +214,9 @@ class PrivateTraining:
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
-        self._attachment.trained.check()
-        self._optimizer_params.check()
-        self._batch = LogicalBatch(
-            release=self.mechanism.begin(step),
-            next_pass=0,
-            norms=[],
-            positions=[],
-            rates=self._learning_rates(),
-        )
+        self._attachment.learning.check_params()
+        self._check_optimizer()
+        self._batch = LogicalBatch(self.mechanism.begin(step), self._learning_rates())
 
     def _on_abandon(self, batch: PhysicalBatch) -> bool:
         """Give a logical batch up, unless it is over; return whether it may be drawn again."""
@@ -184,7 +224,7 @@ class PrivateTraining:
         if running is None:
             return False
         self._attachment.drop_pass()
-        self._owner.drop()
+        self.owner.drop()
         self._public_terms.drop()
         self.mechanism.abandon()
         self._batch = None
@@ -211,7 +251,7 @@ class PrivateTraining:
         grid = Grid.of_pass(running.release, batch.logical_size, part.num_rows)
         clip_norm = running.release.max_grad_norm
         factor = self._dealing.loss_factor(part, self._loss_reduction)
-        whole = self._owner.whole_norms(norms)
+        whole = self.owner.whole_norms(norms)
         scaled = NormTable.of(whole, part.num_rows).scaled(factor)
         total = scaled.total()
         by_name = CLIP_RULES[self._clip_rule](scaled, total, clip_norm, list(self._parameters))
@@ -221,14 +261,14 @@ class PrivateTraining:
         if factor != 1:
             own = {key: each * factor for key, each in own.items()}
         # Nothing here may wait for the device: what is padding is known without it.
-        if part.is_padded:
+        if len(part.positions) < part.num_rows:
             device = total.squared.device
             where = part.is_real.nonzero().flatten().to(device, non_blocking=True)
             norms_of_rows = norms_of_rows[where]
             is_real = part.is_real.to(device, non_blocking=True)
             own = {key: each.where(is_real, 0.0) for key, each in own.items()}
         running.norms.append(norms_of_rows)
-        running.positions.append(self._dealing.positions_of(part))
+        running.positions.append(part.positions)
         if len(own) == 1:
             return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
@@ -236,15 +276,16 @@ class PrivateTraining:
     def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
         """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
         is_only_pass = batch.is_last and running.next_pass == 0
-        return is_only_pass and self._owner.is_alone and takes(*self._parameters.values())
+        return is_only_pass and self.owner.is_alone and takes(*self._parameters.values())
 
-    def _add_sums(self, batch: PhysicalBatch, sums: PassSums) -> None:
+    def _add_sums(self, sums: RunningPass) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it.
 
         The intent is written before the sums of the last pass go over ranks: that exchange ends on
         no rank before every rank has come to it, the one that writes the ledger included.
         """
-        running, plan = self.running(batch), self._dealing.plan
+        batch, plan = sums.batch, self._dealing.plan
+        running = self.running(batch)
         assert plan is not None
         self._loss_check.finish()
         if batch.is_last:
@@ -252,11 +293,11 @@ class PrivateTraining:
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self._owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
         if batch.is_last:
             terms = self.terms(running, batch.logical_size)
-            self.release(running, batch.logical_size, self.releasing.gradients(own, terms))
+            self.release(running, batch.logical_size, private_gradients(self.owner, own, terms))
         elif not self._has_warned and self._learning_rates() != running.rates:
             self._warn_of_scheduler()
 
@@ -268,7 +309,7 @@ class PrivateTraining:
 
     def record(self, loss_of: LossOf, example: Sequence[Tensor]) -> GraphedPass:
         """Record a pass; see `PrivacyEngine.capture_graph`."""
-        if not (self._owner.is_alone and takes(*self._parameters.values())):
+        if not (self.owner.is_alone and takes(*self._parameters.values())):
             raise UnsupportedOperation(
                 "capture_graph needs all parameters on one CUDA device and no granules; sharded "
                 "and ordered training run without a graph"
@@ -326,23 +367,19 @@ class PrivateTraining:
         """
         release, self._batch, self._is_taken = running.release, None, False
         assert running.key is not None
-        self._given.give(gradients)
+        give(gradients, self._given)
         self._public_terms.add(self.owned)
-        self._last = LogicalBatchNorms(release, running.norms, running.positions, num_samples)
+        self._last, running.num_samples = running, num_samples
         self._uncommitted = release.step
-        self.mechanism.finish(
-            release.step, noisy_fraction=self._noisy_fraction(release, running.key)
-        )
-
-    def _noisy_fraction(self, release: Release, key: Key) -> float | None:
-        if self.mechanism.adaptive is None:
-            return None
-        assert self._last is not None
-        norms = self._last.mine
-        mine = float((norms <= release.max_grad_norm).double().sub(0.5).sum())
-        statistic = sum_exact(self._owner.ranks, mine, norms.device)
-        noisy = noisy_count(statistic, key=key, release=release)
-        return noisy_fraction(noisy, release.expected_batch_size)
+        fraction = None
+        if self.mechanism.adaptive is not None:
+            below = torch.cat(running.norms) <= release.max_grad_norm
+            # A multiple of one half, which float64 adds exactly over ranks.
+            statistic = self.owner.ranks.sum_(below.double().sub(0.5).sum().view(1))
+            noisy = noisy_count(float(statistic), key=running.key, release=release)
+            fraction = noisy_fraction(noisy, release.expected_batch_size)
+        self.mechanism.finish(release.step, noisy_fraction=fraction)
+        running.key = None
 
     # --- the optimizer ---------------------------------------------------------------------------
 
@@ -358,8 +395,8 @@ class PrivateTraining:
                 "capture_graph(..., with_optimizer=True) takes the optimizer's step: leave "
                 "optimizer.step() out, or it would be taken twice"
             )
-        self._optimizer_params.check()
-        self._given.check(self._parameters)
+        self._check_optimizer()
+        require_given(self._parameters, self._given)
         for group in optimizer.param_groups:
             for name, value in group.items():
                 if isinstance(value, FollowedNumber):
@@ -384,8 +421,35 @@ class PrivateTraining:
 
     def check_trained(self) -> None:
         """Make sure that what is trained is what was made private, where no forward pass does."""
-        self._attachment.trained.check()
-        self._optimizer_params.check()
+        self._attachment.learning.check_params()
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Make sure that the optimizer has what is trained privately, and nothing else to train.
+
+        `add_param_group` after `make_private` would train others on gradients of single records.
+
+        Raises:
+            BadInput: Naming a parameter of the module, or the shape of one that is not.
+        """
+        names = {id(each): name for name, each in self._parameters.items()}
+        now = [each for group in self.optimizer.param_groups for each in group["params"]]
+        others = [each for each in now if id(each) not in names and each.requires_grad]
+        if others:
+            raise BadInput(
+                f"the optimizer has a parameter of shape {list(others[0].shape)} that make_private "
+                "did not see: it would be trained on gradients that are neither clipped nor "
+                "noised. Put it into the module and call make_private after that, or give it to "
+                "another optimizer that never sees private records"
+            )
+        held = set(map(id, now))
+        missing = [name for key, name in names.items() if key not in held]
+        if missing:
+            raise BadInput(
+                f"the optimizer has lost {missing[0]} since make_private: it takes part in "
+                "clipping and would never be trained. Leave it to the optimizer, or detach() the "
+                "engine and call make_private again"
+            )
 
     def _learning_rates(self) -> list[Any]:
         return [group.get("lr") for group in self.optimizer.param_groups]
@@ -423,13 +487,22 @@ class PrivateTraining:
 
     def norms(self) -> Tensor:
         """See `PrivacyEngine.per_sample_norms`."""
-        return self._known().gathered(self._owner.ranks)
+        return self._known().all_norms(self.owner.ranks)
 
     def diagnostics(self) -> Diagnostics:
         """See `PrivacyEngine.diagnostics`."""
-        return self._known().diagnostics(self._owner.ranks)
+        batch, norms = self._known(), self.norms()
+        finite = norms[norms.isfinite()]
+        is_clipped = ~(norms <= batch.release.max_grad_norm)
+        return Diagnostics(
+            step=batch.release.step,
+            num_samples=len(norms),
+            median_norm=float(finite.median()) if len(finite) else float("nan"),
+            clipped_fraction=float(is_clipped.double().mean()) if len(norms) else 0.0,
+            num_dropped=len(norms) - len(finite),
+        )
 
-    def _known(self) -> LogicalBatchNorms:
+    def _known(self) -> LogicalBatch:
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
         return self._last
@@ -448,12 +521,12 @@ class PrivateTraining:
     @property
     def _tensor_degree(self) -> int:
         """Ranks that share one copy of the module and one set of samples."""
-        return self._owner.everyone.size // self._owner.ranks.size
+        return self.owner.everyone.size // self.owner.ranks.size
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `PrivacyEngine.load_state_dict`."""
         degree = state.get("tensor_degree", 1)
-        if self._owner.is_ordered and degree != self._tensor_degree:
+        if self.owner.is_ordered and degree != self._tensor_degree:
             raise BadInput(
                 f"the state is of a run that was cut into {degree} along the tensor axis, this one "
                 f"is cut into {self._tensor_degree}: matrices of other shapes round differently, "
@@ -469,7 +542,7 @@ class PrivateTraining:
         if last is not None and self.loader.next_step <= last:
             # Steps come again in this process: other noise, and other samples, or two releases
             # could be subtracted.
-            self._clock.renew(self._owner.everyone.group)
-            self._key = Key.shared(self._owner.everyone.group)
+            self._clock.renew(self.owner.everyone.group)
+            self._key = Key.shared(self.owner.everyone.group)
             self.loader.renew(self._key)
         self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)
