@@ -10,12 +10,18 @@ READY  := $(VENV)/.ready
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# The stamp depends on the two files that say what to install, so an edit there reinstalls.
-$(READY): pyproject.toml constraints.txt
+# K-FAC's factors are compared with curvlinops'. It asks for torchvision by way of backpack, for
+# examples that nothing here uses: so it comes without what it asks for, and with what it imports.
+ORACLES := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum \
+	unfoldNd
+
+# The stamp depends on the files that say what to install, so an edit there reinstalls.
+$(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"unison needs Python 3.11 or newer, found {v.major}.{v.minor}: run make PYTHON=python3.11 ...")'
 	@echo "installing unison into $(VENV) (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(ORACLES)
 	@touch $@
 
 install: $(READY)  ## create .venv and install unison with its development tools

@@ -7,7 +7,8 @@ comes in 8 passes of 8, with secure noise. In each round every contender takes o
 and the optimizer), in an order that rotates; ratios are paired by round. Rounds lie between passes
 64 and 128, at which private training checks again that samples do not mix: what that takes is in
 the steps before (`warm_up_seconds`). Memory is the peak of one step of a contender less what was
-allocated before it was built. `--passes 1 --rows 4 --tokens 512` is one pass per step.
+allocated before it was built. `--passes 1 --rows 4 --tokens 512 --graphs` is one pass per step, in
+which both sides are CUDA graphs, optimizer included.
 
 The result is bench/results/compiled-gpu.json. Opacus takes part if its source is in an ignored
 folder (`pip install --no-deps --target bench/peers/site opacus opt_einsum`).
@@ -20,9 +21,10 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -187,6 +189,78 @@ def private(name: str, shape: Shape, device: str, **settings: Any) -> Step:
     return step
 
 
+def graph_optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=True)
+
+
+def not_private_graph(name: str, shape: Shape, device: str) -> Step:
+    """One pass and the optimizer, compiled and recorded."""
+    model = build(name, device)
+    optimizer = graph_optimizer_of(model)
+    ids = torch.randint(3, 30000 if name != "tiny" else 200, (shape.rows, shape.tokens)).to(device)
+    run = torch.compile(model)
+
+    def train() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(run, ids).backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    return graph.replay
+
+
+def private_graph(name: str, shape: Shape, device: str) -> Step:
+    """The same, private: `capture_graph` of compiled passes."""
+    model = build(name, device)
+    generator = torch.Generator().manual_seed(0)
+    size = (256 * shape.rows, shape.tokens)
+    ids = torch.randint(3, 30000 if name != "tiny" else 200, size, generator=generator)
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=graph_optimizer_of(model),
+        data_loader=DataLoader(TensorDataset(ids.to(device)), batch_size=shape.rows, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        compile=True,
+    )
+
+    def losses_of(ids: Tensor) -> Tensor:
+        return unison.per_sample_loss(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+
+    def batches() -> Iterator[Tensor]:
+        while True:
+            for (rows,) in loader:
+                yield rows
+
+    endless = batches()
+    for _ in range(2):  # compiled, checked, and the optimizer's state made
+        optimizer.zero_grad()
+        losses_of(next(endless)).mean().backward()
+        optimizer.step()
+    example = next(endless)
+    optimizer.zero_grad(set_to_none=True)
+    run = engine.capture_graph(losses_of, example.clone(), with_optimizer=True)
+    given = chain([example], endless)
+
+    def step() -> None:
+        run(next(given))
+
+    step.engine = engine  # type: ignore[attr-defined]
+    return step
+
+
 def opacus(name: str, shape: Shape, device: str) -> Step:
     """As its users run it: per-sample gradients in `grad_sample`, several passes a step."""
     modules, optimizers = map(import_module, ("opacus.grad_sample", "opacus.optimizers"))
@@ -219,6 +293,11 @@ CONTENDERS: dict[str, Callable[[str, Shape, str], Step]] = {
 }
 
 
+GRAPHS: dict[str, Callable[[str, Shape, str], Step]] = {
+    REFERENCE: not_private_graph,
+    "compiled, private": private_graph,
+}
+
 PRIVATE = ("compiled, private", "eager, private")  # and checked again between passes
 
 
@@ -232,17 +311,19 @@ def seconds(step: Step, device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]) -> dict[str, Any]:
+def measure(
+    name: str, shape: Shape, device: str, rounds: int, wanted: Mapping[str, Callable[..., Step]]
+) -> dict[str, Any]:
     """Times, ratios and peaks of one model."""
     figures: dict[str, Any] = {}
     steps: dict[str, Step] = {}
-    for kind in wanted:
+    for kind, make in wanted.items():
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         try:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            step = CONTENDERS[kind](name, shape, device)
+            step = make(name, shape, device)
             first = seconds(step, device)
             first_peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
             num_steps = WARM_UP_PASSES // shape.passes if kind in PRIVATE else 3
@@ -265,6 +346,8 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
         print(kind, figures[kind], flush=True)
         steps[kind] = step
     times: dict[str, list[float]] = {kind: [] for kind in steps}
+    gc.collect()
+    gc.freeze()  # compilers leave millions of objects behind, which take a second to look through
     for number in range(rounds):
         order = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
         for kind in order:
@@ -275,6 +358,7 @@ def measure(name: str, shape: Shape, device: str, rounds: int, wanted: list[str]
             figures[kind]["ratio"] = ratio_of(each, times[REFERENCE]).figures()
             least = figures[REFERENCE]["peak_gib"]
             figures[kind]["memory_ratio"] = figures[kind]["peak_gib"] / least if least else None
+    gc.unfreeze()
     for step in steps.values():
         if hasattr(step, "engine"):
             step.engine.detach()  # type: ignore[attr-defined]
@@ -290,6 +374,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--graphs", action="store_true", help="one pass per step, recorded")
     parser.add_argument("--name", default="compiled-gpu")
     parser.add_argument("--directory", default="bench/results")
     options = parser.parse_args()
@@ -300,10 +385,12 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = Shape(options.passes, options.rows, options.tokens)
     figures: dict[str, Any] = {"shape": vars(shape), "limits": LIMITS, "memory": MEMORY_LIMIT}
+    contenders = GRAPHS if options.graphs else CONTENDERS
+    wanted = {kind: make for kind, make in contenders.items() if kind in options.only}
     for name in options.models:
         torch.compiler.reset()
         print(name, flush=True)
-        figures[name] = measure(name, shape, device, options.rounds, options.only)
+        figures[name] = measure(name, shape, device, options.rounds, wanted)
         ours = figures[name].get("compiled, private", {})
         print(name, ours.get("ratio"), ours.get("memory_ratio"), flush=True)
         write_result(options.name, figures, directory=options.directory)
