@@ -4,7 +4,8 @@
 
 Several gloo ranks share the GPU. Every run trains with Poisson sampling, clipping, noise and AdamW,
 in bf16 with cuDNN attention; runs with the ordered reducer must agree in losses, per-sample norms
-and digest, whatever holds the parameters. One run of the fast reducer shows how far it is.
+and digest, whatever holds the parameters. One run of the fast reducer shows how far it is. Compiled
+runs have other kernels and so bits of their own, which must agree among themselves.
 """
 
 import argparse
@@ -42,6 +43,7 @@ class Case:
     how: str
     is_ordered: bool = True
     mode: str = "auto"
+    is_compiled: bool = False
 
 
 CASES = (
@@ -52,6 +54,10 @@ CASES = (
     Case("2 ranks, DDP", 2, "ddp"),
     Case("4 ranks, hybrid 2x2", 4, "hybrid"),
     Case("2 ranks, fast", 2, "units", is_ordered=False),
+    Case("1 rank, compiled", 1, "units", is_compiled=True),
+    Case("1 rank, compiled, again", 1, "units", is_compiled=True),
+    Case("2 ranks, compiled", 2, "units", is_compiled=True),
+    Case("2 ranks, compiled, again", 2, "units", is_compiled=True),
 )
 
 
@@ -90,6 +96,7 @@ def measure(case: Case) -> dict[str, Any]:
                 clipping=case.mode,
                 granule=GRANULE if case.is_ordered else None,
                 seed=2,
+                compile=case.is_compiled,
             )
         losses, norms = [], []
         for (ids,) in loader:
@@ -104,6 +111,8 @@ def measure(case: Case) -> dict[str, Any]:
             norms.append(engine.per_sample_norms().tolist())
             if len(losses) == NUM_STEPS:
                 break
+        compiled = engine._attached._attachment._compiled
+        assert bool(compiled and compiled.num_graphs) == case.is_compiled
         return {
             "digest": unison.digest(model),
             "losses": losses,
@@ -125,15 +134,19 @@ def bits_figures() -> dict[str, Any]:
         runs = dict(zip([case.name for case in CASES], pool.map(run, CASES), strict=True))
     for name, found in runs.items():
         print(name, found["digest"], found["losses"], flush=True)
-    alone = runs[CASES[0].name]
+    alone = {
+        is_compiled: runs[next(case.name for case in CASES if case.is_compiled == is_compiled)]
+        for is_compiled in (False, True)
+    }
     return {
         "runs": {
             name: {"digest": run["digest"], "losses": run["losses"]} for name, run in runs.items()
         },
-        "fingerprint": alone["fingerprint"],
+        "fingerprint": alone[False]["fingerprint"],
         "equal_to_one_rank": {
             case.name: all(
-                runs[case.name][what] == alone[what] for what in ("digest", "losses", "norms")
+                runs[case.name][what] == alone[case.is_compiled][what]
+                for what in ("digest", "losses", "norms")
             )
             for case in CASES
             if case.is_ordered

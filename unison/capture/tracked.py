@@ -169,15 +169,15 @@ class Tracked(Tensor):
     @staticmethod
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
         """Mark a tensor; it shares the memory."""
-        value = value.detach()
+        shell = value = value.detach()
         if is_traced(value):
             with _disable_current_modes():  # those that trace would make it one of theirs
                 shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        else:
-            shell = shell_of(value) if is_in_parts(value) else value
+        elif is_in_parts(value):
+            shell = shell_of(value)
         tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
-        tracked.of_parameters = tuple(dict.fromkeys(source.name for source in sources))
+        tracked.of_parameters = tuple(dict.fromkeys([source.name for source in sources]))
         with torch._C.DisableTorchFunctionSubclass():
             tracked.register_hook(partial(refuse_gradient, tracked.of_parameters[0]))
         return tracked
