@@ -392,7 +392,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
     refuse_unknown(ops)
     num_bytes: dict[object, int] = defaultdict(int)
     last_use: dict[object, Op | None] = {}
-    uses: list[tuple[Op | None, Operand]] = [(op, each) for op in ops for each in op.leaves(Operand)]
+    uses = [(op, each) for op in ops for each in op.leaves(Operand)]
     for user, each in [*uses, (None, operand)]:
         needed = each.geometry.end * each.geometry.dtype.itemsize
         num_bytes[each.buffer] = max(num_bytes[each.buffer], needed)
