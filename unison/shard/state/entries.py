@@ -1,7 +1,7 @@
 """What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -245,54 +245,44 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield canonical_name(prefix + attribute), value, False
 
 
-class Delivery:
-    """Hands whole tensors to ranks that keep a part of each.
-
-    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
-    error in reading is kept until `finish`, since the other ranks are already on their way into the
-    next broadcast.
+def rank_0_reads_alone(ranks: Ranks, *, has_state: bool, what: str) -> bool:
+    """Whether rank 0 reads and broadcasts, or every rank reads for itself; a collective.
 
     Args:
-        ranks: Who takes part; to make one is a collective.
+        ranks: Who takes part.
         has_state: Whether this rank has the tensors.
         what: What they are, for the error.
 
     Raises:
         BadInput: On every rank, if it is neither rank 0 alone nor all ranks that have them.
     """
+    holders = gather_objects(ranks, has_state)
+    if not holders[0] or (any(holders[1:]) and not all(holders)):
+        given = [rank for rank, holds in enumerate(holders) if holds]
+        raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
+    return not all(holders)
 
-    def __init__(self, ranks: Ranks, *, has_state: bool, what: str) -> None:
-        holders = gather_objects(ranks, has_state)
-        if not holders[0] or (any(holders[1:]) and not all(holders)):
-            given = [rank for rank, holds in enumerate(holders) if holds]
-            raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
-        self._ranks = ranks
-        self._broadcasts = not all(holders)
-        self._error: Exception | None = None
 
-    @property
-    def is_reader(self) -> bool:
-        """Whether this rank reads."""
-        return not self._broadcasts or self._ranks.rank == 0
+Wanted = tuple[Entry, str, torch.dtype, Callable[[], Tensor]]
+"""How a tensor lies on ranks, its name for errors, the dtype it is to have, and what reads it."""
 
-    def take(
-        self, read: Callable[[], Tensor], entry: Entry, name: str, dtype: torch.dtype
-    ) -> Tensor | None:
-        """This rank's part [stop - start] of a tensor; a collective where rank 0 alone reads.
 
-        Args:
-            read: Gives the whole tensor; called on the ranks that read, and need it.
-            entry: How the tensor lies on ranks.
-            name: For the error.
-            dtype: Of the result.
+def deliver(
+    ranks: Ranks, wanted: Iterable[Wanted], *, reads_alone: bool
+) -> Iterator[Tensor | None]:
+    """Yield this rank's part [stop - start] of each of some whole tensors; a collective.
 
-        Returns:
-            The part; None where nothing was read, because the part is empty or an error was met.
-        """
+    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
+    error in reading is kept until the end, and raised on every rank then, since the other ranks are
+    already on their way into the next broadcast. None stands for a part that is empty or was not
+    read because of an error.
+    """
+    failure: Exception | None = None
+    for entry, name, dtype, read in wanted:
         place = entry.placement
-        is_needed = self._broadcasts or place.start < place.stop
-        whole: Tensor | None = None
-        if self._error is None and self.is_reader and is_needed:
+        is_needed = ranks.rank == 0 if reads_alone else place.start < place.stop
+        full: Tensor | None = None
+        if failure is None and is_needed:
             try:
                 value = read()
                 if tuple(value.shape) != place.shape:
@@ -301,34 +291,27 @@ class Delivery:
                         f"found {list(value.shape)}"
                     )
                 flat = value.detach().reshape(-1).contiguous()
-                whole = flat.to(device=place.device, dtype=dtype)
+                full = flat.to(device=place.device, dtype=dtype)
             except Exception as error:
-                self._error = error
-        if self._broadcasts and place.numel > 0:
-            if whole is None:
-                whole = torch.zeros(place.numel, dtype=dtype, device=place.device)
-            dist.broadcast(whole, group=self._ranks.group, group_src=0)
-        return None if whole is None else whole[place.start : place.stop]
+                failure = error
+        if reads_alone and place.numel > 0:
+            if full is None:
+                full = torch.zeros(place.numel, dtype=dtype, device=place.device)
+            dist.broadcast(full, group=ranks.group, group_src=0)
+        yield None if full is None else full[place.start : place.stop]
 
-    def finish(self) -> None:
-        """Raise on every rank what any of them met; a collective."""
+    def tell() -> None:
+        if failure is not None:
+            raise failure
 
-        def tell() -> None:
-            if self._error is not None:
-                raise self._error
-
-        agree(self._ranks, tell)
+    agree(ranks, tell)
 
 
 # ---- the whole state -----------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
-# A safetensors file as a mapping that reads a tensor when it is asked for one.
-
-
 class Weights(Mapping[str, Tensor]):
-    """The tensors of an open file by name; nothing is kept in memory."""
+    """The tensors of an open safetensors file by name; each is read when it is asked for."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -429,18 +412,20 @@ def load_full_state_dict(
             changed, and so are shapes unless the state is lazy.
     """
     ranks, entries = ranks_of(module), entries_of(module)
-    delivery = Delivery(ranks, has_state=bool(state), what="the state")
+    reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the state")
     reports = agree(ranks, lambda: _checked(entries, state, strict) if state else None)
-    report = (reports[ranks.rank] if delivery.is_reader else None) or reports[0]
+    report = reports[0 if reads_alone else ranks.rank] or reports[0]
     assert report is not None
-    absent = set(report.missing)
-    for entry in entries:
-        if entry.name not in absent:
-            read = partial(_read, entry, state or {})
-            part = delivery.take(read, entry, entry.name, entry.value.dtype)
-            if part is not None:
-                entry.store(part.to(entry.value.device))
-    delivery.finish()
+    present = [entry for entry in entries if entry.name not in report.missing]
+    wanted = (
+        (entry, entry.name, entry.value.dtype, partial(_read, entry, state or {}))
+        for entry in present
+    )
+    # Strict, so that the parts come to their end, where all ranks hear of an error.
+    parts = deliver(ranks, wanted, reads_alone=reads_alone)
+    for entry, part in zip(present, parts, strict=True):
+        if part is not None:
+            entry.store(part.to(entry.value.device))
     return report
 
 
