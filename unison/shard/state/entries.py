@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,23 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         CheckpointFailed: On every rank, where the first error was one of a file.
         RuntimeError: Where the first error was another one: on the ranks that did not meet it.
     """
-    result, met = _attempt(work)
-    outcomes = gather_objects(ranks, (result, _as_message(met)))
-    for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
-            _raise(rank, message, met if rank == ranks.rank else None)
+    result, met, message = None, None, None
+    try:
+        result = work()
+    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
+        # Not every exception can be pickled: what is sent is a type of ours, and a text.
+        kind = CheckpointFailed if isinstance(error, OSError) else None
+        met, message = error, (kind, f"{type(error).__name__}: {error}")
+        if isinstance(error, UnisonError):
+            message = type(error), str(error)
+    outcomes = gather_objects(ranks, (result, message))
+    for rank, (_, told) in enumerate(outcomes):
+        if told is not None:
+            kind, text = told
+            own = met if rank == ranks.rank else None
+            if kind is not None:
+                raise kind(text) from own
+            raise own or RuntimeError(f"rank {rank} failed with {text}")
     return [outcome for outcome, _ in outcomes]
 
 
@@ -73,42 +85,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
-    result, met = _attempt(work) if ranks.rank == 0 else (None, None)
-    outcome = [result, _as_message(met)]
-    if ranks.size > 1:
-        dist.broadcast_object_list(outcome, group=ranks.group, group_src=0)
-    if outcome[1] is not None:
-        _raise(0, outcome[1], met)
-    return outcome[0]
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return work(), None
-    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
-        return None, error
-
-
-def _as_message(error: BaseException | None) -> tuple[type[UnisonError] | None, str] | None:
-    """What of an error can be sent: not every exception can be pickled."""
-    if error is None:
-        return None
-    if isinstance(error, UnisonError):
-        return type(error), str(error)
-    kind = CheckpointFailed if isinstance(error, OSError) else None
-    return kind, f"{type(error).__name__}: {error}"
-
-
-def _raise(
-    rank: int, message: tuple[type[UnisonError] | None, str], met: BaseException | None
-) -> NoReturn:
-    """Raise what a rank sent; `met` is the error itself, on the rank that met it."""
-    kind, text = message
-    if kind is not None:
-        raise kind(text) from met
-    if met is not None:
-        raise met
-    raise RuntimeError(f"rank {rank} failed with {text}")
+    result, *_ = agree(ranks, lambda: work() if ranks.rank == 0 else None)
+    return result  # type: ignore[return-value]
 
 
 def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:
