@@ -1,14 +1,13 @@
 """Run folders: nothing half-written, nothing lost."""
 
 import json
-from contextlib import closing
 
 import pytest
 
 from unison.errors import BadInput, Diverged
 from unison.train.run_folder import (
-    Metrics,
     check_free,
+    open_metrics,
     open_run_folder,
     plot_losses,
     read_metrics,
@@ -84,10 +83,10 @@ def test_empty_folder_is_taken(tmp_path):
 def test_metrics_come_back_and_are_drawn(tmp_path, tensorboard):
     if tensorboard:
         pytest.importorskip("tensorboard")
-    with closing(Metrics(tmp_path, tensorboard=tensorboard)) as metrics:
-        metrics.write(0, **{"eval/loss": 5.0})
-        metrics.write(1, **{"train/loss": 4.5})
-        metrics.write(2, **{"train/loss": 4.0, "eval/loss": 4.2})
+    with open_metrics(tmp_path, tensorboard=tensorboard) as record:
+        record(0, **{"eval/loss": 5.0})
+        record(1, **{"train/loss": 4.5})
+        record(2, **{"train/loss": 4.0, "eval/loss": 4.2})
     records = read_metrics(tmp_path)
     assert records[2] == {"step": 2, "train/loss": 4.0, "eval/loss": 4.2}
     assert (tmp_path / "tensorboard").exists() == tensorboard

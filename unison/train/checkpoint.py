@@ -13,6 +13,7 @@ may have other bits.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -44,7 +45,7 @@ CURVATURE = "curvature"  # what the files of K-FAC's state begin with
 _TENSOR = "__tensor__"  # marks the place of one in such a state
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Progress:
     """How far a run has come, beside what its model and optimizer hold.
 
@@ -59,13 +60,13 @@ class Progress:
         eval_after: The last one measured.
     """
 
-    step: int
-    num_targets: int
-    training_seconds: float
-    seconds: float
-    train_before: float | None
-    eval_before: float
-    eval_after: float
+    step: int = 0
+    num_targets: int = 0
+    training_seconds: float = 0.0
+    seconds: float = 0.0
+    train_before: float | None = None
+    eval_before: float = math.nan
+    eval_after: float = math.nan
 
 
 def save_newest(

@@ -2,11 +2,12 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,21 +36,16 @@ from unison.train.checkpoint import (
     load_newest,
     save_newest,
 )
-from unison.train.optimization import (
-    GradientTransform,
-    NaturalGradient,
-    make_optimizer,
-    make_schedule,
-)
+from unison.train.optimization import NaturalGradient, make_optimizer, make_schedule
 from unison.train.parallel import Parallel
-from unison.train.regime import PrivateRegime, Regime, RunRows
+from unison.train.regime import PrivateRegime, Regime
 from unison.train.report import ProgressView, TrainResult
 from unison.train.run_folder import (
     COVERED,
     CURVE_FILE,
     RESULT_FILE,
-    Metrics,
     check_free,
+    open_metrics,
     open_run_folder,
     open_stopped_run,
     plot_losses,
@@ -100,29 +96,37 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
-        run = Run(config, model, rows, world)
+        run = Run(config, model, *rows, world)
         stack.callback(run.parallel.release)
-        progress = run.prepare()
+        curvature = run.prepare()
 
         # Only now is anything written: whatever was wrong with the input has been said.
-        console, metrics = None, None
-        if world.is_main:
+        console = Console(stderr=on_stderr) if world.is_main else None
+        if console is not None:
             opened = open_run_folder(folder, overwrite=output.overwrite)
-            stack.enter_context(opened if progress is None else open_stopped_run(folder))
+            stack.enter_context(open_stopped_run(folder) if output.resume else opened)
         stack.enter_context(run.regime.attached())
-        stack.enter_context(run.transform.attached())
-        if world.is_main:
-            console = Console(stderr=on_stderr)
-            metrics = stack.enter_context(closing(run.start(console, progress)))
-        first = 0 if progress is None else progress.step
-        with ProgressView(console, config, first=first) as view:
-            result = run.train(view, metrics, progress)
+        stack.enter_context(run.transform.attached(curvature))
+        del curvature  # it is as large as the model
+        if console is not None:
+            report.write_start(folder, run)
+            run.record = stack.enter_context(
+                open_metrics(
+                    folder,
+                    tensorboard=output.tensorboard,
+                    after_step=run.progress.step if output.resume else None,
+                    only=COVERED if run.is_guarded else None,
+                )
+            )
+            report.say_start(console, run)
+        with ProgressView(console, config, first=run.progress.step) as run.view:
+            result = run.train()
         # Every rank takes part in the gathering; one keeps what comes of it.
         parameters = {name: value.cpu() for name, value in full_parameters(model) if world.is_main}
         if world.is_main:
             save(model.config, parameters, folder)
             plot_losses(
-                read_metrics(folder), folder / CURVE_FILE, unigram_entropy=rows.unigram_entropy
+                read_metrics(folder), folder / CURVE_FILE, unigram_entropy=run.unigram_entropy
             )
             write_json(folder / RESULT_FILE, result.published(config).to_fields())
     if console is not None:
@@ -131,13 +135,36 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
 
 
 class Run:
-    """One model being trained, seen from one rank."""
+    """One model being trained, seen from one rank.
+
+    Args:
+        config: The settings.
+        model: Built without memory.
+        train_rows: What it is trained on.
+        eval_rows: What is held out.
+        unigram_entropy: The loss of the best model that ignores context. In a private run that of
+            the held-out rows: of the others it would be a figure that no ε covers.
+        world: The ranks.
+
+    Attributes:
+        progress: How far it has come.
+        view: Shows steps to a person.
+        record: Writes numbers of a step to the run's metrics; on the main rank.
+    """
 
     def __init__(
-        self, config: TrainConfig, model: LanguageModel, rows: RunRows, world: World
+        self,
+        config: TrainConfig,
+        model: LanguageModel,
+        train_rows: RowDataset,
+        eval_rows: RowDataset,
+        unigram_entropy: float,
+        world: World,
     ) -> None:
         mechanism, execution = config.mechanism, config.execution
-        self.config, self.model, self.rows, self.world = config, model, rows, world
+        self.config, self.model, self.world = config, model, world
+        self.train_rows, self.eval_rows = train_rows, eval_rows
+        self.unigram_entropy = unigram_entropy
         self.num_parameters = count_parameters(model)  # before a rank keeps only its part
         self.parallel = Parallel(
             model,
@@ -154,92 +181,63 @@ class Run:
                 block.compile()
         self.optimizer = make_optimizer(model, mechanism)
         self.scheduler = make_schedule(self.optimizer, mechanism)
-        self.transform = GradientTransform()
-        if mechanism.kfac is not None:
-            self.transform = NaturalGradient(config, self.parallel, self.optimizer)
+        self.transform = NaturalGradient(config, self.parallel, self.optimizer)
         self.key = Key.from_seed(mechanism.seed)
         self.cast = nullcontext
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
-        self.view, self.started = ProgressView(None, config), time.perf_counter()
-        self.metrics: Metrics | None = None
+        self.progress = Progress()
+        self.view = ProgressView(None, config)
+        self.record: Callable[..., None] = lambda step, **values: None
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
-        self.regime = Regime(config, rows.train)
+        self.regime = Regime(config, train_rows)
         if mechanism.privacy is not None:
             self.regime = PrivateRegime(
                 config,
                 self.parallel,
                 self.optimizer,
-                rows.train,
+                train_rows,
                 world=world,
                 num_elements=self.num_parameters,
                 cast=self.cast,
             )
 
-    def prepare(self) -> Progress | None:
-        """Settle what the steps apply; a run that goes on goes back to its newest checkpoint."""
-        progress, state, curvature = None, None, None
+    def prepare(self) -> dict[str, Any] | None:
+        """Settle what the steps apply; a run that goes on goes back to its newest checkpoint.
+
+        Returns:
+            What K-FAC had learned there.
+        """
+        state, curvature = None, None
         if self.config.output.resume:
             folder = Path(self.config.output.folder)
-            summary = report.summarize(self.rows, self.config)
+            summary = report.summarize(self)
             self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-            progress, state, curvature = load_newest(
+            self.progress, state, curvature = load_newest(
                 folder, self.model, self.optimizer, self.scheduler, self.world
             )
         self.regime.prepare(state)
-        self.transform.prepare(curvature)
-        return progress
+        return curvature
 
-    def start(self, console: Console, progress: Progress | None) -> Metrics:
-        """Write and say what the run is made of, or where it goes on, and open its metrics."""
-        config, output = self.config, self.config.output
-        folder = Path(output.folder)
-        if progress is None:
-            report.write_start(folder, config, self.model.config, self.rows, self.world)
-        else:
-            report.write_resumption(folder, config, progress.step, self.world)
-        metrics = Metrics(
-            folder,
-            tensorboard=output.tensorboard,
-            after_step=progress and progress.step,
-            only=COVERED if self.is_guarded else None,
-        )
-        privacy, others = self.regime.describe(), self.transform.describe()
-        report.say_start(
-            console, config, self.num_parameters, self.rows, self.world, privacy, others
-        )
-        if progress is not None:
-            report.say_resumption(console, config, progress.step, self.world)
-        return metrics
-
-    def train(
-        self, view: ProgressView, metrics: Metrics | None, progress: Progress | None = None
-    ) -> TrainResult:
-        """Train for all steps, or all that are left; `metrics` is given on the main rank."""
-        mechanism, output = self.config.mechanism, self.config.output
-        self.view, self.metrics = view, metrics
-        self.started = time.perf_counter() - (progress.seconds if progress else 0.0)
-        if progress is None:
-            on_eval, on_train = self.evaluate(self.rows.eval), self.evaluate(self.rows.train)
-            progress = Progress(
-                step=0,
-                num_targets=0,
-                training_seconds=0.0,
-                seconds=0.0,
-                train_before=on_train,
-                eval_before=on_eval,
-                eval_after=on_eval,
-            )
-            self.record(0, **{"eval/loss": on_eval, "eval/train_loss": on_train})
-            view.show_eval(0, on_eval)
+    def train(self) -> TrainResult:
+        """Train for all steps, or all that are left."""
+        mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
+        started = time.perf_counter() - progress.seconds
+        if not output.resume:
+            progress.eval_before = self.evaluate(self.eval_rows)
+            progress.train_before = self.evaluate(self.train_rows)
+            progress.eval_after = progress.eval_before
+            figures = {"eval/loss": progress.eval_before, "eval/train_loss": progress.train_before}
+            self.record(0, **figures)
+            self.view.show_eval(0, progress.eval_before)
 
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
         with closing(self.regime.passes(range(progress.step, mechanism.steps))) as passes:
-            progress, budget_sentence = self.take_steps(passes, progress)
-        progress = self.evaluated(progress)
-        train_after = self.evaluate(self.rows.train)
+            budget_sentence = self.take_steps(passes, started)
+        self.evaluate_held_out()
+        train_after = self.evaluate(self.train_rows)
         self.record(progress.step, **{"eval/train_loss": train_after})
         return TrainResult(
             folder=output.folder,
@@ -254,26 +252,23 @@ class Run:
             train_loss_after=train_after,
             eval_loss_before=progress.eval_before,
             eval_loss_after=progress.eval_after,
-            unigram_entropy=self.rows.unigram_entropy,
+            unigram_entropy=self.unigram_entropy,
             tokens_per_second=progress.num_targets / max(progress.training_seconds, 1e-9),
-            seconds=time.perf_counter() - self.started,
+            seconds=time.perf_counter() - started,
             privacy=self.regime.result(budget_sentence),
         )
 
-    def record(self, step: int, **values: float) -> None:
-        """Write some numbers of one step to the run's metrics; the main rank has them."""
-        if self.metrics is not None:
-            self.metrics.write(step, **values)
-
-    def take_steps(
-        self, passes: Iterator[Batch], progress: Progress
-    ) -> tuple[Progress, str | None]:
+    def take_steps(self, passes: Iterator[Batch], started: float) -> str | None:
         """Take the steps that are left, with evaluations and checkpoints in between.
 
+        Args:
+            passes: This rank's passes of all of them.
+            started: When the run did, as if it had never stopped.
+
         Returns:
-            How far that led, and the reason if a privacy budget did not allow all of them.
+            The reason, if a privacy budget did not allow all of them.
         """
-        mechanism, output = self.config.mechanism, self.config.output
+        mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
         first = progress.step + 1
         for step in range(first, mechanism.steps + 1):
             compiles = mechanism.compile and step == first
@@ -281,9 +276,9 @@ class Run:
             if compiles:
                 self.view.note("compiling: the first step takes longer than the others")
             try:
-                progress = self.take_step(step, passes, progress)
+                self.take_step(step, passes)
             except BudgetSpent as refusal:  # raised before anything of the step is applied
-                return progress, (
+                return (
                     f"step {step} would have spent ε = {refusal.would_spend:.4f}; the steps before "
                     f"it spent {refusal.spent:.4f}"
                 )
@@ -293,11 +288,11 @@ class Run:
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
             if output.eval_every and step % output.eval_every == 0:
-                progress = self.evaluated(progress)
+                self.evaluate_held_out()
             if output.checkpoint_every and step % output.checkpoint_every == 0:
-                now = replace(progress, seconds=time.perf_counter() - self.started)
+                now = replace(progress, seconds=time.perf_counter() - started)
                 if self.is_guarded:
-                    now = replace(now, train_before=None)
+                    now.train_before = None
                 save_newest(
                     output,
                     self.world,
@@ -308,11 +303,11 @@ class Run:
                     self.regime.state_dict(),
                     self.transform.state_dict(),
                 )
-        return progress, None
+        return None
 
-    def take_step(self, step: int, passes: Iterator[Batch], progress: Progress) -> Progress:
+    def take_step(self, step: int, passes: Iterator[Batch]) -> None:
         """Take one step, and record and show what came of it."""
-        started = time.perf_counter()
+        progress, started = self.progress, time.perf_counter()
         result = train_step(
             self.parallel,
             self.optimizer,
@@ -326,12 +321,9 @@ class Run:
             clip_norm=self.config.mechanism.clip_norm,
         )
         seconds = time.perf_counter() - started
-        progress = replace(
-            progress,
-            step=step,
-            num_targets=progress.num_targets + result.num_targets,
-            training_seconds=progress.training_seconds + seconds,
-        )
+        progress.step = step
+        progress.num_targets += result.num_targets
+        progress.training_seconds += seconds
         facts = self.regime.facts(step)
         self.record(
             step,
@@ -344,14 +336,13 @@ class Run:
             },
         )
         self.view.show_step(step, result, progress.num_targets / progress.training_seconds, facts)
-        return progress
 
-    def evaluated(self, progress: Progress) -> Progress:
+    def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""
-        loss = self.evaluate(self.rows.eval)
-        self.record(progress.step, **{"eval/loss": loss})
-        self.view.show_eval(progress.step, loss)
-        return replace(progress, eval_after=loss)
+        progress = self.progress
+        progress.eval_after = self.evaluate(self.eval_rows)
+        self.record(progress.step, **{"eval/loss": progress.eval_after})
+        self.view.show_eval(progress.step, progress.eval_after)
 
     def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's passes of the next logical batch, up to the one that closes it."""
@@ -369,12 +360,11 @@ class Run:
         per_pass = self.config.execution.micro_batch_size or min(most, EVAL_ROWS_PER_PASS)
         if mechanism.reducer == "ordered":
             per_pass = mechanism.granule
-        places = eval_passes(count, per_pass, self.world)
         batches = (
             to_device(
                 {**data.rows(chosen[each]), "sample_ids": torch.from_numpy(each)}, self.world.device
             )
-            for each in places
+            for each in eval_passes(count, per_pass, self.world)
         )
         self.model.eval()
         loss = mean_loss(self.model, batches, num_rows=count, world=self.world, cast=self.cast)
@@ -435,7 +425,7 @@ def fitting_tokenizer(mechanism: MechanismConfig, config: ModelConfig) -> Tokeni
 @contextmanager
 def open_rows(
     mechanism: MechanismConfig, config: ModelConfig, row_length: int, world: World
-) -> Iterator[RunRows]:
+) -> Iterator[tuple[RowDataset, RowDataset, float]]:
     """Tokenise the corpus once per machine and open its rows on every rank.
 
     The tokens lie in a private temporary folder that is gone when the run is over: protected text
@@ -461,7 +451,7 @@ def open_rows(
         folder = dict(entry for entry in made if entry is not None)[world.node]
         train, held_out = RowDataset.open(folder, "train"), RowDataset.open(folder, "eval")
         known = train if mechanism.privacy is None else held_out
-        yield RunRows(train=train, eval=held_out, unigram_entropy=unigram_entropy(known))
+        yield train, held_out, unigram_entropy(known)
         world.agree(lambda: None)  # nobody removes the folder under another rank's feet
 
 

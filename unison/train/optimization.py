@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,8 +16,6 @@ from unison.data import IGNORE_INDEX
 from unison.train.parallel import Parallel
 
 ADAM_BETAS = (0.9, 0.95)
-
-State = Mapping[str, Any]
 
 
 def make_optimizer(model: nn.Module, mechanism: MechanismConfig) -> Optimizer:
@@ -64,63 +62,28 @@ def lr_factor(step: int, mechanism: MechanismConfig) -> float:
 # ---- from gradient to direction ------------------------------------------------------------------
 
 
-class GradientTransform:
-    """Sees the passes of a step, then changes its gradient: this one leaves it to the optimizer."""
-
-    def prepare(self, state: State | None) -> None:
-        """Take what a checkpoint holds, before anything is written; None for a new run."""
-        assert state is None
-
-    def describe(self) -> list[str]:
-        """What a person should know before the first step, in sentences."""
-        return []
-
-    def attached(self) -> AbstractContextManager[object]:
-        """Around the steps: hold on to model and optimizer."""
-        return nullcontext()
-
-    def observe(self, logits: Tensor, labels: Tensor, num_targets: int) -> None:
-        """Look at a pass, before its loss is sent back.
-
-        Args:
-            logits: Of the pass [rows, tokens, vocab].
-            labels: Of the pass [rows, tokens]; what is ignored by the loss does not count.
-            num_targets: Labels that count in the whole logical batch.
-        """
-
-    def apply(self) -> None:
-        """Put the step's direction where its gradient is; every rank must call it."""
-
-    def state_dict(self) -> State | None:
-        """What a checkpoint needs to go on, None for nothing; every rank must call it."""
-        return None
-
-
-class NaturalGradient(GradientTransform):
-    """Preconditions with `unison.KFAC`.
+class NaturalGradient:
+    """Preconditions a step's gradient with `unison.KFAC`; leaves it alone in a run without `kfac`.
 
     Its labels come from the run's seed and the positions of rows in the global batch, so that they
     do not depend on the number of ranks.
 
     Args:
-        config: The settings, with a `kfac`.
+        config: The settings.
         parallel: The model as the ranks hold it.
         optimizer: The SGD that takes the step.
     """
 
     def __init__(self, config: TrainConfig, parallel: Parallel, optimizer: Optimizer) -> None:
-        self._settings = settings_of(config)
+        self._settings = None if config.mechanism.kfac is None else settings_of(config)
         self._parallel, self._optimizer = parallel, optimizer
-        self._state: State | None = None
         self._kfac: unison.KFAC | None = None
 
-    def prepare(self, state: State | None) -> None:
-        """Take what a checkpoint holds."""
-        self._state = state
-
     def describe(self) -> list[str]:
-        """Say how curvature is made and applied."""
+        """Say how curvature is made and applied, before the first step."""
         settings = self._settings
+        if settings is None:
+            return []
         lengths = {"adam": "Adam's", "sgd": "the gradient's", "none": "their own"}
         return [
             f"K-FAC: damping {settings.damping:g} ({settings.damping_form}), {settings.fisher} "
@@ -129,42 +92,46 @@ class NaturalGradient(GradientTransform):
         ]
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Watch the model's passes, and give it back at the end."""
-        kfac = unison.KFAC(self._parallel.module, self._settings, self._optimizer)
+    def attached(self, state: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Watch the model's passes, and give it back at the end; `state` is a checkpoint's."""
+        if self._settings is None:
+            assert state is None
+            yield
+            return
+        self._kfac = unison.KFAC(self._parallel.module, self._settings, self._optimizer)
         try:
-            if self._state is not None:
-                kfac.load_state_dict(self._state)
-                self._state = None  # it is as large as the model
-            self._kfac = kfac
+            if state is not None:
+                self._kfac.load_state_dict(state)
+                del state  # it is as large as the model
             yield
         finally:
-            kfac.detach()
+            self._kfac.detach()
             self._kfac = None  # see Parallel.module
 
-    @property
-    def _attached(self) -> unison.KFAC:
-        assert self._kfac is not None
-        return self._kfac
-
     def observe(self, logits: Tensor, labels: Tensor, num_targets: int) -> None:
-        """Draw labels for the pass, if this step updates the factors."""
-        kfac = self._attached
-        if not kfac.wants_statistics:
+        """Draw labels for a pass, before its loss is sent back, if this step updates the factors.
+
+        Args:
+            logits: Of the pass [rows, tokens, vocab].
+            labels: Of the pass [rows, tokens]; what is ignored by the loss does not count.
+            num_targets: Labels that count in the whole logical batch.
+        """
+        if self._kfac is None or not self._kfac.wants_statistics:
             return
         # What the loss that is sent back divides the sum over labels by. Only the empirical Fisher
         # asks: it is made of that loss's gradients.
         divisor = max(num_targets, 1) / self._parallel.gradient_scale
-        sampled = kfac.sample(logits, labels != IGNORE_INDEX, divisor=divisor)
+        sampled = self._kfac.sample(logits, labels != IGNORE_INDEX, divisor=divisor)
         sampled.backward(retain_graph=True)
 
     def apply(self) -> None:
-        """Precondition the gradient."""
-        self._attached.step()
+        """Put the step's direction where its gradient is; every rank must call it."""
+        if self._kfac is not None:
+            self._kfac.step()
 
-    def state_dict(self) -> State:
-        """Return the factors and what was made of them."""
-        return self._attached.state_dict()
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the factors and what was made of them, None without; every rank must call it."""
+        return None if self._kfac is None else self._kfac.state_dict()
 
 
 def settings_of(config: TrainConfig) -> unison.KFACConfig:

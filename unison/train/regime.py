@@ -40,7 +40,7 @@ from unison.privacy import (
 from unison.rng import Key, Permutation, Stream
 from unison.train.parallel import Parallel
 from unison.train.run_folder import LEDGER_FILE
-from unison.train.step import Batch, Share, mean_over_targets, share_of
+from unison.train.step import Batch, mean_over_targets
 from unison.train.world import World
 
 MAX_EPSILONS = 10  # of a private run, while it goes on: one by PLD takes a second
@@ -140,19 +140,6 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRows:
-    """The rows of a run, and the loss of the best model that ignores context.
-
-    In a private run the latter is that of the held-out rows: of the others it would be a figure
-    that no ε covers.
-    """
-
-    train: RowDataset
-    eval: RowDataset
-    unigram_entropy: float
-
-
 class Regime:
     """Rows in a new order every epoch; the mean over all targets of the global batch."""
 
@@ -194,8 +181,8 @@ class Regime:
         plan = unison.current_plan()
         return plan is None or plan.closes_logical_batch
 
-    def objective(self, logits: Tensor, batch: Batch) -> Share:
-        """Make a pass's share of the loss that is sent back."""
+    def objective(self, logits: Tensor, batch: Batch) -> tuple[Tensor, bool]:
+        """Make the rows' losses, of which the mean is sent back; see `step.Objective`."""
         return mean_over_targets(logits, batch)
 
     def facts(self, step: int) -> PrivacyFacts | None:
@@ -365,14 +352,14 @@ class PrivateRegime(Regime):
         assert self._loader is not None
         return self._loader.current is None or self._loader.current.is_last
 
-    def objective(self, logits: Tensor, batch: Batch) -> Share:
-        """Make the mean of the samples' losses over the logical batch; the engine undoes the mean.
+    def objective(self, logits: Tensor, batch: Batch) -> tuple[Tensor, bool]:
+        """Make the rows' losses; the engine undoes the mean over the logical batch.
 
         A row's loss is the mean over its own targets. One over all targets of the batch would
         couple rows through its denominator.
         """
         losses = unison.per_sample_loss(logits, batch["labels"], IGNORE_INDEX)  # [rows]
-        return share_of(losses, is_last=self.is_step_complete())
+        return losses, self.is_step_complete()
 
     def facts(self, step: int) -> PrivacyFacts:
         """Return ε, now and then computed ahead, and what no ε covers."""

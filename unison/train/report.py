@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box, progress
 from rich.console import Console, RenderableType
@@ -21,8 +21,7 @@ from rich.text import Text
 import unison
 from unison.config import TrainConfig
 from unison.errors import BadInput
-from unison.models import ModelConfig
-from unison.train.regime import PrivacyFacts, PrivacyResult, RunRows
+from unison.train.regime import PrivacyFacts, PrivacyResult
 from unison.train.run_folder import (
     CONFIG_FILE,
     CURVE_FILE,
@@ -34,7 +33,9 @@ from unison.train.run_folder import (
     write_json,
 )
 from unison.train.step import StepResult
-from unison.train.world import World
+
+if TYPE_CHECKING:
+    from unison.train.loop import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,100 +85,61 @@ _COUNTS = ("num_tokens", "num_targets", "num_dropped_tokens", "num_documents")
 _COUNTS += ("num_skipped_documents", "num_truncated_documents")
 
 
-def write_start(
-    folder: Path, config: TrainConfig, model_config: ModelConfig, rows: RunRows, world: World
-) -> None:
-    """Write what the run is made of: config.json and environment.json."""
-    settings = asdict(config)
-    settings["model"] = asdict(model_config)
-    settings["fingerprint"] = _fingerprint(config, world)
-    settings["rows"] = summarize(rows, config)
-    write_json(folder / CONFIG_FILE, settings)
-    write_json(folder / ENVIRONMENT_FILE, describe_environment(world.size, world.device))
+def write_start(folder: Path, run: "Run") -> None:
+    """Write what a run is made of, or add a line where it went on, and on what."""
+    config, world = run.config, run.world
+    environment = describe_environment(world.size, world.device)
+    if not config.output.resume:
+        settings = asdict(config)
+        settings["model"] = asdict(run.model.config)
+        settings["fingerprint"] = _fingerprint(run)
+        settings["rows"] = summarize(run)
+        write_json(folder / CONFIG_FILE, settings)
+        write_json(folder / ENVIRONMENT_FILE, environment)
+        return
+    line = {
+        "step": run.progress.step,
+        "command": config.output.command,
+        "execution": asdict(config.execution),
+        "environment": environment,
+        "fingerprint": _fingerprint(run),
+    }
+    with (folder / "resumptions.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-def summarize(rows: RunRows, config: TrainConfig) -> dict[str, Any]:
+def summarize(run: "Run") -> dict[str, Any]:
     """The rows of a run in plain values; of private ones nothing that their content decides."""
-    summary = {"train": rows.train.summary(), "eval": rows.eval.summary()}
-    if config.mechanism.privacy is not None:
+    summary = {"train": run.train_rows.summary(), "eval": run.eval_rows.summary()}
+    if run.config.mechanism.privacy is not None:
         for split in summary.values():
             for name in _COUNTS:
                 del split[name]
     return summary
 
 
-def _fingerprint(config: TrainConfig, world: World) -> dict[str, Any]:
-    is_ordered = config.mechanism.reducer == "ordered"
+def _fingerprint(run: "Run") -> dict[str, Any]:
+    mechanism = run.config.mechanism
     return unison.fingerprint(
-        granule=config.mechanism.granule if is_ordered else None,
-        device=world.device,
-        is_compiled=config.mechanism.compile,
+        granule=mechanism.granule if mechanism.reducer == "ordered" else None,
+        device=run.world.device,
+        is_compiled=mechanism.compile,
     )
 
 
-def write_resumption(folder: Path, config: TrainConfig, step: int, world: World) -> None:
-    """Add a line to resumptions.jsonl: where the run went on, and on what."""
-    line = {
-        "step": step,
-        "command": config.output.command,
-        "execution": asdict(config.execution),
-        "environment": describe_environment(world.size, world.device),
-        "fingerprint": _fingerprint(config, world),
-    }
-    with (folder / "resumptions.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def say_resumption(console: Console, config: TrainConfig, step: int, world: World) -> None:
-    """Say where the run goes on, and whether its bits can still be compared."""
-    console.print(f"going on after step {step} of {config.mechanism.steps}", highlight=False)
-    folder = Path(config.output.folder)
-    before = json.loads((folder / CONFIG_FILE).read_text())["fingerprint"]
-    now = json.loads(json.dumps(_fingerprint(config, world)))
-    changed = sorted(
-        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-    )
-    if config.mechanism.reducer == "ordered" and changed:
-        console.print(
-            f"the digest will not be that of an uninterrupted run: {', '.join(changed)} changed",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def say_start(
-    console: Console,
-    config: TrainConfig,
-    num_parameters: int,
-    rows: RunRows,
-    world: World,
-    privacy: Iterable[str],
-    others: Iterable[str],
-) -> None:
-    """Say in a few lines what is about to happen.
-
-    Args:
-        console: Where to.
-        config: The settings.
-        num_parameters: Elements of the model.
-        rows: The data.
-        world: The ranks.
-        privacy: What is protected and how, in sentences; none in an ordinary run.
-        others: Further sentences.
-    """
-    mechanism = config.mechanism
+def say_start(console: Console, run: "Run") -> None:
+    """Say in a few lines what is about to happen, and where a run goes on."""
+    config, mechanism, world = run.config, run.config.mechanism, run.world
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     say(
         console,
-        f"[bold]unison train[/]  {mechanism.preset}: {num_parameters:,} parameters, "
+        f"[bold]unison train[/]  {mechanism.preset}: {run.num_parameters:,} parameters, "
         f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
         f"{mechanism.reducer} reducer",
-    )
-    say(
-        console,
-        f"data {mechanism.data}: {rows.train.num_rows:,} rows of {rows.train.row_length} tokens to "
-        f"train on, {rows.eval.num_rows:,} held out; unigram entropy {rows.unigram_entropy:.3f}",
-        *privacy,
+        f"data {mechanism.data}: {run.train_rows.num_rows:,} rows of {run.train_rows.row_length} "
+        f"tokens to train on, {run.eval_rows.num_rows:,} held out; unigram entropy "
+        f"{run.unigram_entropy:.3f}",
+        *run.regime.describe(),
     )
     is_told = console.is_terminal or config.output.unsafe_diagnostics
     if mechanism.privacy is not None and not is_told:
@@ -186,7 +148,18 @@ def say_start(
             "training loss, norms and clipped fractions are not covered by ε: a terminal shows "
             "them, files have them with --unsafe-diagnostics",
         )
-    say(console, *others)
+    say(console, *run.transform.describe())
+    if not config.output.resume:
+        return
+    say(console, f"going on after step {run.progress.step} of {mechanism.steps}")
+    saved = json.loads((Path(config.output.folder) / CONFIG_FILE).read_text())
+    before, now = saved["fingerprint"], json.loads(json.dumps(_fingerprint(run)))
+    changed = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+    if mechanism.reducer == "ordered" and changed:  # whether its bits can still be compared
+        say(
+            console,
+            f"the digest will not be that of an uninterrupted run: {', '.join(changed)} changed",
+        )
 
 
 def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
@@ -208,13 +181,6 @@ def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
 
 
-def result_table(result: TrainResult, num_planned: int) -> Table:
-    """What a run came to; of a private one with what it spent."""
-    if result.privacy is None:
-        return _loss_table(result)
-    return _privacy_table(result, result.privacy, num_planned)
-
-
 def read_result(folder: Path) -> tuple[TrainResult, int]:
     """Read what a run in a folder came to, and how many steps it had planned.
 
@@ -234,22 +200,21 @@ def read_result(folder: Path) -> tuple[TrainResult, int]:
     return result, json.loads((folder / CONFIG_FILE).read_text())["mechanism"]["steps"]
 
 
-def _loss_table(result: TrainResult) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("nats per token")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for name, before, after in (
-        ("train loss", result.train_loss_before, result.train_loss_after),
-        ("eval loss", result.eval_loss_before, result.eval_loss_after),
-    ):
-        table.add_row(name, f"{before:.4f}", f"{after:.4f}")
-    table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
-    return table
-
-
-def _privacy_table(result: TrainResult, privacy: PrivacyResult, num_planned: int) -> Table:
-    """Everything that a private run came to, in one table of at most 80 columns."""
+def result_table(result: TrainResult, num_planned: int) -> Table:
+    """What a run came to; of a private one with what it spent, in at most 80 columns."""
+    privacy = result.privacy
+    if privacy is None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("nats per token")
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right")
+        for name, before, after in (
+            ("train loss", result.train_loss_before, result.train_loss_after),
+            ("eval loss", result.eval_loss_before, result.eval_loss_after),
+        ):
+            table.add_row(name, f"{before:.4f}", f"{after:.4f}")
+        table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
+        return table
     table = Table(box=box.ROUNDED, show_header=False)
     table.add_column(style="bold")
     table.add_column()

@@ -17,8 +17,8 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +151,17 @@ gradients only. `eval/loss` depends on held-out rows too, which are other record
 ones. A speed is not here, since the time of a step tells how many rows it drew."""
 
 
-class Metrics:
-    """Appends records of a step to metrics.jsonl, and its numbers to TensorBoard.
+@contextmanager
+def open_metrics(
+    folder: Path,
+    *,
+    tensorboard: bool,
+    after_step: int | None = None,
+    only: Collection[str] | None = None,
+) -> Iterator[Callable[..., None]]:
+    """Yield what appends numbers of a step to metrics.jsonl, and to TensorBoard.
+
+    It is called as `record(step, **values)`; a line is on disk when it returns.
 
     Args:
         folder: The run.
@@ -160,61 +169,44 @@ class Metrics:
         after_step: The step that a resumed run goes on from; None for a new run.
         only: Names that may be written; None for all.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tensorboard: bool,
-        after_step: int | None = None,
-        only: Collection[str] | None = None,
-    ) -> None:
-        if after_step is None:
-            (folder / METRICS_FILE).write_text("")
-        else:
-            _forget_after(folder / METRICS_FILE, after_step)
-        self._lines = (folder / METRICS_FILE).open("a")
-        self._only = only
-        # TensorBoard notes when each event was written, which tells how long a step took.
-        self._time = None if only is None else time.time()
-        self._events = None
+    path = folder / METRICS_FILE
+    kept = "" if after_step is None else _lines_until(path, after_step)
+    part = path.with_suffix(".partial")
+    part.write_text(kept)
+    part.replace(path)  # all or nothing
+    # TensorBoard notes when each event was written, which tells how long a step took.
+    walltime = None if only is None else time.time()
+    with ExitStack() as stack:
+        lines, events = stack.enter_context(path.open("a")), None
         if tensorboard and importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
             next_step = None if after_step is None else after_step + 1
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
+            events = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
+            stack.callback(events.close)
 
-    def write(self, step: int, **values: float) -> None:
-        """Record some numbers of one step; a line is on disk when this returns."""
-        if self._only is not None:
-            values = {name: value for name, value in values.items() if name in self._only}
-        if not values:
-            return
-        self._lines.write(json.dumps({"step": step, **values}) + "\n")
-        self._lines.flush()
-        if self._events:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step, walltime=self._time)
+        def record(step: int, **values: float) -> None:
+            if only is not None:
+                values = {name: value for name, value in values.items() if name in only}
+            if not values:
+                return
+            lines.write(json.dumps({"step": step, **values}) + "\n")
+            lines.flush()
+            for name, value in values.items() if events else ():
+                events.add_scalar(name, value, step, walltime=walltime)
 
-    def close(self) -> None:
-        """Flush and close both."""
-        self._lines.close()
-        if self._events:
-            self._events.close()
+        yield record
+
+
+def _lines_until(path: Path, step: int) -> str:
+    """The records of a run without those of later steps, and a last line that a crash cut off."""
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return "".join(line for line in whole if json.loads(line)["step"] <= step)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Read the records of a run back."""
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop records of later steps, and a last line that a crash cut off; all or nothing."""
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["step"] <= step]
-    part = path.with_suffix(".partial")
-    part.write_text("".join(kept))
-    part.replace(path)
 
 
 # ---- pictures ------------------------------------------------------------------------------------

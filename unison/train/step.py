@@ -17,7 +17,7 @@ from unison.errors import Diverged
 from unison.models import token_loss_sums
 from unison.rng import Key, draws_by_sample
 from unison.shard import PerGranule
-from unison.train.optimization import GradientTransform
+from unison.train.optimization import NaturalGradient
 from unison.train.parallel import Parallel
 from unison.train.world import World
 
@@ -29,23 +29,9 @@ the whole logical batch. sample_ids: [rows], the data set's own numbers of the r
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one pass brings to its step.
-
-    Attributes:
-        loss: What is sent back, and what the pass adds to the step's loss [], float64.
-        dtype: What the step's loss is rounded to, once all passes are added up.
-        is_last: Whether the pass closes its logical batch.
-    """
-
-    loss: Tensor
-    dtype: torch.dtype
-    is_last: bool
-
-
-Objective = Callable[[Tensor, Batch], Share]
-"""(logits [rows, tokens, vocab], the pass they are of) -> its share."""
+Objective = Callable[[Tensor, Batch], tuple[Tensor, bool]]
+"""(logits [rows, tokens, vocab], the pass they are of) -> (one loss per row [rows], of which the
+mean over the logical batch is sent back; whether the pass closes its logical batch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +44,8 @@ class StepResult:
     num_targets: int
 
 
-def mean_over_targets(logits: Tensor, batch: Batch) -> Share:
-    """Make the mean loss per target of the global batch, of which a pass has a share.
+def mean_over_targets(logits: Tensor, batch: Batch) -> tuple[Tensor, bool]:
+    """Make losses whose mean over the global batch is the mean loss per target.
 
     The sum is over *all* ranks' targets and is divided by *their* number, so it does not matter how
     rows are spread over ranks and passes.
@@ -69,20 +55,7 @@ def mean_over_targets(logits: Tensor, batch: Batch) -> Share:
     sums = token_loss_sums(logits, batch["labels"], IGNORE_INDEX)  # [rows]
     # One divisor: the mean over samples times samples per target is the mean over targets.
     losses = sums * (plan.num_samples / max(batch["num_targets"], 1))
-    return share_of(losses, is_last=plan.closes_logical_batch)
-
-
-def share_of(losses: Tensor, *, is_last: bool) -> Share:
-    """Make a pass's share of the mean over the logical batch.
-
-    In float64, so that the step's loss, rounded to the losses' own precision at the end, does not
-    tell in how many passes it came.
-
-    Args:
-        losses: One per row of the pass [rows].
-        is_last: Whether the pass closes its logical batch.
-    """
-    return Share(loss=unison.batch_mean(losses.double()), dtype=losses.dtype, is_last=is_last)
+    return losses, plan.closes_logical_batch
 
 
 def train_step(
@@ -94,7 +67,7 @@ def train_step(
     step: int,
     key: Key,
     objective: Objective = mean_over_targets,
-    transform: GradientTransform | None = None,
+    transform: NaturalGradient | None = None,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
 ) -> StepResult:
@@ -105,7 +78,6 @@ def train_step(
     Raises:
         Diverged: On every rank, before the parameters change, if loss or gradient is not finite.
     """
-    transform = transform or GradientTransform()
     optimizer.zero_grad(set_to_none=True)
     loss, num_targets = 0.0, 0
     for batch in passes:
@@ -116,15 +88,19 @@ def train_step(
             logits = parallel(batch["input_ids"])  # [rows, tokens, vocab]
         # 2. The loss, of which each sample's part depends on that sample alone. Curvature, if there
         #    is any, is of the same pass.
-        transform.observe(logits, batch["labels"], num_targets)
-        share = objective(logits, batch)
+        if transform is not None:
+            transform.observe(logits, batch["labels"], num_targets)
+        losses, is_last = objective(logits, batch)
+        # In float64, so that the step's loss, rounded to the losses' own precision at the end, does
+        # not tell in how many passes it came.
+        share = unison.batch_mean(losses.double())
         # 3. Backward. The last pass completes the gradient: ranks sum theirs, and in a private run
         #    what was clipped gets its noise.
-        with parallel.passes_on(share.is_last):
-            (share.loss * parallel.gradient_scale).backward()
-        loss += share.loss.item()
-        if share.is_last:
-            loss = torch.tensor(loss, dtype=share.dtype).item()
+        with parallel.passes_on(is_last):
+            (share * parallel.gradient_scale).backward()
+        loss += share.item()
+        if is_last:
+            loss = torch.tensor(loss, dtype=losses.dtype).item()
 
     # 4. The gradient's norm, the same on every rank.
     grad_norm = parallel.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
@@ -136,7 +112,8 @@ def train_step(
             )
 
     # 5. The direction: the gradient itself, or what K-FAC makes of it.
-    transform.apply()
+    if transform is not None:
+        transform.apply()
 
     # 6. The update.
     lr = float(scheduler.get_last_lr()[0])

@@ -10,10 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import assert_same_bits
 from tests.shard.deferred.cases import CASES, SEED, Copied, Distributions, Scaled, Sliced
 from unison.shard import materialize, meta_init
-from unison.shard.deferred import replay as local
+from unison.shard.deferred import tape
 from unison.shard.deferred.recorder import recipe_of
-from unison.shard.deferred.replay import Region, Streams, evaluate, fill_part_, part_of
-from unison.shard.deferred.tape import Geometry, Operand
+from unison.shard.deferred.tape import (
+    Geometry,
+    Operand,
+    Streams,
+    evaluate,
+    fill_part_,
+    number_draws,
+    part_of,
+)
 
 
 def recorded(case) -> tuple[dict[str, Operand], Streams]:
@@ -21,14 +28,13 @@ def recorded(case) -> tuple[dict[str, Operand], Streams]:
         module = case()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     operands = {name: recipe_of(tensor).operand for name, tensor in tensors.items()}
-    named = ((name, operand.version) for name, operand in operands.items())
-    return operands, Streams.of(SEED, named)
+    return operands, number_draws(SEED, operands.items())
 
 
 @pytest.mark.parametrize("chunk", [67, 1 << 18])
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_those_of_the_whole(case, chunk, monkeypatch):
-    monkeypatch.setattr(local, "CHUNK", chunk)
+    monkeypatch.setattr(tape, "CHUNK", chunk)
     operands, streams = recorded(case)
     for name, operand in operands.items():
         whole = evaluate(operand, streams).reshape(-1)
@@ -58,7 +64,7 @@ def test_what_works_element_by_element_is_made_in_parts(case, names):
     operands, streams = recorded(case)
     for name in names:
         operand = operands[name]
-        assert part_of(operand.version, operand.geometry.dtype, streams) is not None, name
+        assert part_of(operand.op, operand.geometry.dtype, streams) is not None, name
 
 
 def transcendental() -> Tensor:
@@ -84,7 +90,7 @@ def many_writes() -> Tensor:
 def test_what_does_not_is_made_whole(make):
     operands, streams = recorded(lambda: nn.ParameterDict({"w": nn.Parameter(make())}))
     operand = operands["w"]
-    assert part_of(operand.version, operand.geometry.dtype, streams) is None
+    assert part_of(operand.op, operand.geometry.dtype, streams) is None
     assert evaluate(operand, streams).isfinite().all()
 
 
@@ -95,8 +101,8 @@ def test_what_does_not_is_made_whole(make):
     low=st.integers(0, 200),
     length=st.integers(0, 200),
 )
-def test_regions_find_their_elements(shape, cuts, order, low, length):
-    """Against a table of which element of the region, if any, lies at each place of the storage."""
+def test_a_range_of_a_storage_knows_its_elements(shape, cuts, order, low, length):
+    """Against a table of which element of a tensor, if any, lies at each place of the storage."""
     storage = torch.full((torch.Size(shape).numel() + 3,), -1)
     view = storage[2:-1].view(shape)
     for dim, (start, size, step) in enumerate(cuts[: len(shape)]):
@@ -104,15 +110,15 @@ def test_regions_find_their_elements(shape, cuts, order, low, length):
     if order.random() < 0.3 and view.dim() > 1:
         view = view.transpose(0, -1)
     view.copy_(torch.arange(view.numel()).view(view.shape))
-    region = Region.of(Geometry.of(view))
-    if region is None:
+    geometry = Geometry.of(view)
+    if not geometry.is_ordered:
         assert not view.is_contiguous()
         return
     high = min(low + length, storage.numel())
     low = min(low, high)
-    cut = region.cut(low, high)
+    first, last, where = geometry.overlap(low, high)
     found = torch.full((high - low,), -1)
-    cut.put(torch.arange(cut.first, cut.last), found)
+    found[where] = torch.arange(first, last)
     assert found.tolist() == storage[low:high].tolist()
 
 
@@ -132,7 +138,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_a_part_needs_no_memory_for_the_whole(monkeypatch):
-    monkeypatch.setattr(local, "CHUNK", 500)
+    monkeypatch.setattr(tape, "CHUNK", 500)
 
     def large() -> nn.Module:
         module = nn.Module()

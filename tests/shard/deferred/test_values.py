@@ -151,7 +151,7 @@ def test_what_is_overwritten_is_forgotten():
             nn.init.zeros_(module.bias)
         module.weight.data = torch.zeros(37, 11)
         nn.init.ones_(module.weight)
-    ops = [op for p in module.parameters() for op in ops_behind(recipe_of(p).operand.version)]
+    ops = [op for p in module.parameters() for op in ops_behind(recipe_of(p).operand)]
     assert [str(op.call) for op in ops] == ["Constant(value=1.0)", "Constant(value=0)"]
 
 

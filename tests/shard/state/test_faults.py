@@ -320,12 +320,12 @@ def test_another_thing_of_the_name_is_never_replaced(world, tmp_path):
 
 @ranks(2)
 def test_a_folder_that_one_rank_cannot_reach(world, tmp_path):
-    def elsewhere(folder, *args):
-        return written_by_torch(folder / "gone" if world.rank == 1 else folder, *args)
+    def elsewhere(folder, *args, **kwargs):
+        return storage(folder / "gone" if world.rank == 1 else folder, *args, **kwargs)
 
-    written_by_torch = files.FileWriter
+    storage = files.FileStorage
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "FileWriter", elsewhere)
+        patch.setattr(files, "FileStorage", elsewhere)
         with pytest.raises(CheckpointFailed, match=r"rank-1-0\.safetensors"):
             save_checkpoint(tmp_path / "a", sharded_zoo())
     assert not (tmp_path / "a").exists()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.names import canonical_name
-from unison.rng import Box
 from unison.shard.deferred.recorder import (
     ORIGINALS,
     InitRecipe,
@@ -23,46 +23,19 @@ from unison.shard.deferred.recorder import (
     foreign_attributes,
     recipe_of,
 )
-from unison.shard.deferred.replay import Streams, contents, evaluate, fill_part_, refuse_unknown
-from unison.shard.deferred.tape import Geometry, Operand, leaves, ops_behind
+from unison.shard.deferred.tape import (
+    Geometry,
+    Operand,
+    Streams,
+    evaluate,
+    fill_part_,
+    number_draws,
+    ops_behind,
+    refuse_unknown,
+)
 from unison.shard.flat_group import RECIPE
 from unison.shard.sharded_tensor import is_dtensor, local_part, placement_of
 from unison.shard.unit import TAKEN_BY, units_of
-
-# ------------------------------------------------------------------------------------------------
-# Parameters that PyTorch's FSDP2 (or `distribute_tensor`) has split: each rank's part is a box.
-
-
-def give_memory(module: nn.Module, device: torch.device | None) -> None:
-    """Give the DTensors of a module that have no memory some, uninitialised."""
-    from torch.distributed.tensor import DTensor
-
-    def with_memory(tensor: Tensor) -> Tensor:
-        if not (isinstance(tensor, DTensor) and tensor.is_meta):
-            return tensor
-        return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
-
-    # As `to_empty` does it: FSDP2 watches for this call and adopts the new tensors.
-    module._apply(with_memory)
-
-
-def local_box(tensor: Any, name: str) -> Box:
-    """Return which part of the whole a rank's part of a DTensor is."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not all(type(placement) in (Replicate, Shard) for placement in tensor.placements):
-        raise UnsupportedOperation(
-            f"{name!r} is placed as {tensor.placements}; only Replicate and Shard parts are boxes"
-        )
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    # An empty part's offset may lie beyond the end.
-    start = tuple(min(a, n) for a, n in zip(offset, tensor.shape, strict=True))
-    stop = tuple(a + size for a, size in zip(start, shape, strict=True))
-    return Box(tuple(tensor.shape), start, stop)
-
 
 # ------------------------------------------------------------------------------------------------
 # The tensors of a module that have to be filled, where they are, and under which names.
@@ -117,8 +90,13 @@ def find_places(module: nn.Module) -> list[ModuleTensor]:
         if id(tensor) in recipes:
             found[id(tensor)] = ModuleTensor(name, tensor, recipes[id(tensor)], is_piece=True)
         else:
+            recipe = None if is_dtensor(tensor) else recipe_of(tensor)
             original = vars(owner).get(ORIGINALS, {}).get(attribute)
-            found[id(tensor)] = ModuleTensor(name, tensor, _find_recipe(tensor, original))
+            if recipe is None and original is not None:
+                # FSDP2 or a cast may have put another tensor in the place of what was built.
+                is_cast = tensor.is_meta and tensor.dtype != original.dtype
+                recipe = recipe_of(original) if is_dtensor(tensor) or is_cast else None
+            found[id(tensor)] = ModuleTensor(name, tensor, recipe)
     places = list(found.values())
     for place in places:
         with naming(place.name):
@@ -161,35 +139,29 @@ def replace_tensors(module: nn.Module, new: dict[int, Tensor]) -> None:
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (canonical name, owner, attribute, tensor), parameters first."""
-    modules = list(module.named_modules())
+    modules = [(f"{path}." if path else "", owner) for path, owner in module.named_modules()]
     for kind in ("_parameters", "_buffers"):
-        for path, owner in modules:
+        for prefix, owner in modules:
             for attribute, tensor in getattr(owner, kind).items():
                 if tensor is not None:
-                    yield canonical_name(_join(path, attribute)), owner, attribute, tensor
-    for path, owner in modules:
+                    yield canonical_name(prefix + attribute), owner, attribute, tensor
+    for prefix, owner in modules:
         for attribute, value in vars(owner).items():
             if attribute not in _NOT_PLAIN:
-                tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+                tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
                 for index, tensor in enumerate(tensors):
                     if tensor.is_meta or recipe_of(tensor) is not None:
                         part = "" if tensor is value else f".{index}"
-                        name = canonical_name(_join(path, attribute)) + part
-                        yield name, owner, attribute, tensor
+                        yield canonical_name(prefix + attribute) + part, owner, attribute, tensor
 
 
-def _join(path: str, attribute: str) -> str:
-    return f"{path}.{attribute}" if path else attribute
-
-
-def _find_recipe(tensor: Tensor, original: Tensor | None) -> InitRecipe | None:
-    """The recipe of a tensor, or of what was there before FSDP2 or a cast replaced it."""
-    recipe = None if is_dtensor(tensor) else recipe_of(tensor)
-    if recipe is None and original is not None:
-        is_cast = tensor.is_meta and tensor.dtype != original.dtype
-        if is_dtensor(tensor) or is_cast:
-            recipe = recipe_of(original)
-    return recipe
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what nested lists, tuples and dictionaries hold."""
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _check(place: ModuleTensor) -> None:
@@ -219,7 +191,7 @@ def _check(place: ModuleTensor) -> None:
             "it is a parameter as it was before fully_shard; look parameters up by their own "
             "attributes instead of keeping them in another one"
         )
-    if place.is_parameter and operand.version.op is None and operand.geometry.numel:
+    if place.is_parameter and operand.op is None and operand.geometry.numel:
         raise BadInput(
             "it was made with torch.empty and never given a value; initialise it inside "
             "unison.meta_init()"
@@ -229,7 +201,7 @@ def _check(place: ModuleTensor) -> None:
             "it was computed from parameters with gradients on, so it belongs to a graph that ends "
             "when the module gets its values. Compute it in forward, or under torch.no_grad()"
         )
-    refuse_unknown(ops_behind(operand.version))
+    refuse_unknown(ops_behind(operand))
 
 
 def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
@@ -237,7 +209,7 @@ def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
     by_buffer: dict[object, list[ModuleTensor]] = {}
     for place in places:
         if place.recipe is not None and place.tensor.is_meta:
-            by_buffer.setdefault(place.recipe.operand.version.buffer, []).append(place)
+            by_buffer.setdefault(place.recipe.operand.buffer, []).append(place)
     for sharing in by_buffer.values():
         for index, first in enumerate(sharing):
             for second in sharing[:index]:
@@ -282,14 +254,14 @@ def fill_places(
         device: Where they are to be; None for where they are, or else torch's default device.
     """
     default = device or torch.get_default_device()
-    named = ((p.name, p.recipe.operand.version) for p in places if p.recipe is not None)
-    streams = Streams.of(seed, named)
+    streams = number_draws(seed, ((p.name, p.recipe.operand) for p in places if p.recipe))
     with torch.device("cpu"), _weak_references_renewed(module):  # values are made on the CPU
         for unit in units_of(module):
             unit.allocate(default)
         if any(is_dtensor(place.tensor) and place.tensor.is_meta for place in places):
-            give_memory(module, device)
-        plain: list[ModuleTensor] = []
+            # As `to_empty` does it: FSDP2 watches for this call and adopts the new tensors.
+            module._apply(partial(_give_memory, device=device))
+        plain: dict[object, list[ModuleTensor]] = {}  # by what they share, where they are views
         for place in places:
             with naming(place.name):
                 if place.is_piece or is_dtensor(place.tensor):
@@ -297,10 +269,13 @@ def fill_places(
                         _fill_part(place.tensor, place.recipe.operand, place.name, streams)
                 elif place.is_parameter:
                     _fill_parameter(place, streams, _device_for(place, device, default))
+                elif place.recipe is not None and place.tensor.is_meta:
+                    operand = place.recipe.operand
+                    plain.setdefault((operand.buffer, operand.op), []).append(place)
                 else:
-                    plain.append(place)
+                    plain[place] = [place]
         replaced: dict[int, Tensor] = {}
-        for sharing in _by_storage(plain):
+        for sharing in plain.values():
             with naming(sharing[0].name):
                 target = _device_for(sharing[0], device, default)
                 tensors = _filled_together(sharing, streams, target)
@@ -311,25 +286,45 @@ def fill_places(
             vars(child).pop(ORIGINALS, None)
 
 
+def _give_memory(tensor: Any, device: torch.device | None) -> Tensor:
+    if not (is_dtensor(tensor) and tensor.is_meta):
+        return tensor
+    return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
+
+
 def _device_for(
     place: ModuleTensor, device: torch.device | None, default: torch.device
 ) -> torch.device:
     return device or (default if place.tensor.is_meta else place.tensor.device)
 
 
-def _fill_part(tensor: Tensor, operand: Operand, name: str, streams: Streams) -> None:
+def _fill_part(tensor: Any, operand: Operand, name: str, streams: Streams) -> None:
     """Fill what this rank holds of a parameter."""
     part = local_part(tensor).detach()
     if not is_dtensor(tensor):
         fill_part_(part.view(-1), operand, placement_of(tensor, name).start, streams)
         return
-    box = local_box(tensor, name)
-    starts, run = box.rows()
-    if len(starts) <= 1:
-        fill_part_(part.view(-1), operand, int(starts[0]) if run else 0, streams)
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(type(placement) in (Replicate, Shard) for placement in tensor.placements):
+        raise UnsupportedOperation(
+            f"{name!r} is placed as {tensor.placements}; only Replicate and Shard parts are boxes"
+        )
+    shape, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if part.numel() == 0:
         return
-    corner = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    part.copy_(evaluate(operand, streams)[corner])
+    box = [slice(first, first + size) for first, size in zip(start, shape, strict=True)]
+    # Its elements as of the whole: a cut along the first dim leaves them in one run.
+    strides = Geometry.of(torch.empty(tensor.shape, device="meta")).stride
+    first = sum(a * stride for a, stride in zip(start, strides, strict=True))
+    last = sum((each.stop - 1) * stride for each, stride in zip(box, strides, strict=True))
+    if last - first + 1 == part.numel():
+        fill_part_(part.view(-1), operand, first, streams)
+    else:
+        part.copy_(evaluate(operand, streams)[tuple(box)])
 
 
 def _fill_parameter(place: ModuleTensor, streams: Streams, device: torch.device) -> None:
@@ -369,16 +364,6 @@ def _filled(place: ModuleTensor, streams: Streams, device: torch.device) -> Tens
     return new
 
 
-def _by_storage(places: list[ModuleTensor]) -> list[list[ModuleTensor]]:
-    """Put together the tensors without memory that are views of one storage."""
-    groups: dict[object, list[ModuleTensor]] = {}
-    for place in places:
-        is_view = place.recipe is not None and place.tensor.is_meta
-        key = place.recipe.operand.version if is_view and place.recipe else place
-        groups.setdefault(key, []).append(place)
-    return list(groups.values())
-
-
 def _filled_together(
     places: list[ModuleTensor], streams: Streams, device: torch.device
 ) -> list[Tensor]:
@@ -389,7 +374,7 @@ def _filled_together(
         return [tensor.requires_grad_(place.tensor.requires_grad)]
     operands = [place.recipe.operand for place in places if place.recipe is not None]
     largest = max(operands, key=lambda operand: operand.geometry.end)
-    storage = contents(largest.version, streams, at_least=largest)
+    storage = evaluate(largest, streams).untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
     moved = flat.to(device).untyped_storage()
     tensors = []

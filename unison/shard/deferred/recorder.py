@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,29 +26,23 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.rng.inits import Constant, Init, TruncatedNormal
-from unison.shard.deferred.replay import evaluate
 from unison.shard.deferred.tape import (
     FORMULAS,
     MAKES_BLANK,
-    Buffer,
-    Fill,
     Geometry,
     Op,
     Operand,
-    RegisteredInit,
-    UnknownValues,
-    Version,
     describe,
+    evaluate,
     has_no_memory,
-    leaves,
-    mapped,
+    operand_of,
     ops_behind,
-    redrawn,
+    serials,
     set_version,
-    version_of,
     without_generator,
 )
 from unison.shard.flat_group import RECIPE
@@ -67,11 +61,6 @@ def active_recorder() -> "Recorder | None":
     return getattr(_local, "recorder", None)
 
 
-def set_active_recorder(recorder: "Recorder | None") -> None:
-    """Say which recorder this thread is in."""
-    _local.recorder = recorder
-
-
 class Recorder(TorchDispatchMode):
     """Runs operations on meta tensors and puts them on the tape."""
 
@@ -82,7 +71,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.refusal: UnsupportedOperation | None = None  # the first, kept in case it is swallowed
-        self._remembered: dict[int, weakref.ref[Tensor]] = {}
+        self.module_tensors: dict[int, weakref.ref[Tensor]] = {}  # what belongs to a module, by id
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -106,89 +95,61 @@ class Recorder(TorchDispatchMode):
 
     def remember(self, tensor: Tensor) -> None:
         """Keep track of a tensor that belongs to a module, without keeping it alive."""
-        self._remembered[id(tensor)] = weakref.ref(tensor)
-
-    def remembered(self) -> Iterator[Tensor]:
-        """Yield the tensors kept track of that still exist and are on the tape."""
-        for reference in self._remembered.values():
-            tensor = reference()
-            if tensor is not None and tensor.is_meta and version_of(tensor) is not None:
-                yield tensor
+        self.module_tensors[id(tensor)] = weakref.ref(tensor)
 
     # --- operations ------------------------------------------------------------------------------
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((args, kwargs))
         if func is aten.lift_fresh.default:
             return self.lift(args[0])
         if tensors and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)  # tensors from outside, that have memory
         kwargs = without_generator(func, kwargs)
         for tensor in tensors:
-            if tensor.is_meta and version_of(tensor) is None:
-                set_version(tensor, Version(Buffer(), Op(UnknownValues())))
-        _refuse_storages(func, args)
+            if tensor.is_meta and operand_of(tensor) is None:
+                set_version(tensor, object(), Op(None))
         if func in FORMULAS:
             with self:
                 return FORMULAS[func](*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:  # `item`, `equal`: Python gets to know
             return self._run_on_values(func, args, kwargs)
         written = _written(func, args, kwargs)
-        _refuse_memory(func, written)
+        _refuse_memory(func, args, written)
         if "device" in kwargs or (
             not tensors and any(each.name == "device" for each in func._schema.arguments)
         ):
             kwargs["device"] = CPU  # where it will be evaluated
         on_meta = {"device": META} if "device" in kwargs else {}
+        twins, named_twins = tree_map(_meta_twin, (args, kwargs))
         try:
-            result = func(*mapped(_meta_twin, args), **{**mapped(_meta_twin, kwargs), **on_meta})
+            result = func(*twins, **{**named_twins, **on_meta})
         except NotImplementedError:  # no kernel, because the shape of the result depends on values
             return self._run_on_values(func, args, kwargs)
-        self._record(func, args, kwargs, written, result)
-        return result
-
-    def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Tensor],
-        result: Any,
-    ) -> None:
-        results = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        fresh = [_take_in(tensor) for tensor in results]
-        if func in MAKES_BLANK or not (written or any(fresh)):
-            return  # no new content: views lie on a storage that is known
+        results = _tensors(result)
+        fresh = tuple(_take_in(tensor) for tensor in results)
         made = [tensor for tensor, place in zip(results, fresh, strict=True) if place is not None]
+        if func in MAKES_BLANK or not (written or made):
+            return result  # no new content: views lie on a storage that is known
         init = describe(func, args, kwargs)
         if init is None and func in (aten.copy_.default, aten.fill_.Tensor):
             init = _constant_of(args[1], args[0].dtype)
         if init is not None:
             (target,) = written or made
-            self.fill(target, init)
-            return
-        operands, keywords = mapped(_operand, args), mapped(_operand, kwargs)
+            self.record([target], Op(init, (_blank_if_covered(target),)))
+            return result
+        operands, keywords = tree_map(to_operand, (args, kwargs))
         if func._overloadpacket.__name__ in OVERWRITES:
             operands = (_blank_if_covered(args[0]), *operands[1:])
         elif isinstance(kwargs.get("out"), Tensor):
             keywords["out"] = _blank_if_covered(kwargs["out"])
-        op = Op(func, operands, keywords, tuple(fresh))
-        self._advance(written + made, op)
+        self.record(written + made, Op(func, operands, keywords, fresh))
+        return result
 
-    def fill(self, target: Tensor, init: Init) -> None:
-        """Record that every element of `target` gets the value that `init` describes."""
-        self._advance([target], Op(Fill(init), (_blank_if_covered(target),)))
-
-    def call(
-        self, registered: RegisteredInit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Record the call of a user's init function, which fills its first argument."""
-        op = Op(registered, mapped(_operand, args), mapped(_operand, kwargs))
-        self._advance([args[0]], op)
-
-    def _advance(self, changed: Sequence[Tensor], op: Op) -> None:
+    def record(self, changed: Sequence[Tensor], op: Op) -> None:
+        """Put an operation on the tape, which changed the content of some tensors."""
         for tensor in changed:
-            set_version(tensor, Version(_version(tensor).buffer, op))
+            set_version(tensor, _known(tensor).buffer, op)
             if isinstance(tensor, nn.Parameter):
                 self.remember(tensor)
 
@@ -199,9 +160,8 @@ class Recorder(TorchDispatchMode):
         if value.is_meta:
             return value
         lifted = _meta_twin(value)
-        _, geometry = _take_in(lifted) or (None, Geometry.of(lifted))
-        fresh = ((_version(lifted).buffer, geometry),)
-        self._advance([lifted], Op(aten.clone.default, (value.detach().clone(),), {}, fresh))
+        op = Op(aten.clone.default, (value.detach().clone(),), {}, (_take_in(lifted),))
+        self.record([lifted], op)
         return lifted
 
     def values(self, tensor: Tensor, reader: object) -> Tensor:
@@ -210,68 +170,75 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnsupportedOperation: They depend on random draws, which have no values yet.
         """
-        version = _version(tensor)
-        drawn = next((op for op in ops_behind(version) if op.draws), None)
+        operand = _known(tensor)
+        drawn = next((op for op in ops_behind(operand) if op.draws), None)
         if drawn is not None:
+            call = drawn.call
+            what = getattr(call, "__qualname__", repr(call)) if drawn.is_registered else call
             raise UnsupportedOperation(
                 f"{reader} needs the values of a tensor of shape {list(tensor.shape)} while the "
-                f"module is being built, but they depend on a random draw ({drawn.call}), which is "
+                f"module is being built, but they depend on a random draw ({what}), which is "
                 "made later by unison.materialize. Make the decision from shapes or settings; or "
                 "put the code into a function fn(tensor, ...) that fills its first argument and "
                 "decorate it with unison.register_init"
             )
         with _disable_current_modes():
-            return evaluate(Operand(version, Geometry.of(tensor)), None)
+            return evaluate(operand, {})
 
     def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def value_of(leaf: Any) -> Any:
             has_none = isinstance(leaf, Tensor) and leaf.is_meta
             return self.values(leaf, func) if has_none else leaf
 
-        result = func(*mapped(value_of, args), **mapped(value_of, kwargs))
-        return mapped(lambda leaf: self.lift(leaf) if isinstance(leaf, Tensor) else leaf, result)
+        args, kwargs = tree_map(value_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map(lambda leaf: self.lift(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _version(tensor: Tensor) -> Version:
-    version = version_of(tensor)
-    assert version is not None, "every tensor that reaches the tape has been taken in"
-    return version
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _take_in(tensor: Tensor) -> tuple[Buffer, Geometry] | None:
+def _known(tensor: Tensor) -> Operand:
+    operand = operand_of(tensor)
+    assert operand is not None, "every tensor that reaches the tape has been taken in"
+    return operand
+
+
+def _take_in(tensor: Tensor) -> Operand | None:
     """Give a tensor on a new storage a first version; returns where it lies, or None for a view."""
-    if version_of(tensor) is not None:
+    if operand_of(tensor) is not None:
         return None
-    buffer = Buffer()
-    set_version(tensor, Version(buffer, None))
-    return buffer, Geometry.of(tensor)
+    set_version(tensor, object(), None)
+    return operand_of(tensor)
 
 
-def _operand(leaf: Any) -> Any:
-    """What stands for an argument on the tape."""
+def to_operand(leaf: Any) -> Any:
+    """Return what stands for an argument on the tape."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_meta:
         return leaf.detach().clone()  # as it is now: it may be changed later
-    return Operand(_version(leaf), Geometry.of(leaf))
+    return _known(leaf)
 
 
 def _blank_if_covered(target: Tensor) -> Operand:
     """The operand of something that is written and not read: what it covers need not be made."""
-    version, geometry = _version(target), Geometry.of(target)
-    if geometry.covers(target.untyped_storage().nbytes()):
-        version = Version(version.buffer, None)
-    return Operand(version, geometry)
+    operand = _known(target)
+    if operand.geometry.covers(target.untyped_storage().nbytes()):
+        return replace(operand, op=None)
+    return operand
 
 
 def _constant_of(source: Tensor, dtype: torch.dtype) -> Init | None:
     """The constant that all of `source` is known to be, as `weight[0] = 0.0` makes one."""
-    op = _version(source).op if source.is_meta else None
-    if op is None or not isinstance(op.call, Fill) or not isinstance(op.call.init, Constant):
+    operand = _known(source) if source.is_meta else None
+    op = None if operand is None else operand.op
+    if operand is None or op is None or not isinstance(op.call, Constant):
         return None
     filled = op.args[0].geometry
-    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= Geometry.of(source).end
-    return op.call.init if is_all and filled.dtype == source.dtype == dtype else None
+    is_all = filled.is_contiguous and filled.offset == 0 and filled.end >= operand.geometry.end
+    return op.call if is_all and filled.dtype == source.dtype == dtype else None
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -282,26 +249,24 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+            written += _tensors(value)
     return written
 
 
-def _refuse_memory(func: Any, written: list[Tensor]) -> None:
+def _refuse_memory(func: Any, args: tuple[Any, ...], written: list[Tensor]) -> None:
+    """Refuse what ties values that are not there yet to memory that is."""
+    for leaf in args:
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device != META:
+            raise UnsupportedOperation(
+                f"{func} puts a tensor onto memory read from somewhere, as torch.load does; load "
+                "outside unison.meta_init() and copy_() the values inside"
+            )
     for tensor in written:
         if not tensor.is_meta:
             raise UnsupportedOperation(
                 f"{func} writes values that will only be there after unison.materialize into a "
                 f"tensor of shape {list(tensor.shape)} that was made outside unison.meta_init(); "
                 "make that tensor inside too"
-            )
-
-
-def _refuse_storages(func: Any, args: tuple[Any, ...]) -> None:
-    for leaf in args:
-        if isinstance(leaf, torch.UntypedStorage) and leaf.device != META:
-            raise UnsupportedOperation(
-                f"{func} puts a tensor onto memory read from somewhere, as torch.load does; load "
-                "outside unison.meta_init() and copy_() the values inside"
             )
 
 
@@ -314,13 +279,11 @@ def _meta_twin(leaf: Any) -> Any:
 # ------------------------------------------------------------------------------------------------
 # What tensors without memory answer while a module is built: they are on the CPU, like any other.
 #
-# See [Note: pretence] in recorder.py. Requests for values that do not depend on random draws are
-# served by evaluating the tape.
-
-Answer = Callable[..., Any]  # called with the recorder, then as the method would be
+# See [Note: pretence]. Requests for values that do not depend on random draws are served by
+# evaluating the tape.
 
 
-def _to(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` without the device: there is only one here."""
     other = kwargs.pop("other", None)
     kwargs.pop("device", None)
@@ -334,7 +297,7 @@ def _to(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor
     return tensor.to(dtype=dtype, **kwargs)
 
 
-def _new_tensor(recorder: Recorder, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+def _new_tensor(tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
     kwargs.pop("device", None)
     return torch.tensor(data, **{"dtype": tensor.dtype, **kwargs})
 
@@ -345,42 +308,29 @@ def _as_tensor(index: Any) -> Any:
         return tuple(_as_tensor(part) for part in index)
     is_array = hasattr(index, "__array__") and not isinstance(index, Tensor)
     is_numbers = isinstance(index, list | range) and all(
-        isinstance(leaf, int | Tensor) for leaf in leaves(list(index))
+        isinstance(leaf, int | Tensor) for leaf in tree_leaves(list(index))
     )
     return torch.tensor(index) if is_array or is_numbers else index
 
 
-def _set(recorder: Recorder, tensor: Tensor, index: Any, value: Any) -> None:
+def _set(tensor: Tensor, index: Any, value: Any) -> None:
     tensor[_as_tensor(index)] = value
 
 
-def _with_values(method: Callable[..., Any], name: str) -> Answer:
-    def answer(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return method(recorder.values(tensor, f"Tensor.{name}"), *args, **kwargs)
-
-    return answer
-
-
-def _itself(recorder: Recorder, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return tensor
-
-
-ANSWERS: dict[Any, Answer] = {
-    Tensor.device.__get__: lambda recorder, tensor: CPU,  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__: lambda recorder, tensor: False,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda recorder, tensor: True,  # type: ignore[attr-defined]
-    Tensor.get_device: lambda recorder, tensor: -1,
-    Tensor.__repr__: lambda recorder, tensor, **_: object.__repr__(tensor),
-    Tensor.__getitem__: lambda recorder, tensor, index: tensor[_as_tensor(index)],
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    Tensor.device.__get__: lambda tensor: CPU,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: True,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda tensor: -1,
+    Tensor.__repr__: lambda tensor, **_: object.__repr__(tensor),
+    Tensor.__getitem__: lambda tensor, index: tensor[_as_tensor(index)],
     Tensor.__setitem__: _set,
     Tensor.to: _to,
-    Tensor.cpu: _itself,
-    Tensor.cuda: _itself,
+    Tensor.cpu: lambda tensor, *_, **__: tensor,
+    Tensor.cuda: lambda tensor, *_, **__: tensor,
     Tensor.new_tensor: _new_tensor,
-    Tensor.tolist: _with_values(Tensor.tolist, "tolist"),
-    Tensor.numpy: _with_values(Tensor.numpy, "numpy"),
-    Tensor.__array__: _with_values(Tensor.__array__, "__array__"),
 }
+READS_VALUES = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 # Functions that make a tensor of given values; on the meta device they would forget them.
 MAKES_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -398,16 +348,18 @@ class CpuPretence(TorchFunctionMode):
     ) -> Any:
         """Answer, or let torch do so."""
         kwargs = kwargs or {}
-        answer = ANSWERS.get(func)
-        if answer is None and func not in MAKES_FROM_VALUES:
+        if not (func in ANSWERS or func in READS_VALUES or func in MAKES_FROM_VALUES):
             return func(*args, **kwargs)
         # Without torch functions, so that a `torch.device` context does not interfere either.
         with torch._C.DisableTorchFunction(), self._recorder.keeping_refusals():
             if func in MAKES_FROM_VALUES:
                 return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            if answer is not None and args[0].is_meta:
-                return answer(self._recorder, *args, **kwargs)
-            return func(*args, **kwargs)
+            if not args[0].is_meta:
+                return func(*args, **kwargs)
+            if func in READS_VALUES:
+                values = self._recorder.values(args[0], f"Tensor.{func.__name__}")
+                return func(values, *args[1:], **kwargs)
+            return ANSWERS[func](*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -415,7 +367,6 @@ class CpuPretence(TorchFunctionMode):
 
 
 ORIGINALS = "_unison_originals"  # on a module: its tensors as they were built
-_COPIES = "unison copies"  # in the memo of a deepcopy: the parts of the tape copied so far
 
 
 @dataclass(frozen=True)
@@ -482,18 +433,15 @@ def recipe_of(tensor: Tensor) -> InitRecipe | None:
     label = getattr(tensor, RECIPE, None)
     if not isinstance(label, InitRecipe):
         label = None
-    version = version_of(tensor) if has_no_memory(tensor) else None
-    if version is None:  # it has memory, or was cast since and lies on another storage
+    operand = operand_of(tensor) if has_no_memory(tensor) else None
+    if operand is None:  # it has memory, or was cast since and lies on another storage
         return label
-    num_writes = tensor._version if label is None else label.num_writes
-    return InitRecipe(Operand(version, Geometry.of(tensor)), num_writes)
+    return InitRecipe(operand, tensor._version if label is None else label.num_writes)
 
 
 def label(tensor: Tensor) -> None:
     """Write a tensor's recipe on it, so that it survives sharding and copying."""
-    version = version_of(tensor)
-    assert version is not None, "only what is on the tape is labelled"
-    setattr(tensor, RECIPE, InitRecipe(Operand(version, Geometry.of(tensor)), tensor._version))
+    setattr(tensor, RECIPE, InitRecipe(_known(tensor), tensor._version))
     make_copyable(tensor)
 
 
@@ -514,8 +462,19 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
     )
     recipe = recipe_of(original)
     if recipe is not None:
-        version = redrawn(recipe.operand.version, memo.setdefault(_COPIES, {}))
-        _set_content(twin, Operand(version, recipe.operand.geometry))
+        # Operations of the copy's own, and so draws; what tensors have in common, `memo` keeps so.
+        # One after the other: a tape may be longer than Python's stack is deep.
+        for op in ops_behind(recipe.operand):
+            if id(op) not in memo:
+                memo.update((id(tensor), tensor) for tensor in op.leaves(Tensor))
+                copy.deepcopy(op, memo).serial = next(serials)
+        operand, geometry = copy.deepcopy(recipe.operand, memo), Geometry.of(twin)
+        buffer, op = operand.buffer, operand.op
+        if operand.geometry != geometry:
+            buffer = object()
+            fresh = (Operand(buffer, None, geometry),)
+            op = Op(aten._to_copy.default, (operand,), {"dtype": twin.dtype}, fresh)
+        set_version(twin, buffer, op)
     if isinstance(original, nn.Parameter):  # torch's own copies of these have no attributes either
         twin = torch.Tensor._make_subclass(type(original), twin, original.requires_grad)
     else:
@@ -527,17 +486,6 @@ def _copied(original: Tensor, memo: dict[Any, Any]) -> Tensor:
     elif recipe is not None:
         label(twin)
     return twin
-
-
-def _set_content(tensor: Tensor, operand: Operand) -> None:
-    """Let the content of a new tensor be that of an operand."""
-    geometry = Geometry.of(tensor)
-    if operand.geometry == geometry:
-        set_version(tensor, operand.version)
-        return
-    buffer = Buffer()
-    cast = Op(aten._to_copy.default, (operand,), {"dtype": tensor.dtype}, ((buffer, geometry),))
-    set_version(tensor, Version(buffer, cast))
 
 
 # ---- the context ---------------------------------------------------------------------------------
@@ -587,15 +535,17 @@ def meta_init() -> Iterator[None]:
         ):
             stack.callback(handle.remove)
         stack.enter_context(_truncated_normals_recorded())
-        stack.callback(set_active_recorder, None)
-        set_active_recorder(recorder)
+        stack.callback(setattr, _local, "recorder", None)
+        _local.recorder = recorder
         stack.enter_context(recorder)
         stack.enter_context(CpuPretence(recorder))
         yield
     if recorder.refusal is not None:
         raise recorder.refusal
-    for tensor in recorder.remembered():
-        label(tensor)
+    for reference in recorder.module_tensors.values():
+        tensor = reference()
+        if tensor is not None and tensor.is_meta and operand_of(tensor) is not None:
+            label(tensor)
 
 
 @contextmanager
@@ -615,7 +565,8 @@ def _truncated_normals_recorded() -> Iterator[None]:
             return original(tensor, mean, std, a, b, generator=generator)
         without_generator("nn.init.trunc_normal_", {"generator": generator})
         with torch._C.DisableTorchFunction():
-            recorder.fill(tensor, TruncatedNormal(mean=mean, std=std, low=a, high=b))
+            init = TruncatedNormal(mean=mean, std=std, low=a, high=b)
+            recorder.record([tensor], Op(init, (_blank_if_covered(tensor),)))
         return tensor
 
     nn.init._no_grad_trunc_normal_ = record
@@ -651,7 +602,6 @@ def register_init(function: F) -> F:
         raise BadInput(f"register_init takes a function, found {function!r}")
     if hasattr(function, _IS_REGISTERED):
         raise BadInput(f"{function} is registered already")
-    registered = RegisteredInit(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -661,7 +611,7 @@ def register_init(function: F) -> F:
         ):
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            recorder.call(registered, args, kwargs)
+            recorder.record([args[0]], Op(function, *tree_map(to_operand, (args, kwargs))))
         return args[0]
 
     setattr(wrapper, _IS_REGISTERED, True)

@@ -2,8 +2,7 @@
 
 Each process logs its collectives (group, number, kind, shapes, dtypes, reduce operation, root, call
 site); a thread publishes a digest of the log in a store and reads the other ranks'. What is seen
-and how a blocked rank is reached is told in `intercept`; how the ranks come to one verdict in
-`watcher`.
+and how a blocked rank is reached, and how the ranks come to one verdict, is told in `block`.
 
 Why not what torch has:
 - `TORCH_DISTRIBUTED_DEBUG=DETAIL` checks before every collective, through a second gloo group with
@@ -16,7 +15,7 @@ Why not what torch has:
 """
 
 from unison.shard.guard.block import EXIT_CODE, Guard, guard
-from unison.shard.guard.diagnosis import CollectiveMismatch, RankLost, compare_across_ranks
+from unison.shard.guard.records import CollectiveMismatch, RankLost, compare_across_ranks
 
 __all__ = [
     "EXIT_CODE",

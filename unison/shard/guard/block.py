@@ -1,7 +1,18 @@
-"""The guarded block: attaches, watches, raises, detaches."""
+"""The guarded block: attaches, watches, raises, detaches.
+
+[Note: from suspicion to verdict]
+Each process has a thread that sends its heartbeats and reads the others'. A rank that finds
+something wrong *asks*; all ranks then publish their recent calls with call sites. It writes a
+report and *proposes* it; the store keeps the first proposal, so that all ranks raise one message.
+Every rank *acknowledges* it, and the leader raises last, because its process may host the store
+that the others still read. Only the leader reads all heartbeats in a large world: one request per
+rank and tick, not one per pair.
+"""
 
 import atexit
+import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -10,11 +21,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +34,23 @@ from torch._C import _distributed_c10d as c10d
 
 from unison import check
 from unison.errors import BadInput, UnisonError
-from unison.shard.guard.diagnosis import Detail, GroupState, RankLost, RankState, Status
-from unison.shard.guard.records import CollectiveCall, Journal, caller, lines_of, specs_of
-from unison.shard.guard.watcher import Channel, Watcher, identity
+from unison.shard.guard.records import (
+    CollectiveCall,
+    CollectiveMismatch,
+    Detail,
+    Finding,
+    Journal,
+    RankLost,
+    RankState,
+    Status,
+    caller,
+    examine,
+    lines_of,
+    message_of,
+    specs_of,
+)
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------
 # The places where a collective is seen, and where waiting for one can be left.
@@ -75,207 +101,14 @@ _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _HOST_BACKENDS = frozenset({"gloo", "mpi"})
 
 
-class Interceptor:
-    """Replaces methods of torch's classes, and puts them back."""
-
-    def __init__(self, guard: "Guard") -> None:
-        self._guard = guard
-        self.numbers: dict[str, int] = {}
-        self._on_host: dict[tuple[str, str], bool] = {}
-        self._calls: weakref.WeakKeyDictionary[Any, CollectiveCall] = weakref.WeakKeyDictionary()
-
-    def attach(self, undo: ExitStack) -> None:
-        """See collectives until `undo` is closed."""
-
-        def replace(owner: type, name: str, by: Callable) -> None:
-            # What the class holds is a descriptor; what getattr gives would not bind when put back.
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, by)
-
-        for name in (*_KINDS, *_POINT_TO_POINT):
-            if name in vars(c10d.ProcessGroup):  # the names vary with torch's version
-                replace(c10d.ProcessGroup, name, self._issuer(name))
-        replace(c10d.Work, "wait", self._waiter())
-        library = torch.library.Library("c10d", "IMPL")
-        undo.callback(library._destroy)
-        for name in _KINDS:
-            packet = getattr(torch.ops.c10d, name if name == "barrier" else f"{name}_", None)
-            if packet is not None and hasattr(c10d.ProcessGroup, "unbox"):
-                kernel = self._kernel(packet.default, _KINDS[name])
-                library.impl(packet.default, kernel, "ADInplaceOrView")
-
-    def is_on_device(self, group: str) -> bool:
-        """Whether a group was seen to work on a GPU, where waiting only orders streams."""
-        return any(name == group and not is_host for (name, _), is_host in self._on_host.items())
-
-    def _note(
-        self, group: Any, kind: str, tensors: tuple[Any, ...], options: Any, is_numbered: bool
-    ) -> CollectiveCall:
-        name = group.group_name
-        specs, device = specs_of(tensors)
-        on_host = self._on_host.get((name, device))
-        if on_host is None:
-            on_host = self._on_host[name, device] = _waits_on_host(group, device)
-        number = self.numbers.get(name, 0) + is_numbered
-        # Frame 0 is this one; what lies between it and the user's is skipped by its file.
-        api, stack = caller(sys._getframe(1))
-        call = CollectiveCall(name, number, kind, specs, options, api, stack, on_host)
-        if is_numbered:
-            self._guard.issued(call, group)
-            self.numbers[name] = number
-        return call
-
-    def _issuer(self, name: str) -> Callable:
-        original = getattr(c10d.ProcessGroup, name)
-        kind, is_numbered = _KINDS.get(name, name), name in _KINDS
-        note, calls = self._note, self._calls
-
-        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            options = kwargs.get("opts", args[-1] if args else None)
-            call = note(group, kind, args, options, is_numbered)
-            with torch._C._ExcludeDispatchKeyGuard(_KEY):
-                work = original(group, *args, **kwargs)
-            if call.waits_on_host and work is not None:
-                calls[work] = call
-            return work
-
-        return issue
-
-    def _kernel(self, op: Any, kind: str) -> Callable:
-        names = [argument.name for argument in op._schema.arguments]
-
-        def issue(*args: Any) -> Any:
-            given = dict(zip(names, args, strict=False))
-            group = c10d.ProcessGroup.unbox(given["process_group"])
-            tensors = () if kind == "barrier" else args
-            self._note(group, kind, tensors, given, is_numbered=True)
-            with torch._C._ExcludeDispatchKeyGuard(_KEY):
-                return op(*args)
-
-        return issue
-
-    def _waiter(self) -> Callable:
-        original, calls, guard = c10d.Work.wait, self._calls, self._guard
-
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            call = calls.get(work)
-            if call is None:
-                return original(work, *args, **kwargs)
-            timeout = kwargs.get("timeout", args[0] if args else None)
-            until = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-            guard.waiting(call)
-            try:
-                while time.monotonic() < until:
-                    try:
-                        return original(work, _SLICE)
-                    except RuntimeError:
-                        pass  # the slice is over, or the work has failed: told apart below
-                    if work.is_completed():
-                        return _result(original, work, guard)
-                    guard.still_waiting()
-                return original(work, timedelta(milliseconds=1))  # raises what the user expects
-            finally:
-                guard.waiting(None)
-
-        return wait
-
-
-def _waits_on_host(group: Any, device: str) -> bool:
-    """Whether a collective's wait blocks until it is done, and may be cut into slices.
-
-    NCCL's orders streams instead, and one with a timeout would abort the group. A barrier has no
-    tensor to tell which of a group's backends it uses, so all of them must agree.
-    """
-    devices = [torch.device(device)] if device else group._device_types
-    backends = {group._get_backend(d).name().lower() for d in devices}
-    return bool(backends) and backends <= _HOST_BACKENDS
-
-
-def _result(wait: Callable, work: Any, guard: "Guard") -> Any:
-    """Return the result of a completed work; it may have completed just after a slice ended."""
-    try:
-        return wait(work)
-    except RuntimeError as error:
-        explained = guard.explain(error)
-        if explained is error:
-            raise
-        raise explained from error
-
-
-# ---- std::terminate ---------------------------------------------------------------------------
-
+# C++ may call these handlers of `std::terminate` at any time, so they are never freed.
 _Handler = ctypes.CFUNCTYPE(None)
-_handlers: list[Any] = []  # C++ may call them at any time, so they are never freed
+_handlers: list[Any] = []
 
-
-def park_terminating_threads(undo: ExitStack, on_park: Callable[[], bool]) -> None:
-    """Make C++ threads that call `std::terminate` sleep instead of ending the process.
-
-    Args:
-        undo: What restores the handler before.
-        on_park: Called in such a thread; False lets the process end after all.
-    """
-    try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-    except (OSError, AttributeError):
-        return  # another C++ library: the other ranks will report a lost rank
-    set_terminate.restype = ctypes.c_void_p
-    set_terminate.argtypes = [ctypes.c_void_p]
-    before: list[int] = []
-
-    def handle() -> None:
-        if threading.current_thread() is not threading.main_thread() and on_park():
-            while True:
-                time.sleep(1e6)
-        _Handler(before[0])()
-
-    _handlers.append(_Handler(handle))
-    before.append(set_terminate(ctypes.cast(_handlers[-1], ctypes.c_void_p)))
-    undo.callback(set_terminate, before[0])
-
-
-# ------------------------------------------------------------------------------------------------
-# Raising in the training thread from another one, and being told to end.
-#
-# `PyThreadState_SetAsyncExc` would wait for the next bytecode; a real signal also ends a sleep, a
-# read or a lock. `SIGURG` is ignored by default, so that one which comes late does no harm.
-
+# What ends a wait of the training thread: `PyThreadState_SetAsyncExc` would wait for the next
+# bytecode; a real signal also ends a sleep, a read or a lock. `SIGURG` is ignored by default, so
+# that one which comes late does no harm.
 _INTERRUPT = signal.SIGURG
-
-
-def handle_signals(
-    undo: ExitStack, on_interrupt: Callable[[], None], on_terminate: Callable[[], None]
-) -> bool:
-    """Install signal handlers of the main thread, until `undo` is closed.
-
-    Args:
-        undo: What puts the handlers before back.
-        on_interrupt: Called in the main thread after it was sent `_INTERRUPT`; may raise.
-        on_terminate: Called in the main thread on SIGTERM (a launcher ends the ranks when one of
-            them fails); may raise instead of ending the process.
-
-    Returns:
-        Whether any were installed: outside the main thread Python allows none.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-
-    def terminate(*_: Any) -> None:
-        on_terminate()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    handlers: dict[int, Callable] = {_INTERRUPT: lambda *_: on_interrupt()}
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        handlers[signal.SIGTERM] = terminate
-    # None: a handler that was not installed from Python, and cannot be put back from here.
-    found = {number: signal.getsignal(number) for number in handlers}
-    known = {number: before for number, before in found.items() if before is not None}
-    for number, before in known.items():
-        signal.signal(number, handlers[number])
-        undo.callback(signal.signal, number, before)
-    return bool(known)
-
 
 EXIT_CODE = 86
 """The exit code of every process whose guard has raised, or could not raise and ended it."""
@@ -344,14 +177,16 @@ class Guard:
         self._log: deque[CollectiveCall] = deque()
         self._members: dict[str, list[int]] = {}
         self._journals: dict[str, Journal] = {}
-        self._interceptor = Interceptor(self)
+        self._numbers: dict[str, int] = {}
+        self._on_host: dict[tuple[str, str], bool] = {}  # by group and type of device
+        self._calls: weakref.WeakKeyDictionary[Any, CollectiveCall] = weakref.WeakKeyDictionary()
         self._undo = ExitStack()
         self._can_interrupt = False
 
     @property
     def num_collectives(self) -> dict[str, int]:
         """Collectives that this rank has issued in the block, by the name of the group."""
-        return dict(self._interceptor.numbers)
+        return dict(self._numbers)
 
     def __repr__(self) -> str:
         return f"Guard(timeout={self._timeout}, num_collectives={self.num_collectives})"
@@ -382,11 +217,10 @@ class Guard:
         prefix = f"unison/guard/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(group)
-        channel = Channel(store, prefix, rank)
-        self._watcher = Watcher(channel, self, rank, ranks, self._patience, self._timeout)
-        park_terminating_threads(self._undo, self._on_park)
-        self._can_interrupt = handle_signals(self._undo, self._on_interrupt, self._on_terminate)
-        self._interceptor.attach(self._undo)
+        self._watcher = Watcher(self, store, prefix, rank, ranks, self._patience, self._timeout)
+        self._park_terminating_threads()
+        self._handle_signals()
+        self._intercept()
         self._watcher.start()
 
     def _detach(self) -> None:
@@ -443,25 +277,121 @@ class Guard:
             if self._decided.wait(0.02):
                 return
 
-    # ---- told by the interceptor, in the training thread ---------------------------------------
+    # ---- collectives, in the training thread ----------------------------------------------------
 
-    def issued(self, call: CollectiveCall, group: dist.ProcessGroup) -> None:
+    def _intercept(self) -> None:
+        """Replace methods of torch's classes, and add kernels to its operations."""
+
+        def put(owner: type, name: str, by: Callable) -> None:
+            # What the class holds is a descriptor; what getattr gives would not bind when put back.
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, by)
+
+        for name in (*_KINDS, *_POINT_TO_POINT):
+            if name in vars(c10d.ProcessGroup):  # the names vary with torch's version
+                put(c10d.ProcessGroup, name, self._issuer(name))
+        put(c10d.Work, "wait", self._waiter())
+        library = torch.library.Library("c10d", "IMPL")
+        self._undo.callback(library._destroy)
+        for name in _KINDS:
+            packet = getattr(torch.ops.c10d, name if name == "barrier" else f"{name}_", None)
+            if packet is not None and hasattr(c10d.ProcessGroup, "unbox"):
+                kernel = self._kernel(packet.default, _KINDS[name])
+                library.impl(packet.default, kernel, "ADInplaceOrView")
+
+    def _issued(
+        self, group: Any, kind: str, tensors: tuple[Any, ...], options: Any, is_numbered: bool
+    ) -> CollectiveCall:
         """Take note of a call; the watcher reads it from the log."""
-        if self._verdict is not None:
-            self._raise()
-        if call.group not in self._members:
-            self._members[call.group] = dist.get_process_group_ranks(group)
-        self._log.append(call)
+        name = group.group_name
+        specs, device = specs_of(tensors)
+        on_host = self._on_host.get((name, device))
+        if on_host is None:
+            on_host = self._on_host[name, device] = _waits_on_host(group, device)
+        number = self._numbers.get(name, 0) + is_numbered
+        # Frame 0 is this one; what lies between it and the user's is skipped by its file.
+        api, stack = caller(sys._getframe(1))
+        call = CollectiveCall(name, number, kind, specs, options, api, stack, on_host)
+        if is_numbered:
+            self._raise_verdict()
+            if name not in self._members:
+                self._members[name] = dist.get_process_group_ranks(group)
+            self._log.append(call)
+            self._numbers[name] = number
+        return call
 
-    def waiting(self, call: CollectiveCall | None) -> None:
-        """Take note of what the guarded thread waits for."""
-        if threading.get_ident() == self._thread:
-            self._waiting = call
+    def _issuer(self, name: str) -> Callable:
+        original = getattr(c10d.ProcessGroup, name)
+        kind, is_numbered = _KINDS.get(name, name), name in _KINDS
 
-    def still_waiting(self) -> None:
-        """Raise the verdict, if there is one."""
-        if self._verdict is not None:
-            self._raise()
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            options = kwargs.get("opts", args[-1] if args else None)
+            call = self._issued(group, kind, args, options, is_numbered)
+            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+                work = original(group, *args, **kwargs)
+            if call.waits_on_host and work is not None:
+                self._calls[work] = call
+            return work
+
+        return issue
+
+    def _kernel(self, op: Any, kind: str) -> Callable:
+        names = [argument.name for argument in op._schema.arguments]
+
+        def issue(*args: Any) -> Any:
+            given = dict(zip(names, args, strict=False))
+            group = c10d.ProcessGroup.unbox(given["process_group"])
+            tensors = () if kind == "barrier" else args
+            self._issued(group, kind, tensors, given, is_numbered=True)
+            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+                return op(*args)
+
+        return issue
+
+    def _waiter(self) -> Callable:
+        original = c10d.Work.wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            call = self._calls.get(work)
+            if call is None:
+                return original(work, *args, **kwargs)
+            timeout = kwargs.get("timeout", args[0] if args else None)
+            until = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+            is_guarded_thread = threading.get_ident() == self._thread
+            if is_guarded_thread:
+                self._waiting = call
+            try:
+                while time.monotonic() < until:
+                    with contextlib.suppress(RuntimeError):
+                        return original(work, _SLICE)
+                    # The slice is over, or the work has failed.
+                    if work.is_completed():
+                        return self._result(original, work)
+                    self._check_watcher()
+                return original(work, timedelta(milliseconds=1))  # raises what the user expects
+            finally:
+                if is_guarded_thread:
+                    self._waiting = None
+
+        return wait
+
+    def _result(self, wait: Callable, work: Any) -> Any:
+        """Return the result of a completed work; it may have completed just after a slice ended."""
+        try:
+            return wait(work)
+        except RuntimeError as error:
+            # A broken connection announces a verdict.
+            assert self._watcher is not None
+            self._watcher.hint()
+            self._decided.wait(self._patience + _GRACE)
+            if self._verdict is None:
+                raise
+            self._delivered.set()
+            raise self._verdict from error
+
+    def _check_watcher(self) -> None:
+        """Raise the verdict, if there is one, or that there can be none any more."""
+        self._raise_verdict()
         assert self._watcher is not None
         silent = time.monotonic() - self._watcher.ticked_at
         if silent > self._patience + 2 * _GRACE:
@@ -471,41 +401,68 @@ class Guard:
                 f"the store has not answered for {silent:.0f} s: what hosts it (rank 0, or the "
                 f"launcher) is stopped or cut off; this rank waits at {here}"
             )
-            self._raise()
+            self._raise_verdict()
 
-    def explain(self, error: RuntimeError) -> BaseException:
-        """Return the verdict that a broken connection announces, or the error itself."""
-        assert self._watcher is not None
-        self._watcher.hint()
-        self._decided.wait(self._patience + _GRACE)
-        if self._verdict is None:
-            return error
-        self._delivered.set()
-        return self._verdict
+    def _raise_verdict(self) -> None:
+        if self._verdict is not None:
+            self._delivered.set()
+            self._has_raised = True
+            _keep_groups()  # here and not only in __exit__, which a signal may cut short
+            raise self._verdict
 
-    def _raise(self) -> None:
-        assert self._verdict is not None
-        self._delivered.set()
-        self._has_raised = True
-        _keep_groups()  # here and not only in __exit__, which a signal may cut short
-        raise self._verdict
+    # ---- signals, and threads that would end the process ----------------------------------------
 
-    def _on_interrupt(self) -> None:
-        if self._verdict is not None and not self._delivered.is_set():
-            self._raise()
+    def _handle_signals(self) -> None:
+        """Install signal handlers; outside the main thread Python allows none."""
+        if threading.current_thread() is not threading.main_thread():
+            return
 
-    def _on_terminate(self) -> None:
-        """A launcher ends us, most likely because another rank ended: say which, if we can."""
-        if self._watcher is not None and not self._delivered.is_set():
-            self._watcher.hint()
-            self._decided.wait(_GRACE)
-            self._on_interrupt()
+        def interrupt(*_: Any) -> None:
+            if not self._delivered.is_set():
+                self._raise_verdict()
 
-    def _on_park(self) -> bool:
-        """Hold a thread that would end the process until the ranks know why."""
-        assert self._watcher is not None
-        self._watcher.hint()
-        return self._decided.wait(self._patience + _GRACE)
+        def terminate(*_: Any) -> None:
+            # A launcher ends us, most likely because another rank ended: say which, if we can.
+            if self._watcher is not None and not self._delivered.is_set():
+                self._watcher.hint()
+                self._decided.wait(_GRACE)
+                interrupt()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        handlers: dict[int, Callable] = {_INTERRUPT: interrupt}
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            handlers[signal.SIGTERM] = terminate
+        for number, handler in handlers.items():
+            before = signal.getsignal(number)
+            # None: a handler that was not installed from Python, and cannot be put back from here.
+            if before is not None:
+                signal.signal(number, handler)
+                self._undo.callback(signal.signal, number, before)
+                self._can_interrupt = True
+
+    def _park_terminating_threads(self) -> None:
+        """Make C++ threads that call `std::terminate` sleep, once the ranks know why."""
+        try:
+            set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        except (OSError, AttributeError):
+            return  # another C++ library: the other ranks will report a lost rank
+        set_terminate.restype = ctypes.c_void_p
+        set_terminate.argtypes = [ctypes.c_void_p]
+        before: list[int] = []
+
+        def handle() -> None:
+            if threading.current_thread() is not threading.main_thread():
+                assert self._watcher is not None
+                self._watcher.hint()
+                if self._decided.wait(self._patience + _GRACE):
+                    while True:
+                        time.sleep(1e6)
+            _Handler(before[0])()
+
+        _handlers.append(_Handler(handle))
+        before.append(set_terminate(ctypes.cast(_handlers[-1], ctypes.c_void_p)))
+        self._undo.callback(set_terminate, before[0])
 
     # ---- told by the watcher, in its thread -----------------------------------------------------
 
@@ -521,15 +478,15 @@ class Guard:
         if self._status is Status.INSIDE:
             frame = sys._current_frames().get(self._thread)
             stack = lines_of(waiting.stack if waiting else caller(frame)[1])
-        return RankState(
-            beat=self._beat,
-            status=self._status,
-            note=self._note,
-            stack=stack or ["(unknown)"],
-            waiting=(waiting.group, waiting.number) if waiting else None,
-            identity=self._identity,
-            groups={name: GroupState(**j.summary()) for name, j in self._journals.items()},
-        )
+        return {
+            "beat": self._beat,
+            "status": self._status,
+            "note": self._note,
+            "stack": stack or ["(unknown)"],
+            "waiting": (waiting.group, waiting.number) if waiting else None,
+            "identity": self._identity,
+            "groups": {name: journal.summary() for name, journal in self._journals.items()},
+        }
 
     def detail(self) -> Detail:
         """Return the recent calls of each group."""
@@ -545,16 +502,26 @@ class Guard:
                 signal.pthread_kill(threading.main_thread().ident, _INTERRUPT)  # type: ignore[arg-type]
             if self._delivered.wait(0.25):
                 return
-            self._abort_device_groups()
+            # Break collectives that run on a GPU, where waiting only orders streams, so that a
+            # thread that waits for it comes back.
+            on_device = {name for (name, _), is_host in self._on_host.items() if not is_host}
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group.group_name in on_device and hasattr(group, "abort"):
+                    group.abort()
         print(f"unison.guard: {type(verdict).__name__}: {verdict}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 
-    def _abort_device_groups(self) -> None:
-        """Break collectives that run on a GPU, so that a thread that waits for it comes back."""
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if self._interceptor.is_on_device(group.group_name) and hasattr(group, "abort"):
-                group.abort()
+
+def _waits_on_host(group: Any, device: str) -> bool:
+    """Whether a collective's wait blocks until it is done, and may be cut into slices.
+
+    NCCL's orders streams instead, and one with a timeout would abort the group. A barrier has no
+    tensor to tell which of a group's backends it uses, so all of them must agree.
+    """
+    devices = [torch.device(device)] if device else group._device_types
+    backends = {group._get_backend(d).name().lower() for d in devices}
+    return bool(backends) and backends <= _HOST_BACKENDS
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -576,3 +543,274 @@ def _end_at_once() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)
+
+
+# ------------------------------------------------------------------------------------------------
+# The watching thread.
+
+# ---- processes next door ----------------------------------------------------------------------
+
+
+def identity() -> list[str]:
+    """Return what tells this process from all others: machine, process id, start time."""
+    return [_machine(), str(os.getpid()), _status_of(os.getpid())[1]]
+
+
+def is_dead(who: list[str]) -> bool | None:
+    """Whether a process of this machine has ended; None for one that cannot be seen from here."""
+    machine, pid, started = who
+    if not machine or machine != _machine():
+        return None
+    state, start = _status_of(int(pid))
+    return state in ("", "Z", "X") or start != started
+
+
+def _machine() -> str:
+    # Process ids mean the same only within one boot and one pid namespace; containers differ.
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _status_of(pid: int) -> tuple[str, str]:
+    """Return a process's state letter and start time, or two empty strings."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], fields[19]
+
+
+_SMALL_WORLD = 16
+_DETAIL_SECONDS = 1.5
+_ACKNOWLEDGE_SECONDS = 2.0
+# Silence that is enough once a collective has failed with a broken connection.
+_SILENCE_AFTER_A_HINT = 3.0
+_SILENT = "its process or machine is gone, stopped, or in a call that holds Python's lock"
+
+
+class Watcher(threading.Thread):
+    """The thread that publishes this rank's state and looks after the others'.
+
+    Args:
+        guard: This rank's guard.
+        store: Any store that all ranks share.
+        prefix: The same on every rank, and new for every guarded block.
+        rank: This rank.
+        ranks: All ranks that are guarded together.
+        patience: Seconds that a rank may lag.
+        silence: Seconds that a rank of another machine may be silent; longer, because a call that
+            holds Python's lock silences a rank that is well.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        store: dist.Store,
+        prefix: str,
+        rank: int,
+        ranks: list[int],
+        patience: float,
+        silence: float,
+    ) -> None:
+        super().__init__(name="unison-guard", daemon=True)
+        # Over a connection of its own: a client of a store serves one request at a time. Were it
+        # shared, a rank that waits for a key (in `new_group`, say) could not send heartbeats and
+        # would pass for dead.
+        own = store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(prefix, own)
+        self._written: set[str] = set()
+        self._guard = guard
+        self._rank = rank
+        self._others = [r for r in ranks if r != rank]
+        self._patience, self._silence = patience, silence
+        self._behind: dict[tuple[str, int], tuple[int, float]] = {}
+        self._interval = 0.25 if len(ranks) <= _SMALL_WORLD else 1.0
+        self._states: dict[int, RankState] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._is_hinted = False
+        self._is_blind = False
+        self._is_detailed = False
+        self._started_at = self.ticked_at = time.monotonic()
+
+    # ---- called by the training thread --------------------------------------------------------
+
+    def hint(self) -> None:
+        """Look at all ranks now: a collective has failed, or the process is being ended."""
+        self._is_hinted = True
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Tick often from now on; this rank is leaving."""
+        self._interval = 0.05
+        self._wake.set()
+
+    def stop(self, seconds: float = 2.0) -> None:
+        """End the thread; it writes this rank's state once more."""
+        self._stopping.set()
+        self._wake.set()
+        self.join(seconds)
+
+    @property
+    def everyone_left(self) -> bool:
+        """Whether no other rank is inside its guarded block, or nobody can be asked any more."""
+        if self._is_blind:
+            return True
+        states = [self._states.get(r) for r in self._others]
+        return any(s["everyone_left"] for s in states if s) or all(
+            s is not None and s["status"] != Status.INSIDE for s in states
+        )
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Tick until stopped or until there is a verdict."""
+        while not self._stopping.is_set():
+            verdict = self._tick()
+            self.ticked_at = time.monotonic()
+            if verdict is not None:
+                self._guard.receive(verdict)
+                return
+            self._wake.wait(self._interval)
+            self._wake.clear()
+        self._unless_blind(lambda: self._publish("state", self._own_state()))
+
+    def _tick(self) -> UnisonError | None:
+        own = self._own_state()
+        verdict = self._unless_blind(lambda: self._exchange(own))
+        states = {**self._states, self._rank: own}
+        if verdict is not None:
+            return verdict
+        finding = self._lost() or examine(
+            states, self._behind, patience=self._patience, now=time.monotonic()
+        )
+        if finding is None:
+            return None
+        verdict = self._unless_blind(lambda: self._propose(finding, states))
+        if verdict is None:
+            details = {self._rank: self._guard.detail()}
+            verdict = finding.error(message_of(finding, states, details))
+        return verdict
+
+    def _own_state(self) -> RankState:
+        return {
+            **self._guard.state(),
+            "everyone_left": not self._is_blind and self.everyone_left,
+        }
+
+    def _unless_blind(self, exchange: Callable[[], T]) -> T | None:
+        """Do something with the store, and go on without it when it is gone."""
+        try:
+            return None if self._is_blind else exchange()
+        except RuntimeError:  # the store no longer answers
+            self._is_blind = True
+            return None
+
+    def _publish(self, kind: str, value: Any) -> None:
+        """Write what this rank says of a kind: its state, its detail, that it read the verdict."""
+        self._store.set(f"{kind}/{self._rank}", json.dumps(value))
+
+    def _has(self, key: str) -> bool:
+        """Whether a key was written. To read one that is not there would block."""
+        if key not in self._written and self._store.check([key]):
+            self._written.add(key)  # once there, it stays
+        return key in self._written
+
+    def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Read what those of the ranks say that have written it."""
+        there = {f"{kind}/{rank}": rank for rank in ranks if self._has(f"{kind}/{rank}")}
+        if there and self._store.has_extended_api():  # type: ignore[attr-defined]
+            values = self._store.multi_get(list(there))
+        else:
+            values = [self._store.get(key) for key in there]
+        return dict(zip(there.values(), map(json.loads, values), strict=True))
+
+    def _exchange(self, own: RankState) -> UnisonError | None:
+        self._publish("state", own)
+        if self._has("ask"):
+            self._publish_detail()
+            found = self._read("verdict", [0])
+            if found:
+                return self._agreed(*found[0])
+        now = time.monotonic()
+        for rank, state in self._read("state", self._whom()).items():
+            self._states[rank] = state
+            if self._seen.get(rank, (-1, 0.0))[0] != state["beat"]:
+                self._seen[rank] = state["beat"], now
+        return None
+
+    def _whom(self) -> list[int]:
+        leader = min([*filter(self._answers, self._others), self._rank])
+        if leader == self._rank or len(self._others) < _SMALL_WORLD or self._is_hinted:
+            return self._others
+        return [leader]
+
+    def _lost(self) -> Finding | None:
+        now = time.monotonic()
+        silence = min(self._silence, _SILENCE_AFTER_A_HINT) if self._is_hinted else self._silence
+        for rank, state in self._states.items():
+            if state["status"] != Status.INSIDE:
+                continue
+            if is_dead(state["identity"]):
+                return Finding((rank,), why=f"its process {state['identity'][1]} has ended")
+            quiet = now - self._seen[rank][1]
+            if quiet > silence and not self._is_blind:
+                return Finding((rank,), why=f"no sign of life for {quiet:.0f} s ({_SILENT})")
+        if self._is_blind:
+            # Of a lost store rank 0 is to blame, its host, unless a launcher hosts it or it left.
+            host = self._states.get(0)
+            by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if self._rank == 0 or by_launcher or (host and host["status"] != Status.INSIDE):
+                return None
+            return Finding((0,), why="the store it hosts no longer answers")
+        absent = [r for r in self._whom() if r not in self._states]
+        if absent and now - self._started_at > self._silence:
+            return Finding(tuple(absent), why="it has not entered the guard")
+        return None
+
+    # ---- verdicts -----------------------------------------------------------------------------
+
+    def _publish_detail(self) -> None:
+        if not self._is_detailed:
+            self._is_detailed = True
+            self._publish("detail", self._guard.detail())
+
+    def _propose(self, finding: Finding, states: dict[int, RankState]) -> UnisonError:
+        self._store.set("ask", json.dumps(True))
+        self._publish_detail()
+        gone = finding.ranks if finding.why else ()
+        expected = [r for r in self._others if r not in gone and self._answers(r)]
+        until = time.monotonic() + _DETAIL_SECONDS
+        while True:
+            details = self._read("detail", [*self._others, self._rank])
+            if all(r in details for r in expected) or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        states = {**states, **self._read("state", self._whom()), self._rank: self._own_state()}
+        proposal = json.dumps([finding.error.__name__, message_of(finding, states, details)])
+        # The store keeps the first proposal, and gives it to all.
+        return self._agreed(*json.loads(self._store.compare_set("verdict/0", "", proposal)))
+
+    def _answers(self, rank: int) -> bool:
+        state = self._states.get(rank)
+        return state is None or state["status"] in (Status.INSIDE, Status.LEAVING)
+
+    def _agreed(self, kind: str, message: str) -> UnisonError:
+        """Take the verdict that all ranks take, and let the others read it first if we may host."""
+        living = [
+            r
+            for r in self._others
+            if r in self._states and self._answers(r) and not is_dead(self._states[r]["identity"])
+        ]
+        until = time.monotonic() + _ACKNOWLEDGE_SECONDS
+        with contextlib.suppress(RuntimeError):  # the verdict is here, which is what counts
+            self._publish("ack", True)
+            while self._rank == min([*living, self._rank]) and time.monotonic() < until:
+                if all(self._has(f"ack/{rank}") for rank in living):
+                    break
+                time.sleep(0.02)
+        return (RankLost if kind == RankLost.__name__ else CollectiveMismatch)(message)

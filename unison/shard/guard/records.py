@@ -1,20 +1,25 @@
-"""What one rank remembers of its collectives: each call, where it was made, and a digest of all.
+"""What ranks remember of their collectives, and what is found when they compare it.
 
 The training thread makes a `CollectiveCall`, which is cheap: shapes, options and code positions as
-they are. Text, line numbers and digests are made of it later, by the watching thread.
+they are. Text, line numbers and digests are made of it later, by the watching thread. Nothing here
+talks to a thread, or to a store: states go in, a finding or a text comes out.
 """
 
+import enum
 import functools
 import hashlib
 import os
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from unison.errors import BadInput, UnisonError
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one tensor."""
@@ -165,6 +170,13 @@ def _shown(path: str) -> str:
 
 # ---- the digest of all calls ------------------------------------------------------------------
 
+GroupState = dict[str, Any]
+"""What one rank says of its calls in one group.
+
+`ranks`: its members; `last`: the number of the last call, with its text `call` and call sites
+`stack`; `marks`: digests by number, which is a string, as JSON has it.
+"""
+
 
 @dataclass
 class Journal:
@@ -179,7 +191,6 @@ class Journal:
     chain: str = ""
     marks: dict[int, str] = field(default_factory=dict)
     recent: deque[CollectiveCall] = field(default_factory=lambda: deque(maxlen=RECENT))
-    at: float = 0.0
 
     def add(self, call: CollectiveCall) -> None:
         """Append a call."""
@@ -188,12 +199,11 @@ class Journal:
         self.last = call.number
         self.marks[call.number] = self.chain
         self.recent.append(call)
-        self.at = time.monotonic()
         if (call.number - _DENSE) % _DENSE:
             self.marks.pop(call.number - _DENSE, None)
         self.marks.pop(call.number - _SPARSE, None)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> GroupState:
         """Return what every heartbeat says of this group."""
         call = self.recent[-1]
         return {
@@ -202,7 +212,6 @@ class Journal:
             "marks": {str(number): chain for number, chain in self.marks.items()},
             "call": call.text,
             "stack": lines_of(call.stack),
-            "age": time.monotonic() - self.at,
         }
 
     def detail(self) -> dict[str, tuple[str, list[str], str]]:
@@ -211,3 +220,295 @@ class Journal:
             str(call.number): (call.text, lines_of(call.stack), call.signature.decode())
             for call in self.recent
         }
+
+
+# ---- what is found when ranks compare ----------------------------------------------------------
+
+
+class CollectiveMismatch(UnisonError):
+    """Ranks called different collectives, or one of them skipped one."""
+
+
+class RankLost(UnisonError):
+    """A rank died, or has given no sign of life for too long."""
+
+
+class Status(enum.StrEnum):
+    """Where a rank is in its guarded block; only INSIDE can still call collectives."""
+
+    INSIDE = "inside"
+    LEAVING = "leaving"  # done, and waiting a moment for the others
+    LEFT = "left"
+    FAILED = "failed"  # left by an exception of the user's
+
+
+RankState = dict[str, Any]
+"""What one rank says of itself in a heartbeat, as JSON holds it.
+
+- `beat` counts up: a rank whose beat stands still is silent.
+- `status` is where it is in its guarded block; `note` how it left, where it failed.
+- `stack` is its own Python location, innermost first.
+- `waiting` is the group and number of the collective it waits for.
+- `identity` is machine, process id and start time, to see from next door whether it lives.
+- `groups` has its `GroupState`s, by the name of the group.
+- `everyone_left` says whether it knows that nobody is inside any more.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and with whom.
+
+    Attributes:
+        ranks: The ranks that differ, lag or are gone.
+        group: Where collectives differ, or one is missing.
+        number: The first that does.
+        is_mismatch: Whether ranks called different ones; else the ranks skipped one, or are lost.
+        why: How lost ranks were lost; empty for others.
+    """
+
+    ranks: tuple[int, ...]
+    group: str = ""
+    number: int = 0
+    is_mismatch: bool = False
+    why: str = ""
+
+    @property
+    def error(self) -> type[UnisonError]:
+        """The exception to raise."""
+        return RankLost if self.why else CollectiveMismatch
+
+
+def examine(
+    states: Mapping[int, RankState],
+    behind: dict[tuple[str, int], tuple[int, float]],
+    *,
+    patience: float,
+    now: float,
+) -> Finding | None:
+    """Return the first thing that is wrong between ranks, or None.
+
+    Args:
+        states: What the ranks say of themselves.
+        behind: Since when a rank lags in a group, and at which number; kept from call to call.
+        patience: Seconds that a rank may lag.
+        now: The time.
+    """
+    for name in sorted({name for state in states.values() for name in state["groups"]}):
+        members = {
+            r: s["groups"].get(name) for r, s in states.items() if r in _ranks_of(name, states)
+        }
+        issued = {r: group["marks"] for r, group in members.items() if group is not None}
+        first = issued[min(issued)]
+        for rank, marks in issued.items():
+            differing = [int(n) for n in first.keys() & marks.keys() if first[n] != marks[n]]
+            if differing:
+                return Finding((rank,), name, min(differing), is_mismatch=True)
+        last = {r: 0 if group is None else group["last"] for r, group in members.items()}
+        lagging = [r for r in last if last[r] < max(last.values())]
+        for rank in last.keys() - lagging:
+            behind.pop((name, rank), None)
+        late = []
+        for rank in lagging:
+            number, since = behind.get((name, rank), (-1, now))
+            since = since if number == last[rank] else now
+            behind[name, rank] = last[rank], since
+            if now - since > patience:
+                late.append(rank)
+        found = [r for r in lagging if states[r]["status"] != Status.INSIDE] or late
+        if found:
+            # The first collective that is missing is the one whose callers wait.
+            return Finding(tuple(sorted(found)), name, min(last[r] for r in found) + 1)
+    return None
+
+
+def _ranks_of(group: str, states: Mapping[int, RankState]) -> list[int]:
+    groups = (state["groups"] for state in states.values())
+    return next(each[group]["ranks"] for each in groups if group in each)
+
+
+# ---- the message ------------------------------------------------------------------------------
+
+Detail = Mapping[str, Mapping[str, tuple[str, list[str], str]]]
+"""Of one rank: group name, then number as a string, then call, stack and signature."""
+
+_REMEDY = (
+    "Every rank of a group must call the same collectives in the same order: move a collective out "
+    "of `if rank == 0:` and out of loops whose length differs between ranks."
+)
+_SLOW = " If the rank is only slow, give guard(timeout=...) more seconds."
+
+
+def message_of(
+    finding: Finding, states: Mapping[int, RankState], details: Mapping[int, Detail]
+) -> str:
+    """Write the report: what is wrong, then one paragraph per rank, then what to do."""
+    ranks = sorted(states)
+    if finding.group:
+        ranks = [r for r in ranks if r in _ranks_of(finding.group, states)]
+    if finding.is_mismatch:  # at the first number at which calls differ, if it is still known
+        calls = {r: each[finding.group] for r, each in details.items() if finding.group in each}
+        found = _first_difference(calls, finding.number, lambda call: call[2])
+        finding = finding if found is None else replace(finding, number=found[0])
+    parts = [_headline(finding, states)]
+    # Many ranks mostly say the same; the ones concerned come first, then a few of the others.
+    shown = [*finding.ranks, *(r for r in ranks if r not in finding.ranks)][:16]
+    for rank in sorted(shown):
+        lines = _paragraph(rank, finding, states.get(rank), details.get(rank, {}))
+        parts.append(f"  rank {rank}: " + "\n      ".join(lines))
+    if len(ranks) > len(shown):
+        parts.append(f"  … and {len(ranks) - len(shown)} more ranks")
+    if finding.why:
+        return "\n".join(parts)
+    # A skipped collective may go unnoticed while the next ones look alike; other lines of the same
+    # program are then the only trace of it.
+    calls = {r: details[r][finding.group] for r in ranks if finding.group in details.get(r, {})}
+    found = _first_difference(calls, finding.number - 1, lambda call: call[1][0])
+    if found is not None:
+        number, sites = found
+        shown = ", ".join(f"rank {r} at {site}" for r, site in list(sites.items())[:4])
+        parts.append(f"  The call sites first part at number {number}: {shown}.")
+    is_inside = any(states[r]["status"] == Status.INSIDE for r in finding.ranks)
+    parts.append(_REMEDY + (_SLOW if is_inside and not finding.is_mismatch else ""))
+    return "\n".join(parts)
+
+
+def _headline(finding: Finding, states: Mapping[int, RankState]) -> str:
+    who = _listed(finding.ranks)
+    what = f"collective number {finding.number} of {_group(finding.group)}"
+    if finding.why:
+        return f"{who} is lost: {finding.why}; last known of each rank:"
+    if finding.is_mismatch:
+        return f"ranks called different collectives as {what}:"
+    last = {r: s["groups"].get(finding.group, {"last": 0})["last"] for r, s in states.items()}
+    callers = [r for r in states if last[r] >= finding.number]
+    return f"{who} did not call {what}, which {_listed(callers)} called:"
+
+
+def _group(name: str) -> str:
+    return "the default group" if name == "0" else f"group {name!r}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    shown = ", ".join(str(r) for r in ranks[:8]) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _paragraph(rank: int, finding: Finding, state: RankState | None, detail: Detail) -> list[str]:
+    if state is None:
+        return ["no heartbeat of it has been read"]
+    calls, stack, waiting = detail.get(finding.group, {}), state["stack"], state["waiting"]
+    if str(finding.number) in calls:
+        text, stack, _ = calls[str(finding.number)]
+        return [f"number {finding.number}: {text} at {stack[0]}", *_from(stack)]
+    match state["status"]:
+        case Status.INSIDE if waiting is not None and waiting[0] in state["groups"]:
+            group, number = waiting
+            lines = [f"waiting in number {number} of {_group(group)}, called at {stack[0]}"]
+        case Status.INSIDE:
+            lines = [f"not in a collective, at {stack[0]}"]
+        case Status.FAILED:
+            lines = [f"left the guard with {state['note']} at {stack[0]}"]
+        case _:
+            lines = [f"left the guard at {stack[0]}"]
+    lines += _from(stack)
+    for name, group in state["groups"].items():
+        last, call, site = group["last"], group["call"], group["stack"][0]
+        lines.append(f"its last in {_group(name)}: number {last}, {call} at {site}")
+    return lines
+
+
+def _from(stack: list[str]) -> list[str]:
+    return [f"from {line}" for line in stack[1:]]
+
+
+def _first_difference(
+    calls: Mapping[int, Mapping[str, Any]], last: int, look: Callable[[Any], Any]
+) -> tuple[int, dict[int, Any]] | None:
+    """The first number up to `last` at which ranks' calls differ in what `look` takes of them."""
+    common = set.intersection(*map(set, calls.values())) if len(calls) > 1 else set()
+    for number in sorted(int(n) for n in common if int(n) <= last):
+        found = {rank: look(of_rank[str(number)]) for rank, of_rank in calls.items()}
+        if len(set(found.values())) > 1:
+            return number, found
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks compare what must be equal before they begin.
+
+_SHOWN_ITEMS = 3
+_SHOWN_RANKS = 8
+
+
+def compare_across_ranks(
+    label: str, items: Mapping[str, object], group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank if the ranks do not hold the same items in the same order.
+
+    All ranks of the group must call it. One digest per rank is gathered; only where they differ
+    are the values exchanged, for the message. Without a process group there is nothing to compare.
+
+    Args:
+        label: What the items are, to begin the message: `"parameters of model"`.
+        items: Values by name. They are compared by `repr`, which must not hold an address.
+        group: The ranks to compare; all by default.
+
+    Raises:
+        BadInput: On every rank, with the first items that differ and each rank's value.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    own = [(name, repr(value)) for name, value in items.items()]
+    digest = hashlib.blake2b(repr((label, own)).encode(), digest_size=16).hexdigest()
+    if len(set(_gather(digest, group))) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    gathered = dict(zip(ranks, _gather((label, own), group), strict=True))
+    raise BadInput(_difference(label, gathered))
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _difference(label: str, gathered: Mapping[int, tuple[str, list[tuple[str, str]]]]) -> str:
+    labels = {rank: theirs for rank, (theirs, _) in gathered.items()}
+    if len(set(labels.values())) > 1:
+        return f"ranks compare different things: {_by_rank(labels)}"
+    items = {rank: dict(pairs) for rank, (_, pairs) in gathered.items()}
+    names = list(dict.fromkeys(name for values in items.values() for name in values))
+    lines = []
+    for name in names:
+        values = {rank: theirs.get(name, "absent") for rank, theirs in items.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"  {name}: {_by_rank(values)}")
+    if lines:
+        more = len(lines) - _SHOWN_ITEMS
+        lines[_SHOWN_ITEMS:] = [f"  … and {more} more"] if more > 0 else []
+    else:
+        orders = {rank: list(theirs) for rank, theirs in items.items()}
+        at = next(
+            i for i, row in enumerate(zip(*orders.values(), strict=True)) if len(set(row)) > 1
+        )
+        lines = [f"  item {at}: " + _by_rank({rank: row[at] for rank, row in orders.items()})]
+    listed = "\n".join(lines)
+    return f"{label} must be equal on all ranks, found\n{listed}\nBuild them alike on every rank."
+
+
+def _by_rank(values: Mapping[int, str]) -> str:
+    """Write equal values once: `rank 0 has 3; ranks 1, 2 have 4`."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in holders.items():
+        shown = ", ".join(str(r) for r in ranks[:_SHOWN_RANKS])
+        more = ", …" if len(ranks) > _SHOWN_RANKS else ""
+        value = value if len(value) <= 120 else value[:117] + "..."
+        verb = "rank {} has" if len(ranks) == 1 else "ranks {} have"
+        parts.append(f"{verb.format(shown + more)} {value}")
+    return "; ".join(parts)

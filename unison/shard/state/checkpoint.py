@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,8 +33,6 @@ from unison.shard.state.optimizer import (
     dtype_name,
     dtype_of,
     prepare,
-    scalar_from_json,
-    scalar_to_json,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -82,14 +80,6 @@ class SavedTensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class SavedFile:
-    """Size and hash of a data file."""
-
-    bytes: int
-    sha256: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a checkpoint but the values of its tensors.
@@ -97,7 +87,7 @@ class Manifest:
     Attributes:
         world_size: Ranks that wrote it.
         tensors: By `model/NAME` or `optimizer/NAME/KEY`.
-        files: The data files.
+        files: The `bytes` and the `sha256` of each data file.
         optimizer: Class, groups and scalars of the optimizer, as JSON; None without one.
         extra: The caller's own.
         versions: Of the software that wrote it.
@@ -105,7 +95,7 @@ class Manifest:
 
     world_size: int
     tensors: dict[str, SavedTensor]
-    files: dict[str, SavedFile]
+    files: dict[str, dict[str, Any]]
     optimizer: dict[str, Any] | None
     extra: dict[str, Any]
     versions: dict[str, str]
@@ -119,7 +109,7 @@ class Manifest:
             "world_size": self.world_size,
             "extra": self.extra,
             "optimizer": self.optimizer,
-            "files": {name: asdict(file) for name, file in self.files.items()},
+            "files": self.files,
             "tensors": {
                 name: {
                     "shape": list(tensor.shape),
@@ -151,7 +141,27 @@ class Manifest:
                 f"{VERSION}; install the unison that wrote it: {content.get('written_by')}"
             )
         try:
-            manifest = cls._from_content(content)
+            optimizer = content["optimizer"]
+            if optimizer is not None:
+                optimizer = {key: optimizer[key] for key in ("class", "groups", "scalars")}
+            manifest = cls(
+                world_size=content["world_size"],
+                tensors={
+                    name: SavedTensor(
+                        tuple(tensor["shape"]),
+                        dtype_of(tensor["dtype"]),
+                        tuple(FileChunk(**chunk) for chunk in tensor["chunks"]),
+                    )
+                    for name, tensor in content["tensors"].items()
+                },
+                files={
+                    name: {"bytes": file["bytes"], "sha256": file["sha256"]}
+                    for name, file in content["files"].items()
+                },
+                optimizer=optimizer,
+                extra=content["extra"],
+                versions=content["written_by"],
+            )
             for name, tensor in manifest.tensors.items():
                 _check_chunks(name, tensor, manifest.files, source)
         except (KeyError, TypeError, AttributeError) as error:
@@ -161,32 +171,8 @@ class Manifest:
             raise BadInput(f"{source} names the files {outside}, which are not in its folder")
         return manifest
 
-    @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> "Manifest":
-        tensors = {
-            name: SavedTensor(
-                tuple(tensor["shape"]),
-                dtype_of(tensor["dtype"]),
-                tuple(FileChunk(**chunk) for chunk in tensor["chunks"]),
-            )
-            for name, tensor in content["tensors"].items()
-        }
-        optimizer = content["optimizer"]
-        if optimizer is not None:
-            optimizer = {key: optimizer[key] for key in ("class", "groups", "scalars")}
-        return cls(
-            world_size=content["world_size"],
-            tensors=tensors,
-            files={name: SavedFile(**file) for name, file in content["files"].items()},
-            optimizer=optimizer,
-            extra=content["extra"],
-            versions=content["written_by"],
-        )
 
-
-def _check_chunks(
-    name: str, tensor: SavedTensor, files: dict[str, SavedFile], source: object
-) -> None:
+def _check_chunks(name: str, tensor: SavedTensor, files: Mapping[str, Any], source: object) -> None:
     """Require the chunks to cover a tensor once, in files that are listed."""
     position = 0
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
@@ -217,19 +203,11 @@ def read_manifest(folder: str | Path) -> Manifest:
     manifest = Manifest.from_json(path.read_text(), source=path)
     for name, file in manifest.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != file.bytes:
-            state = "is missing" if found is None else f"has {found} bytes instead of {file.bytes}"
+        expected = file["bytes"]
+        if found != expected:
+            state = "is missing" if found is None else f"has {found} bytes instead of {expected}"
             raise BadInput(f"{folder} is damaged: {name} {state}; use an earlier checkpoint")
     return manifest
-
-
-def versions() -> dict[str, str]:
-    """Of the software that writes checkpoints."""
-    try:
-        own = metadata.version("unison")
-    except metadata.PackageNotFoundError:
-        own = "unknown"
-    return {"unison": own, "torch": torch.__version__}
 
 
 def check_json(value: Any, path: str) -> None:
@@ -317,11 +295,6 @@ def commit(folder: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def discard(folder: Path) -> None:
-    """Remove what was written of a checkpoint that failed."""
-    shutil.rmtree(partial_of(folder), ignore_errors=True)
-
-
 def sync(path: Path) -> None:
     """Have a file or a folder's list of names on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -357,7 +330,11 @@ def write_folder(
         extra: Likewise.
     """
 
-    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, SavedFile]) -> None:
+    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, dict[str, Any]]) -> None:
+        try:
+            version = metadata.version("unison")
+        except metadata.PackageNotFoundError:
+            version = "unknown"
         manifest = Manifest(
             world_size=ranks.size,
             tensors={
@@ -367,7 +344,7 @@ def write_folder(
             files=files,
             optimizer=optimizer,
             extra=extra,
-            versions=versions(),
+            versions={"unison": version, "torch": torch.__version__},
         )
         path = partial_of(folder) / MANIFEST_FILE
         path.write_text(manifest.to_json())
@@ -381,7 +358,7 @@ def write_folder(
         write_parts(partial_of(folder), parts, ranks, on_written)
     except BaseException:
         if ranks.rank == 0:
-            discard(folder)
+            shutil.rmtree(partial_of(folder), ignore_errors=True)
         raise
 
 
@@ -413,17 +390,22 @@ def save_checkpoint(
     """
     folder, extra = Path(folder), extra or {}
     ranks = ranks_of(module)
-    entries, held = together(ranks, lambda: _collected(module, optimizer, extra))
-    parts = _model_parts(entries) | ({} if held is None else _state_parts(held.elements))
+
+    def collected() -> tuple[list[Entry], OptimizerState | None]:
+        check_json(extra, "extra")
+        return entries_of(module), None if optimizer is None else collect(module, optimizer)
+
+    entries, held = together(ranks, collected)
+    parts, described, saved = _model_parts(entries), {}, None
+    if held is not None:
+        parts |= _state_parts(held.elements)
+        described, saved = held.describe(), held.to_json()
     tensors = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
-    described: dict[str, Any] = {} if held is None else held.describe()
     described |= {key: (each.shape, str(each.dtype)) for key, each in tensors.items()}
     require_same(ranks, described, what="what is to be saved")
-
     if ranks.rank > 0:  # buffers may differ between ranks; rank 0's count
         for key in _model_parts(entry for entry in entries if not entry.is_parameter):
             del parts[key]
-    saved = None if held is None else _optimizer_to_json(held)
     write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra)
 
 
@@ -460,7 +442,12 @@ def load_checkpoint(
     """
     folder = Path(folder)
     ranks = ranks_of(module)
-    manifest = from_rank_0(ranks, lambda: _settled_manifest(folder))
+
+    def settled() -> Manifest:
+        settle(folder)
+        return read_manifest(folder)
+
+    manifest = from_rank_0(ranks, settled)
     if verify:
         together(ranks, lambda: _verify(folder, manifest, ranks))
     entries, elements, install = together(
@@ -476,47 +463,17 @@ def load_checkpoint(
     return manifest.extra
 
 
-def _model_key(entry: Entry) -> str:
-    return f"model/{entry.name}"
-
-
 def _model_parts(entries: Iterable[Entry]) -> dict[str, FlatPart]:
-    return {_model_key(entry): entry.flat_part(entry.tensor) for entry in entries}
+    return {f"model/{entry.name}": entry.flat_part(entry.tensor) for entry in entries}
 
 
 def _state_parts(elements: list[ElementState]) -> dict[str, FlatPart]:
-    return {
-        f"optimizer/{state.entry.name}/{state.key}": state.entry.flat_part(state.held)
-        for state in elements
-    }
-
-
-def _collected(
-    module: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
-) -> tuple[list[Entry], OptimizerState | None]:
-    check_json(extra, "extra")
-    return entries_of(module), None if optimizer is None else collect(module, optimizer)
-
-
-def _optimizer_to_json(held: OptimizerState) -> dict[str, Any]:
-    return {
-        "class": held.class_name,
-        "groups": held.groups,
-        "scalars": {
-            name: {key: scalar_to_json(value) for key, value in values.items()}
-            for name, values in held.scalars.items()
-        },
-    }
-
-
-def _settled_manifest(folder: Path) -> Manifest:
-    settle(folder)
-    return read_manifest(folder)
+    return {f"optimizer/{entry.name}/{key}": entry.flat_part(held) for entry, key, held in elements}
 
 
 def _verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
     for name in sorted(manifest.files)[ranks.rank :: ranks.size]:
-        if sha256_of(folder / name) != manifest.files[name].sha256:
+        if sha256_of(folder / name) != manifest.files[name]["sha256"]:
             raise BadInput(
                 f"{folder / name} is not what was written: its hash differs; use an earlier "
                 "checkpoint"
@@ -533,7 +490,7 @@ def _matched(
 ) -> tuple[list[Entry], list[ElementState], Callable[[], None]]:
     """Match names, shapes and dtypes, and make memory for the optimizer's state."""
     entries = entries_of(module)
-    expected = {_model_key(entry): entry for entry in entries}
+    expected = {f"model/{entry.name}": entry for entry in entries}
     given = {key for key in manifest.tensors if key.startswith("model/")}
     faults = []
     if missing := [entry.name for key, entry in expected.items() if key not in given]:
@@ -542,12 +499,14 @@ def _matched(
         faults.append(f"the model lacks {unexpected}")
     for key, entry in expected.items():
         saved = manifest.tensors.get(key)
-        if saved is not None and saved.shape != entry.tensor.shape:
+        if saved is None:
+            continue
+        if saved.shape != entry.tensor.shape:
             faults.append(
                 f"{entry.name!r} has the shape {list(saved.shape)} there, "
                 f"{list(entry.tensor.shape)} here"
             )
-        if saved is not None and saved.dtype != entry.value.dtype and not cast:
+        if saved.dtype != entry.value.dtype and not cast:
             faults.append(
                 f"{entry.name!r} is {dtype_name(saved.dtype)} there, "
                 f"{dtype_name(entry.value.dtype)} here (cast=True converts)"
@@ -558,27 +517,14 @@ def _matched(
         return entries, [], lambda: None
     if manifest.optimizer is None:
         raise BadInput(f"the checkpoint {folder} was written without an optimizer's state")
-    return entries, *prepare(module, optimizer, _saved_state(manifest, expected))
-
-
-def _saved_state(manifest: Manifest, entries: dict[str, Entry]) -> OptimizerState:
-    """The optimizer's part of a manifest."""
-    assert manifest.optimizer is not None
     dtypes: dict[str, dict[str, Any]] = {}
     for key, tensor in manifest.tensors.items():
         if key.startswith("optimizer/"):
             name, _, state_key = key.removeprefix("optimizer/").rpartition("/")
-            saved, entry = manifest.tensors.get(f"model/{name}"), entries.get(f"model/{name}")
+            saved, entry = manifest.tensors.get(f"model/{name}"), expected.get(f"model/{name}")
             # State in the parameter's own dtype follows it, where a cast was asked for.
             follows = saved is not None and entry is not None and saved.dtype == tensor.dtype
             dtype = entry.value.dtype if follows else tensor.dtype  # type: ignore[union-attr]
             dtypes.setdefault(name, {})[state_key] = dtype
-    return OptimizerState(
-        class_name=manifest.optimizer["class"],
-        groups=manifest.optimizer["groups"],
-        scalars={
-            name: {key: scalar_from_json(value) for key, value in values.items()}
-            for name, values in manifest.optimizer["scalars"].items()
-        },
-        dtypes=dtypes,
-    )
+    held = OptimizerState.from_json(manifest.optimizer, dtypes)
+    return entries, *prepare(module, optimizer, held)

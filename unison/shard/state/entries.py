@@ -1,12 +1,12 @@
 """What a rank holds of every tensor that a model's state is made of; and the whole, on request."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,23 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         CheckpointFailed: On every rank, where the first error was one of a file.
         RuntimeError: Where the first error was another one: on the ranks that did not meet it.
     """
-    result, met = _attempt(work)
-    outcomes = gather_objects(ranks, (result, _as_message(met)))
-    for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
-            _raise(rank, message, met if rank == ranks.rank else None)
+    result, met, message = None, None, None
+    try:
+        result = work()
+    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
+        # Not every exception can be pickled: what is sent is a type of ours, and a text.
+        kind = CheckpointFailed if isinstance(error, OSError) else None
+        met, message = error, (kind, f"{type(error).__name__}: {error}")
+        if isinstance(error, UnisonError):
+            message = type(error), str(error)
+    outcomes = gather_objects(ranks, (result, message))
+    for rank, (_, told) in enumerate(outcomes):
+        if told is not None:
+            kind, text = told
+            own = met if rank == ranks.rank else None
+            if kind is not None:
+                raise kind(text) from own
+            raise own or RuntimeError(f"rank {rank} failed with {text}")
     return [outcome for outcome, _ in outcomes]
 
 
@@ -73,42 +85,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
-    result, met = _attempt(work) if ranks.rank == 0 else (None, None)
-    outcome = [result, _as_message(met)]
-    if ranks.size > 1:
-        dist.broadcast_object_list(outcome, group=ranks.group, group_src=0)
-    if outcome[1] is not None:
-        _raise(0, outcome[1], met)
-    return outcome[0]
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return work(), None
-    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
-        return None, error
-
-
-def _as_message(error: BaseException | None) -> tuple[type[UnisonError] | None, str] | None:
-    """What of an error can be sent: not every exception can be pickled."""
-    if error is None:
-        return None
-    if isinstance(error, UnisonError):
-        return type(error), str(error)
-    kind = CheckpointFailed if isinstance(error, OSError) else None
-    return kind, f"{type(error).__name__}: {error}"
-
-
-def _raise(
-    rank: int, message: tuple[type[UnisonError] | None, str], met: BaseException | None
-) -> NoReturn:
-    """Raise what a rank sent; `met` is the error itself, on the rank that met it."""
-    kind, text = message
-    if kind is not None:
-        raise kind(text) from met
-    if met is not None:
-        raise met
-    raise RuntimeError(f"rank {rank} failed with {text}")
+    result, *_ = agree(ranks, lambda: work() if ranks.rank == 0 else None)
+    return result  # type: ignore[return-value]
 
 
 def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:
@@ -245,54 +223,44 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield canonical_name(prefix + attribute), value, False
 
 
-class Delivery:
-    """Hands whole tensors to ranks that keep a part of each.
-
-    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
-    error in reading is kept until `finish`, since the other ranks are already on their way into the
-    next broadcast.
+def rank_0_reads_alone(ranks: Ranks, *, has_state: bool, what: str) -> bool:
+    """Whether rank 0 reads and broadcasts, or every rank reads for itself; a collective.
 
     Args:
-        ranks: Who takes part; to make one is a collective.
+        ranks: Who takes part.
         has_state: Whether this rank has the tensors.
         what: What they are, for the error.
 
     Raises:
         BadInput: On every rank, if it is neither rank 0 alone nor all ranks that have them.
     """
+    holders = gather_objects(ranks, has_state)
+    if not holders[0] or (any(holders[1:]) and not all(holders)):
+        given = [rank for rank, holds in enumerate(holders) if holds]
+        raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
+    return not all(holders)
 
-    def __init__(self, ranks: Ranks, *, has_state: bool, what: str) -> None:
-        holders = gather_objects(ranks, has_state)
-        if not holders[0] or (any(holders[1:]) and not all(holders)):
-            given = [rank for rank, holds in enumerate(holders) if holds]
-            raise BadInput(f"{what} must be given on rank 0 or on every rank, found it on {given}")
-        self._ranks = ranks
-        self._broadcasts = not all(holders)
-        self._error: Exception | None = None
 
-    @property
-    def is_reader(self) -> bool:
-        """Whether this rank reads."""
-        return not self._broadcasts or self._ranks.rank == 0
+Wanted = tuple[Entry, str, torch.dtype, Callable[[], Tensor]]
+"""How a tensor lies on ranks, its name for errors, the dtype it is to have, and what reads it."""
 
-    def take(
-        self, read: Callable[[], Tensor], entry: Entry, name: str, dtype: torch.dtype
-    ) -> Tensor | None:
-        """This rank's part [stop - start] of a tensor; a collective where rank 0 alone reads.
 
-        Args:
-            read: Gives the whole tensor; called on the ranks that read, and need it.
-            entry: How the tensor lies on ranks.
-            name: For the error.
-            dtype: Of the result.
+def deliver(
+    ranks: Ranks, wanted: Iterable[Wanted], *, reads_alone: bool
+) -> Iterator[Tensor | None]:
+    """Yield this rank's part [stop - start] of each of some whole tensors; a collective.
 
-        Returns:
-            The part; None where nothing was read, because the part is empty or an error was met.
-        """
+    Either every rank reads for itself, or rank 0 reads and broadcasts, one tensor at a time. An
+    error in reading is kept until the end, and raised on every rank then, since the other ranks are
+    already on their way into the next broadcast. None stands for a part that is empty or was not
+    read because of an error.
+    """
+    failure: Exception | None = None
+    for entry, name, dtype, read in wanted:
         place = entry.placement
-        is_needed = self._broadcasts or place.start < place.stop
-        whole: Tensor | None = None
-        if self._error is None and self.is_reader and is_needed:
+        is_needed = ranks.rank == 0 if reads_alone else place.start < place.stop
+        full: Tensor | None = None
+        if failure is None and is_needed:
             try:
                 value = read()
                 if tuple(value.shape) != place.shape:
@@ -301,34 +269,27 @@ class Delivery:
                         f"found {list(value.shape)}"
                     )
                 flat = value.detach().reshape(-1).contiguous()
-                whole = flat.to(device=place.device, dtype=dtype)
+                full = flat.to(device=place.device, dtype=dtype)
             except Exception as error:
-                self._error = error
-        if self._broadcasts and place.numel > 0:
-            if whole is None:
-                whole = torch.zeros(place.numel, dtype=dtype, device=place.device)
-            dist.broadcast(whole, group=self._ranks.group, group_src=0)
-        return None if whole is None else whole[place.start : place.stop]
+                failure = error
+        if reads_alone and place.numel > 0:
+            if full is None:
+                full = torch.zeros(place.numel, dtype=dtype, device=place.device)
+            dist.broadcast(full, group=ranks.group, group_src=0)
+        yield None if full is None else full[place.start : place.stop]
 
-    def finish(self) -> None:
-        """Raise on every rank what any of them met; a collective."""
+    def tell() -> None:
+        if failure is not None:
+            raise failure
 
-        def tell() -> None:
-            if self._error is not None:
-                raise self._error
-
-        agree(self._ranks, tell)
+    agree(ranks, tell)
 
 
 # ---- the whole state -----------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
-# A safetensors file as a mapping that reads a tensor when it is asked for one.
-
-
 class Weights(Mapping[str, Tensor]):
-    """The tensors of an open file by name; nothing is kept in memory."""
+    """The tensors of an open safetensors file by name; each is read when it is asked for."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -429,18 +390,20 @@ def load_full_state_dict(
             changed, and so are shapes unless the state is lazy.
     """
     ranks, entries = ranks_of(module), entries_of(module)
-    delivery = Delivery(ranks, has_state=bool(state), what="the state")
+    reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the state")
     reports = agree(ranks, lambda: _checked(entries, state, strict) if state else None)
-    report = (reports[ranks.rank] if delivery.is_reader else None) or reports[0]
+    report = reports[0 if reads_alone else ranks.rank] or reports[0]
     assert report is not None
-    absent = set(report.missing)
-    for entry in entries:
-        if entry.name not in absent:
-            read = partial(_read, entry, state or {})
-            part = delivery.take(read, entry, entry.name, entry.value.dtype)
-            if part is not None:
-                entry.store(part.to(entry.value.device))
-    delivery.finish()
+    present = [entry for entry in entries if entry.name not in report.missing]
+    wanted = (
+        (entry, entry.name, entry.value.dtype, partial(_read, entry, state or {}))
+        for entry in present
+    )
+    # Strict, so that the parts come to their end, where all ranks hear of an error.
+    parts = deliver(ranks, wanted, reads_alone=reads_alone)
+    for entry, part in zip(present, parts, strict=True):
+        if part is not None:
+            entry.store(part.to(entry.value.device))
     return report
 
 

@@ -10,7 +10,6 @@ elsewhere could run code: writer and reader are ours.
 Imported where it is used: importing torch.distributed.checkpoint takes most of a second.
 """
 
-import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -46,17 +45,17 @@ from torch.futures import Future
 
 from unison.errors import BadInput, UnisonError
 from unison.shard.ranks import Ranks
-from unison.shard.state.checkpoint import FileChunk, Manifest, SavedFile, sha256_of, sync
+from unison.shard.state.checkpoint import FileChunk, Manifest, sha256_of, sync
 from unison.shard.state.entries import CheckpointFailed, FlatPart
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
 
+OnWritten = Callable[[dict[str, list[FileChunk]], dict[str, dict[str, Any]]], None]
+"""Called on rank 0 with the chunks of each tensor and the size and hash of each file."""
+
 
 def write_parts(
-    folder: Path,
-    parts: dict[str, FlatPart],
-    ranks: Ranks,
-    on_written: Callable[[dict[str, list[FileChunk]], dict[str, SavedFile]], None],
+    folder: Path, parts: dict[str, FlatPart], ranks: Ranks, on_written: OnWritten
 ) -> None:
     """Write every rank's parts; a collective.
 
@@ -64,13 +63,12 @@ def write_parts(
         folder: Where to; it exists, for every rank.
         parts: What this rank holds. What several ranks hold is written by one.
         ranks: Who takes part.
-        on_written: Called on rank 0 with the chunks of each tensor and the files, once all are on
-            the disk; its error is one of all ranks.
+        on_written: Called once all files are on the disk; its error is one of all ranks.
     """
     with _one_error():
         dcp.save(
             parts,
-            storage_writer=FileWriter(folder, ranks.rank, on_written),
+            storage_writer=FileStorage(folder, ranks.rank, on_written=on_written),
             planner=FlatSavePlanner(),
             process_group=ranks.group,
             no_dist=ranks.group is None,
@@ -82,7 +80,7 @@ def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ran
     with _one_error():
         dcp.load(
             parts,
-            storage_reader=FileReader(folder, manifest),
+            storage_reader=FileStorage(folder, ranks.rank, manifest=manifest),
             planner=FlatLoadPlanner(),
             process_group=ranks.group,
             no_dist=ranks.group is None,
@@ -118,9 +116,14 @@ class FlatSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item per part that is not empty."""
-        items = [
-            _write_item(name, part) for name, part in self.state_dict.items() if len(part.values)
-        ]
+        items = []
+        for name, part in self.state_dict.items():
+            if len(part.values):
+                box, size = _box(part.start, len(part.values)), torch.Size([part.numel])
+                properties = TensorProperties(dtype=part.values.dtype)
+                data = TensorWriteData(chunk=box, properties=properties, size=size)
+                index = MetadataIndex(name, box.offsets)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
@@ -131,19 +134,6 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 def _box(start: int, length: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))
-
-
-def _write_item(name: str, part: FlatPart) -> WriteItem:
-    box = _box(part.start, len(part.values))
-    return WriteItem(
-        index=MetadataIndex(name, box.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=box,
-            properties=TensorProperties(dtype=part.values.dtype),
-            size=torch.Size([part.numel]),
-        ),
-    )
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
@@ -173,23 +163,31 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].values
 
 
-class FileWriter(StorageWriter):
-    """Writes one rank's chunks into safetensors files of a folder.
+class FileStorage(StorageWriter, StorageReader):
+    """The safetensors files of a checkpoint: one rank writes its chunks, or reads what it needs.
 
     Args:
-        folder: Where to write; it exists.
-        rank: This rank, for the files' names.
-        on_finish: Called on rank 0 with the chunks of every tensor and the files, when every rank
-            has written.
+        folder: Where the files are; it exists.
+        rank: This rank, for the names of the files that it writes.
+        on_written: Called when every rank has written.
+        manifest: What the checkpoint holds, to read it.
     """
 
     def __init__(
         self,
         folder: Path,
         rank: int,
-        on_finish: Callable[[dict[str, list[FileChunk]], dict[str, SavedFile]], None],
+        *,
+        on_written: OnWritten | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
-        self._folder, self._rank, self._on_finish = folder, rank, on_finish
+        self._folder, self._rank, self._on_written = folder, rank, on_written
+        self._tensors = {} if manifest is None else manifest.tensors
+        self._chunks = {
+            MetadataIndex(name, [chunk.start]): chunk
+            for name, tensor in self._tensors.items()
+            for chunk in tensor.chunks
+        }
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between checkpoints."""
@@ -197,24 +195,36 @@ class FileWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def set_up_storage_reader(
+        self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
         """The plan as it is."""
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: Any) -> Any:
         """The plans as they are."""
         return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never chosen by name."""
+        return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, some files after one another."""
         results = []
         for index, items in enumerate(_batches(plan.items)):
             name = f"rank-{self._rank}-{index}.safetensors"
-            chunks = {item.index: _chunk(item, name) for item in items}
-            tensors = {
-                chunk.key(where.fqn): _on_host(planner, item)
-                for item, (where, chunk) in zip(items, chunks.items(), strict=True)
-            }
+            chunks: dict[MetadataIndex, FileChunk] = {}
+            tensors: dict[str, Tensor] = {}
+            for item in items:
+                assert item.tensor_data is not None
+                (start,), (length,) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+                chunk = chunks[item.index] = FileChunk(start, start + length, name)
+                tensors[chunk.key(item.index.fqn)] = _on_host(planner, item)
             file = _write(self._folder / name, tensors)
             results += [WriteResult(where, 0, (chunk, file)) for where, chunk in chunks.items()]
         future: Future[list[WriteResult]] = Future()
@@ -224,77 +234,15 @@ class FileWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand over what all ranks wrote."""
         chunks: dict[str, list[FileChunk]] = defaultdict(list)
-        files: dict[str, SavedFile] = {}
-        for result in itertools.chain.from_iterable(results):
+        files: dict[str, dict[str, Any]] = {}
+        for result in (each for of_rank in results for each in of_rank):
             chunk, file = result.storage_data
-            chunks[result.index.fqn].append(chunk)
             files[chunk.file] = file
-        self._on_finish(
+            chunks[result.index.fqn].append(chunk)
+        assert self._on_written is not None
+        self._on_written(
             {name: sorted(each, key=lambda c: c.start) for name, each in chunks.items()}, files
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Never chosen by name."""
-        return False
-
-
-def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Cut items into runs of at most FILE_BYTES, each of one item at least."""
-    batch: list[WriteItem] = []
-    size = 0
-    for item in items:
-        assert item.tensor_data is not None
-        num_bytes = (
-            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-        )
-        if batch and size + num_bytes > FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += num_bytes
-    if batch:
-        yield batch
-
-
-def _chunk(item: WriteItem, file: str) -> FileChunk:
-    assert item.tensor_data is not None
-    (start,), (length,) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-    return FileChunk(start, start + length, file)
-
-
-def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, Tensor)
-    return value.detach().cpu().contiguous()
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> SavedFile:
-    """Write a file; it is on the disk, not only on its way there, when this returns."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # what it makes of a full disk or a missing folder
-        raise CheckpointFailed(f"could not write {path}: {error}") from None
-    sync(path)
-    return SavedFile(path.stat().st_size, sha256_of(path))
-
-
-class FileReader(StorageReader):
-    """Reads what a rank needs of a checkpoint, and no other bytes.
-
-    Args:
-        folder: The checkpoint.
-        manifest: What it holds.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between checkpoints."""
 
     def read_metadata(self) -> Metadata:
         """The manifest in the words of torch's planners."""
@@ -305,55 +253,65 @@ class FileReader(StorageReader):
                     torch.Size([tensor.numel]),
                     [_box(chunk.start, chunk.stop - chunk.start) for chunk in tensor.chunks],
                 )
-                for name, tensor in self._manifest.tensors.items()
+                for name, tensor in self._tensors.items()
             }
         )
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Find chunks by name and first element."""
-        self._chunks = {
-            MetadataIndex(name, [chunk.start]): chunk
-            for name, tensor in self._manifest.tensors.items()
-            for chunk in tensor.chunks
-        }
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items, file by file."""
+        """Read the items and no other bytes, file by file."""
+        from safetensors import SafetensorError, safe_open
+
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self._chunks[item.storage_index].file].append(item)
         for name, items in by_file.items():
-            self._read_file(name, items, planner)
+            try:
+                with safe_open(self._folder / name, framework="pt", device="cpu") as file:
+                    for item in items:
+                        chunk = self._chunks[item.storage_index]
+                        (start,), (length,) = item.storage_offsets, item.lengths
+                        stored = file.get_slice(chunk.key(item.storage_index.fqn))
+                        target = planner.resolve_tensor(item)
+                        target.copy_(stored[start : start + length])
+                        planner.commit_tensor(item, target)
+            except SafetensorError as error:
+                raise BadInput(f"{self._folder / name} is damaged: {error}") from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        from safetensors import SafetensorError, safe_open
 
-        try:
-            with safe_open(self._folder / name, framework="pt", device="cpu") as file:
-                for item in items:
-                    chunk = self._chunks[item.storage_index]
-                    (start,), (length,) = item.storage_offsets, item.lengths
-                    stored = file.get_slice(chunk.key(item.storage_index.fqn))
-                    target = planner.resolve_tensor(item)
-                    target.copy_(stored[start : start + length])
-                    planner.commit_tensor(item, target)
-        except SafetensorError as error:
-            raise BadInput(f"{self._folder / name} is damaged: {error}") from None
+def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Cut items into runs of at most FILE_BYTES, each of one item at least."""
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        assert item.tensor_data is not None
+        dtype = item.tensor_data.properties.dtype
+        num_bytes = item.tensor_data.chunk.sizes.numel() * dtype.itemsize
+        if batch and size + num_bytes > FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes
+    if batch:
+        yield batch
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Never chosen by name."""
-        return False
+
+def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, Tensor)
+    return value.detach().cpu().contiguous()
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Write a file; it is on the disk, not only on its way there, when this returns."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what it makes of a full disk or a missing folder
+        raise CheckpointFailed(f"could not write {path}: {error}") from None
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

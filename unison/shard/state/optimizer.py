@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.sharded_tensor import local_part, whole
 from unison.shard.state.entries import (
-    Delivery,
     Entry,
     agree,
+    deliver,
     entries_of,
+    rank_0_reads_alone,
     ranks_of,
     require_same,
     together,
@@ -56,18 +57,9 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 NOT_SAVED = IMPLEMENTATION | {"params", "param_names"}
 
 
-@dataclass(frozen=True)
-class ElementState:
-    """State with one value per element of a parameter: this rank's part of it."""
-
-    entry: Entry
-    key: str
-    held: Tensor  # as the optimizer holds it
-
-    @property
-    def value(self) -> Tensor:
-        """This rank's part, of the shape of the parameter's."""
-        return local_part(self.held)
+ElementState = tuple[Entry, str, Tensor]
+"""State with a value per element: its parameter, its key, and the tensor that an optimizer holds,
+which lies on ranks as the parameter does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +92,32 @@ class OptimizerState:
             described[name] = numbers | self.dtypes.get(name, {})
         return described
 
+    def to_json(self) -> dict[str, Any]:
+        """What is no tensor, as JSON can hold it."""
+        scalars = {
+            name: {key: scalar_to_json(value) for key, value in values.items()}
+            for name, values in self.scalars.items()
+        }
+        return {"class": self.class_name, "groups": self.groups, "scalars": scalars}
+
+    @classmethod
+    def from_json(
+        cls, content: Mapping[str, Any], dtypes: dict[str, dict[str, torch.dtype]]
+    ) -> "OptimizerState":
+        """Read what `to_json` gave."""
+        scalars = {
+            name: {
+                key: torch.tensor(value["value"], dtype=dtype_of(value["dtype"]))
+                if isinstance(value, dict)
+                else value
+                for key, value in values.items()
+            }
+            for name, values in content["scalars"].items()
+        }
+        return cls(
+            class_name=content["class"], groups=content["groups"], scalars=scalars, dtypes=dtypes
+        )
+
 
 def scalar_to_json(value: Any) -> Any:
     """One number of state; a tensor keeps its dtype.
@@ -109,13 +127,6 @@ def scalar_to_json(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return {"dtype": dtype_name(value.dtype), "value": value.item()}
-    return value
-
-
-def scalar_from_json(value: Any) -> Any:
-    """What `scalar_to_json` was given."""
-    if isinstance(value, dict):
-        return torch.tensor(value["value"], dtype=dtype_of(value["dtype"]))
     return value
 
 
@@ -160,7 +171,7 @@ def collect(module: nn.Module, optimizer: Optimizer) -> OptimizerState:
     for entry in entries:
         for key, value in optimizer.state[entry.tensor].items():
             if _is_elementwise(key, value, entry, scalar_keys):
-                collected.elements.append(ElementState(entry, key, value))
+                collected.elements.append((entry, key, value))
                 collected.dtypes.setdefault(entry.name, {})[key] = value.dtype
             else:
                 collected.scalars.setdefault(entry.name, {})[key] = value
@@ -249,7 +260,7 @@ def prepare(
     if outside:
         raise BadInput(f"the saved state has values for {outside}, which are in none of its groups")
     elements = [
-        ElementState(entries[name], key, _memory(optimizer, entries[name], key, dtype))
+        (entries[name], key, _memory(optimizer, entries[name], key, dtype))
         for name, keys in saved.dtypes.items()
         for key, dtype in keys.items()
     ]
@@ -268,21 +279,21 @@ def _install(
     index = {entry.name: place for place, entry in enumerate(entries)}
     # Copies: an optimizer counts its steps in place.
     state = {index[name]: copy.deepcopy(values) for name, values in scalars.items()}
-    for element in elements:
-        state.setdefault(index[element.entry.name], {})[element.key] = element.held
+    for entry, key, held in elements:
+        state.setdefault(index[entry.name], {})[key] = held
     numbered = [
         {**group, "params": [index[entry.name] for entry in of_group]}
         for group, of_group in zip(groups, named, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": numbered})
     # torch casts floating-point state to the parameter's dtype, which may hold fewer bits.
-    for element in elements:
-        optimizer.state[element.entry.tensor][element.key] = element.held
+    for entry, key, held in elements:
+        optimizer.state[entry.tensor][key] = held
     for entry in entries:
         for key, value in scalars.get(entry.name, {}).items():
-            held = optimizer.state[entry.tensor]
             if isinstance(value, Tensor) and key != "step":
-                held[key] = value.to(held[key].device, copy=True)
+                before = optimizer.state[entry.tensor][key]
+                optimizer.state[entry.tensor][key] = value.to(before.device, copy=True)
 
 
 def _memory(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> Tensor:
@@ -366,11 +377,10 @@ def full_optimizer_state_dict(
                 key: value.to(device=device, copy=True) if isinstance(value, Tensor) else value
                 for key, value in values.items()
             }
-    for element in held.elements:
-        full = whole(element.held, element.entry.name)
+    for entry, key, part in held.elements:
+        full = whole(part, entry.name)
         if keeps:
-            copy = full.to(device=device, copy=True)
-            state.setdefault(element.entry.name, {})[element.key] = copy
+            state.setdefault(entry.name, {})[key] = full.to(device=device, copy=True)
     return {"state": state, "param_groups": held.groups} if keeps else {}
 
 
@@ -393,23 +403,25 @@ def load_full_optimizer_state_dict(
         BadInput: On every rank, naming what does not fit.
     """
     ranks = ranks_of(module)
-    delivery = Delivery(ranks, has_state=bool(state), what="the optimizer's state")
+    reads_alone = rank_0_reads_alone(ranks, has_state=bool(state), what="the optimizer's state")
     shapes = {entry.name: entry.tensor.shape for entry in entries_of(module)}
     outlines = agree(ranks, lambda: _outline(state, shapes) if state else None)
     outline = outlines[ranks.rank] or outlines[0]
     assert outline is not None
     elements, install = together(ranks, lambda: prepare(module, optimizer, outline))
-    for element in elements:
-        entry, key = element.entry, element.key
-        part = delivery.take(
-            lambda: (state or {})["state"][entry.name][key],  # noqa: B023 - called at once
-            entry,
-            f"{key} of {entry.name}",
-            element.value.dtype,
-        )
+
+    def read(entry: Entry, key: str) -> Tensor:
+        return (state or {})["state"][entry.name][key]
+
+    wanted = (
+        (entry, f"{key} of {entry.name}", local_part(held).dtype, partial(read, entry, key))
+        for entry, key, held in elements
+    )
+    # Strict, so that the parts come to their end, where all ranks hear of an error.
+    parts = deliver(ranks, wanted, reads_alone=reads_alone)
+    for (_, _, held), part in zip(elements, parts, strict=True):
         if part is not None:
-            element.value.copy_(part.view(element.value.shape))
-    delivery.finish()
+            local_part(held).copy_(part.view(local_part(held).shape))
     install()
 
 
