@@ -202,10 +202,9 @@ class OwnerSums:
 
     def _nodes(self, index: int) -> list[Tensor]:
         """What this rank sends of a sum: one vector per aligned subtree."""
-        make_zeros = partial(self._like.new_zeros, self._sizes[index])
-        if self._is_ordered:
-            self._trees[index].fill(make_zeros)
-            return [value for _, value in self._trees[index].take()]
-        total = self._sums[index]
-        self._sums[index] = None
-        return [make_zeros() if total is None else total]
+        tree, total = self._trees[index], self._sums[index]
+        if total is not None:  # fast: the rank's one leaf
+            tree.put(self._ranks.rank, total)
+            self._sums[index] = None
+        tree.fill(partial(self._like.new_zeros, self._sizes[index]))
+        return [value for _, value in tree.take()]

@@ -15,7 +15,7 @@ its rows of each parameter, padded to the length of the first rank's. `GroupSums
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import (
+    in_turn,
     ordered_model_of,
     param_groups_of,
     set_attribute,
@@ -84,14 +85,14 @@ class FSDP2(ParallelAdapter):
         by_id = {id(each.parameter): each for each in self.params}
         # Of several modules that were given to fully_shard at once, all have the same group.
         self._of_module: list[tuple[str, Any, list[FSDP2Group]]] = []
-        made: dict[int, FSDP2Group] = {}
+        seen: list[Any] = []
         for path, child in fsdp2_modules(module):
-            new = [each for each in param_groups_of(child) if id(each) not in made]
+            new = [each for each in param_groups_of(child) if each not in seen]
+            seen += new
             has_children = len(fsdp2_modules(child)) > 1
-            for each in new:
-                made[id(each)] = FSDP2Group(each, by_id, axes, has_children=has_children)
-            groups = [made[id(each)] for each in new if made[id(each)].rows]
-            self._of_module.append((canonical_name(path) or "root", child, groups))
+            groups = [FSDP2Group(each, by_id, axes, has_children=has_children) for each in new]
+            named = canonical_name(path) or "root", child
+            self._of_module.append((*named, [each for each in groups if each.rows]))
         # The backward pass reaches the last modules first, and so did their gradients before.
         self._groups = [each for _, _, groups in self._of_module for each in groups][::-1]
         self._sums = [each.sums for each in self._groups]
@@ -109,7 +110,7 @@ class FSDP2(ParallelAdapter):
         for name, child, groups in self._of_module:
             for group in groups:
                 group.follow(self._undo)
-                refuse = _both(group.refuse_gradients, group.fsdp.post_backward)
+                refuse = in_turn(group.refuse_gradients, group.fsdp.post_backward)
                 set_attribute(self._undo, group.fsdp, "post_backward", refuse)
             if self.is_ordered:
                 _run_in_granules(name, child, groups, self._undo)
@@ -190,15 +191,10 @@ class FSDP2Group:
 
     def follow(self, undo: ExitStack) -> None:
         """Follow what FSDP2 lets its modules see, until `undo` is closed."""
-        fsdp, show_full = self.fsdp, self.fsdp._to_unsharded
-
-        def show_full_and_place() -> None:
-            show_full()
-            self._place()
-
-        set_attribute(undo, fsdp, "_to_unsharded", show_full_and_place)
+        fsdp = self.fsdp
+        set_attribute(undo, fsdp, "_to_unsharded", in_turn(fsdp._to_unsharded, self._place))
         for name in ("_to_sharded", "_to_sharded_post_forward"):
-            set_attribute(undo, fsdp, name, _both(self._take_away, getattr(fsdp, name)))
+            set_attribute(undo, fsdp, name, in_turn(self._take_away, getattr(fsdp, name)))
         if hasattr(fsdp, "reduce_scatter_unused_params"):  # torch 2.13: it would sum zeros
             set_attribute(undo, fsdp, "reduce_scatter_unused_params", False)
 
@@ -267,14 +263,6 @@ class FSDP2Group:
                         "its module. Train in training mode, and use torch functions on the "
                         "module's attribute"
                     )
-
-
-def _both(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
-    def both(*args: Any) -> None:
-        first()
-        then(*args)
-
-    return both
 
 
 # --- what is taken --------------------------------------------------------------------------------

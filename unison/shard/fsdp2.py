@@ -203,6 +203,16 @@ def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def in_turn(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls one, and then the other with its arguments."""
+
+    def both(*args: Any) -> None:
+        first()
+        then(*args)
+
+    return both
+
+
 def uses_of(parameter: Any) -> list[Use]:
     """Where modules hold a parameter of FSDP2, by its `FSDPParam`."""
     info = parameter._module_info
@@ -569,12 +579,7 @@ def _attach(
     set_granular_forward(undo, module, ordered.forward)
     # Whichever module's gradient comes first queues the end of the backward pass.
     state = module._get_fsdp_state()
-    end_backward = state._root_post_backward_final_callback
-
-    def finish_backward() -> None:
-        model.finish_backward()
-        end_backward()
-
+    finish_backward = in_turn(model.finish_backward, state._root_post_backward_final_callback)
     set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
     if ordered.group is not None:
         set_attribute(undo, ordered.group, "post_backward", ordered.post_backward)
