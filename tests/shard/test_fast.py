@@ -346,8 +346,9 @@ def gradient_errors(model: nn.Module, plain: nn.Module) -> list[float]:
     for unit in units_of(model):
         error = size = 0.0
         for group in unit.groups:
-            for piece, place in zip(group.pieces, group.piece_places(), strict=True):
-                expected = reference[names[id(piece)]].flatten()[place.start : place.stop]
+            own = group.layout.pieces(group.ranks.rank, group.ranks.size)
+            for piece, (start, stop, _) in zip(group.pieces, own, strict=True):
+                expected = reference[names[id(piece)]].flatten()[start:stop]
                 found = local_part(piece.grad).flatten()
                 error += (found - expected).square().sum().item()
                 size += expected.square().sum().item()

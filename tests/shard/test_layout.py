@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.harness import assert_same_bits
 from unison.shard.layout import ALIGNMENT, FlatLayout
-from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
+from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 64)
@@ -26,7 +26,7 @@ def test_pieces_cover_every_parameter_once(shapes):
     for world_size in WORLD_SIZES:
         pieces = [layout.pieces(rank, world_size) for rank in range(world_size)]
         for slot, *parts in zip(layout.slots, *pieces, strict=True):
-            held = [index for part in parts for index in range(part.start, part.stop)]
+            held = [index for part in parts for index in range(*part[:2])]
             assert held == list(range(slot.numel))
 
 
@@ -38,9 +38,10 @@ def test_pieces_lie_where_the_layout_says(shapes):
         length = layout.shard_length(world_size)
         for rank in range(world_size):
             shard = flat[rank * length : (rank + 1) * length]
-            for piece in layout.pieces(rank, world_size):
-                held = shard[piece.shard_offset : piece.shard_offset + piece.numel]
-                expected = range(piece.slot.offset + piece.start, piece.slot.offset + piece.stop)
+            pieces = layout.pieces(rank, world_size)
+            for slot, (start, stop, offset) in zip(layout.slots, pieces, strict=True):
+                held = shard[offset : offset + stop - start]
+                expected = range(slot.offset + start, slot.offset + stop)
                 assert held.tolist() == list(expected)
 
 
@@ -51,23 +52,20 @@ def test_cuts_are_aligned(shapes):
         assert layout.shard_length(world_size) % ALIGNMENT == 0
         assert layout.padded_length(world_size) >= layout.length
         for rank in range(world_size):
-            for piece in layout.pieces(rank, world_size):
-                if piece.numel:
-                    assert piece.start % ALIGNMENT == 0
-                    assert piece.shard_offset % ALIGNMENT == 0
+            for start, stop, offset in layout.pieces(rank, world_size):
+                if start < stop:
+                    assert start % ALIGNMENT == 0
+                    assert offset % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("num_leaves", [0, 1, 2, 3, 5, 7, 8, 13, 16, 33])
 def test_any_cut_of_the_leaves_gives_the_same_bits(num_leaves, gen):
     leaves = torch.randn(num_leaves, 5, generator=gen)
-    whole = TreeSum()
-    for leaf in leaves:
-        whole.push(leaf.clone())
-    expected = whole.finish()
+    expected = tree_sum((0, leaf.clone()) for leaf in leaves)
     shuffle = random.Random(0)
     for world_size in (1, 2, 3, 4, 6, 8, 11):
         edges = [rank * num_leaves // world_size for rank in range(world_size + 1)]
-        total = TreeSum()
+        all_nodes = []
         for low, high in itertools.pairwise(edges):
             part = SubtreeSum(low, high)
             order = list(range(low, high))
@@ -76,9 +74,8 @@ def test_any_cut_of_the_leaves_gives_the_same_bits(num_leaves, gen):
                 part.put(index, leaves[index].clone())
             nodes = part.take()
             assert [level for level, _ in nodes] == aligned_levels(low, high)
-            for level, node in nodes:
-                total.push(node, level)
-        found = total.finish()
+            all_nodes += nodes
+        found = tree_sum(all_nodes)
         if expected is None:
             assert found is None
         else:
@@ -87,11 +84,9 @@ def test_any_cut_of_the_leaves_gives_the_same_bits(num_leaves, gen):
 
 def test_another_order_of_adding_has_other_bits(gen):
     leaves = torch.randn(13, 1000, generator=gen)
-    tree = TreeSum()
-    for leaf in leaves:
-        tree.push(leaf.clone())
+    total = tree_sum((0, leaf.clone()) for leaf in leaves)
     chain = leaves[0].clone()
     for leaf in leaves[1:]:
         chain += leaf
     with pytest.raises(AssertionError):
-        assert_same_bits(tree.finish(), chain)
+        assert_same_bits(total, chain)

@@ -5,8 +5,8 @@ here, and does what the way of lying on ranks needs:
 
 | file | way | what this rank holds | sums are |
 |---|---|---|---|
-| replicated.py | one process, copies on several ranks, DDP | everything | all-reduced in buckets |
-| units.py | `unison.fully_shard` | a run of elements | reduce-scattered per flat group |
+| adapter.py, `Replicated` | one process, copies, DDP | everything | all-reduced in buckets |
+| adapter.py, `Units` | `unison.fully_shard` | a run of elements | reduce-scattered per flat group |
 | fsdp2.py | torch's own `fully_shard` | a run of rows | reduce-scattered per FSDP2 group |
 | tensor_parallel.py | `parallelize_module` | a part along a dimension | added over the data axis |
 
@@ -29,11 +29,15 @@ To add a way of lying on ranks: one file with one subclass, and one line in `ada
 
 from torch import nn
 
-from unison.parallel.adapter import ParallelAdapter, ShardedParam, write_gradients
+from unison.parallel.adapter import (
+    ParallelAdapter,
+    Replicated,
+    ShardedParam,
+    Units,
+    write_gradients,
+)
 from unison.parallel.fsdp2 import FSDP2
-from unison.parallel.replicated import Replicated
 from unison.parallel.tensor_parallel import TensorParallel
-from unison.parallel.units import Units
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor
 from unison.shard.unit import units_of
 

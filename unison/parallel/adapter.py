@@ -1,4 +1,4 @@
-"""What all ways of lying on ranks share.
+"""What all ways of lying on ranks share, and the two simple ones: copies, and our own units.
 
 `ShardedParam` is what a rank holds of a parameter, `GroupSums` adds clipped sums of some of them
 over granules, passes and ranks, `ParallelAdapter` is the base of the adapters. Sums are integers
@@ -12,23 +12,29 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
 from unison.capture.capture import PLACING
-from unison.errors import UnsupportedOperation
+from unison.capture.tracked import Source, Tracked, places
+from unison.errors import BadInput, UnsupportedOperation
+from unison.names import canonical_name
 from unison.ops import Record
 from unison.parallel.exchange import buckets
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
+from unison.shard.engine import context_of
 from unison.shard.flat_group import PLAIN, RECOMPUTE
-from unison.shard.layout import FlatLayout, ShardPiece
-from unison.shard.ranks import Axes, Ranks
+from unison.shard.granules import PerGranule
+from unison.shard.layout import FlatLayout, Slot
+from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
 from unison.shard.sharded_tensor import ShardedTensor, is_dtensor, local_part
+from unison.shard.unit import Unit, unit_of
 
 T = TypeVar("T")
 
@@ -67,12 +73,12 @@ class ShardedParam:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def start(self) -> int:
         """First of its elements that this rank holds, in row-major order."""
         return self.ranges[self.place][0]
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last."""
         return self.ranges[self.place][1]
@@ -87,7 +93,7 @@ class ShardedParam:
         """Whether the optimizer holds a distributed tensor."""
         return is_dtensor(self.parameter)
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """Which elements of the parameter are here."""
         return self.cut or Box.flat(self.start, self.stop, self.numel)
@@ -141,31 +147,12 @@ def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-class MakeSums(Protocol):
-    """Makes this rank's clipped sums; it gives memory back as it goes.
+MakeSums = Any
+"""Makes this rank's clipped sums, and gives memory back as it goes; `PassSums` of private training.
 
-    Attributes:
-        dtype: Of the sums, integers; the same on every rank.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See above."""
-        ...
-
-    def __call__(
-        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
-    ) -> list[Tensor | None]:
-        """Return the sums of these parameters, None for one not used.
-
-        Every name is asked for once per granule.
-
-        Args:
-            granule: Which.
-            names: Of the parameters.
-            before: Sums of theirs, to which these are added in place; None for one that has none.
-        """
-        ...
+`make_sums(granule, names, before)` returns the sums of these parameters, None for one not used;
+every name is asked for once per granule. They are added in place to the sums of `before`, where
+there are some. `make_sums.dtype` is an integer one, the same on every rank."""
 
 
 class GroupSums:
@@ -174,12 +161,11 @@ class GroupSums:
     Sharded ones are exchanged after every pass, so that no whole gradient is held longer. Where
     every rank holds the whole gradient anyway, that is once per logical batch.
 
-    To reducers it is the flat group that they sum (see `unison.shard.flat_group`).
-
     Args:
         params: The parameters, one per slot of the layout.
         axes: The ranks.
-        layout: Where the sums lie in the buffer that is exchanged.
+        layout: Where the sums lie in the buffer that is exchanged; None for lines, as FSDP2 lays
+            gradients out: see [Note: lines] in fsdp2.py.
         device: Where it is.
     """
 
@@ -187,45 +173,61 @@ class GroupSums:
         self,
         params: Sequence[ShardedParam],
         axes: Axes,
-        layout: FlatLayout,
+        layout: FlatLayout | None,
         device: torch.device,
     ) -> None:
-        self.params, self.names = params, [each.name for each in params]
-        self.axes, self.ranks = axes, axes.shard
-        self.layout, self.slots = layout, layout.slots
-        self.device, self.reduce_dtype = device, torch.int64
-        self._reducer: FastReducer | None = None
-        self._totals: Parts = [None] * len(self.slots)
+        self._params, self._names = params, [each.name for each in params]
+        self._widths = [each.ranges[0][1] for each in params] if layout is None else None
+        if self._widths is not None:  # to the reducer, all lines together are one parameter
+            length = axes.shard.size * sum(self._widths)
+            layout = FlatLayout((Slot("lines", (length,), 0),), length, alignment=1)
+        assert layout is not None
+        self._axes, self._layout = axes, layout
+        self._like = torch.empty(0, dtype=torch.int64, device=device)
         self._is_alone = axes.all.size == 1  # nothing is exchanged
+        self.drop()
 
-    def piece_places(self) -> list[ShardPiece]:
-        """What this rank holds of each slot."""
-        return self.layout.pieces(self.ranks.rank, self.ranks.size)
+    def take(self, granules: Sequence[int], make_sums: MakeSums) -> None:
+        """Take this rank's sums of some granules."""
+        self._like = self._like.to(make_sums.dtype)
+        before = self._totals if self._is_alone and self._widths is None else None
+        for granule in granules:
+            sums: Parts = make_sums(granule, self._names, before)
+            if self._widths is not None:
+                sums = [self._lines(sums)]
+            if self._is_alone:
+                self._add(sums)
+                continue
+            if self._reducer is None:
+                self._reducer = FastReducer(self._layout, self._axes, self._like)
+            self._reducer.take(granule, sums)
 
-    def take(self, granule: int, make_sums: MakeSums) -> None:
-        """Take this rank's sums of one granule."""
-        self.reduce_dtype = make_sums.dtype
-        sums = self._make(granule, make_sums)
-        if self._is_alone:
-            self._add(sums)
-            return
-        if self._reducer is None:
-            self._reducer = FastReducer(self)  # type: ignore[arg-type]
-        self._reducer.take(granule, sums)
+    def _lines(self, sums: Parts) -> Tensor:  # [ranks * length of a line]
+        """The lines of all ranks; zeros where nothing was used."""
+        wholes = [
+            self._like.new_zeros(each.shape) if total is None else total.reshape(each.shape)
+            for each, total in zip(self._params, sums, strict=True)
+            if each.numel
+        ]
+        size = self._axes.shard.size
+        return torch._chunk_cat(wholes, 0, size).view(-1) if wholes else self._like.new_zeros(0)
 
-    def _make(self, granule: int, make_sums: MakeSums) -> Parts:
-        return make_sums(granule, self.names, self._totals if self._is_alone else None)
+    def start(self, *, is_last: bool) -> bool:
+        """Begin to exchange what this pass, or the whole logical batch, has come to.
 
-    def start(self, *, is_last: bool) -> None:
-        """Begin to exchange what this pass, or the whole logical batch, has come to."""
-        if self._reducer is not None and (is_last or self.ranks.size > 1):
-            self._reducer.start()
+        Returns:
+            Whether there is anything to `finish`.
+        """
+        if self._reducer is None or not (is_last or self._axes.shard.size > 1):
+            return False
+        self._reducer.start()
+        return True
 
-    def finish(self, *, is_last: bool) -> None:
+    def finish(self) -> None:
         """Wait for the exchange, and add its result to that of earlier passes."""
-        if self._reducer is not None and (is_last or self.ranks.size > 1):
-            self._add(self._reducer.finish())
-            self._reducer = None
+        assert self._reducer is not None
+        self._add(self._reducer.finish())
+        self._reducer = None
 
     def _add(self, parts: Parts) -> None:
         for slot, part in enumerate(parts):
@@ -236,22 +238,23 @@ class GroupSums:
 
     def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out what this rank holds of each sum; zeros where nobody used a parameter."""
-        return zip(self.params, self._taken(), strict=True)
-
-    def _taken(self) -> list[Tensor]:
-        totals = self._totals
+        totals, ranks = self._totals, self._axes.shard
+        if any(total is None for total in totals):
+            pieces = self._layout.pieces(ranks.rank, ranks.size)
+            totals = [
+                self._like.new_zeros(stop - start) if total is None else total
+                for total, (start, stop, _) in zip(totals, pieces, strict=True)
+            ]
         self.drop()
-        return [
-            torch.zeros(place.numel, dtype=self.reduce_dtype, device=self.device)
-            if total is None
-            else total
-            for total, place in zip(totals, self.piece_places(), strict=True)
-        ]
+        if self._widths is not None:  # of which the last rows may be padding
+            columns = zip(self._params, totals[0].split(self._widths), strict=True)
+            totals = [column[: each.stop - each.start] for each, column in columns]
+        return zip(self._params, totals, strict=True)
 
     def drop(self) -> None:
         """Forget what there is."""
-        self._reducer = None
-        self._totals = [None] * len(self.slots)
+        self._reducer: FastReducer | None = None
+        self._totals: Parts = [None] * len(self._layout.slots)
 
 
 def in_buckets(params: Sequence[ShardedParam], ranks: Ranks) -> list[GroupSums]:
@@ -289,14 +292,17 @@ class ParallelAdapter:
         device: Where the module computes and ranks exchange; parameters may lie elsewhere.
         params: Every trainable parameter, in the model's order.
         is_ordered: Whether passes are cut into granules: the same bits on any number of ranks.
+        is_alone: Whether this rank's own sums of a pass, in any order, are those over all ranks.
         can_repeat: Whether the module's forward may be run again when a backward pass ends.
         runs_together: Whether the module's passes are collectives: all ranks run them, or none.
         why_uncompiled: Why the module's passes cannot go through torch.compile; None if they can.
     """
 
     module: nn.Module
+    everyone: Ranks
     ranks: Ranks
     num_places = 1
+    is_alone = False
     device: torch.device
     params: Sequence[ShardedParam]
     can_repeat = False
@@ -307,16 +313,6 @@ class ParallelAdapter:
         self.module, self.is_ordered = module, is_ordered
         self._sums: list[GroupSums] = []  # in an order that every rank shares
         self._undo = ExitStack()
-
-    @property
-    def everyone(self) -> Ranks:
-        """All ranks that train together; see above."""
-        return self.ranks
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank's own sums of a pass, in any order, are those over all ranks."""
-        return False
 
     # --- tracked parameters ----------------------------------------------------------------------
 
@@ -377,17 +373,14 @@ class ParallelAdapter:
         Every rank calls it for every pass. The sums of one group are made while those of the one
         before are exchanged: never more than one exchange holds memory.
         """
-        is_last = plan.closes_logical_batch
         running: GroupSums | None = None
         for group in self._sums:
-            for granule in granules:
-                group.take(granule, make_sums)
+            group.take(granules, make_sums)
             if running is not None:
-                running.finish(is_last=is_last)
-            group.start(is_last=is_last)
-            running = group
+                running.finish()
+            running = group if group.start(is_last=plan.closes_logical_batch) else None
         if running is not None:
-            running.finish(is_last=is_last)
+            running.finish()
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of a logical batch over all ranks [stop - start], and forget them."""
@@ -416,3 +409,173 @@ def _refuse_record(name: str, record: Record) -> None:
         f"{name} is under reentrant checkpointing, which hides from the ordered reducer which "
         "granule it computes; pass use_reentrant=False to torch.utils.checkpoint"
     )
+
+
+# --- every rank holds the whole module ------------------------------------------------------------
+#
+# One process, several that hold copies, or torch's DDP. DDP's own sum is left out: it would add
+# gradients as autograd leaves them, and there are none.
+
+
+class Replicated(ParallelAdapter):
+    """Copies of a module on every rank.
+
+    Under DDP, passes for statistics run the module inside, past DDP's own sums.
+    """
+
+    can_repeat = True
+    runs_together = False
+
+    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedOperation(
+                "nn.DataParallel copies the module in every pass; use one process per device"
+            )
+        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        super().__init__(self._ddp.module if self._ddp else module, is_ordered=is_ordered)
+        self.ranks = Ranks(self._ddp.process_group) if self._ddp else Ranks.of(None)
+        self.everyone, self.is_alone = self.ranks, self.ranks.size == 1 and not is_ordered
+        trained = trained_params(self.module)
+        self.params = [ShardedParam.whole(name, each) for name, each in trained.items()]
+        self.device = next((each.device for each in trained.values()), torch.device("cpu"))
+        self._sums = in_buckets(self.params, self.ranks)
+
+    def attach(self) -> None:
+        """See `ParallelAdapter`.
+
+        Raises:
+            BadInput: The ranks hold different parameters.
+        """
+        if not are_equal(self.ranks, self.params):
+            raise BadInput(
+                "the ranks hold different parameters; build the module from one seed on every "
+                "rank, or broadcast it"
+            )
+        if self._ddp is not None:
+            before = self._ddp.require_backward_grad_sync
+            self._undo.callback(setattr, self._ddp, "require_backward_grad_sync", before)
+            self._ddp.require_backward_grad_sync = False
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """A capture puts tracked parameters in place by itself."""
+        yield
+
+    def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[Any]:
+        """See `ParallelAdapter`."""
+        if list(captures) == [PLAIN]:
+            return captures[PLAIN].installed()
+        return self._in_granules(captures)
+
+    @contextmanager
+    def _in_granules(self, captures: Mapping[int, Capture]) -> Iterator[None]:
+        """Let each granule compute with parameters of its own capture."""
+        tracked: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            for owner, attribute, parameter, name in places(self.module.named_modules()):
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) not in tracked:
+                    sources = (Source(name, tuple(parameter.shape)),)
+                    parts = [Tracked.of(parameter, sources, each) for each in captures.values()]
+                    tracked[id(parameter)] = PerGranule.of(parts)
+                owner.__dict__[attribute] = tracked[id(parameter)]
+                stack.callback(owner.__dict__.pop, attribute, None)
+            yield
+
+
+def trained_params(module: nn.Module) -> dict[str, Any]:
+    """Each trainable parameter once, by its canonical name."""
+    found: dict[str, Any] = {}
+    for place in places(module.named_modules()):
+        if place.parameter.requires_grad:
+            found.setdefault(place.name, place.parameter)
+    return found
+
+
+def are_equal(ranks: Ranks, params: Sequence[ShardedParam]) -> bool:
+    """Whether ranks hold the same bytes of these parameters; a collective."""
+    if ranks.size == 1 or not params:
+        return True
+    sums = torch.stack([checksum(local_part(each.parameter.detach())) for each in params])
+    return same_on_every_rank(ranks, sums.to(params[0].parameter.device))
+
+
+# --- parameters under `unison.fully_shard` --------------------------------------------------------
+#
+# The units go on gathering and freeing parameters as in ordinary training. What they compute with
+# are tracked tensors, so autograd brings them no gradients; when the coefficients are known, the
+# clipped sums of one unit after the other are made and summed over ranks, each rank keeping its
+# part.
+
+
+class Units(ParallelAdapter):
+    """The units of a sharded module.
+
+    Raises:
+        BadInput: Not all trainable parameters are in units.
+    """
+
+    def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
+        root = unit_of(module)
+        if root is None:
+            raise BadInput(
+                "parts of the module are sharded and the module itself is not; call "
+                "unison.fully_shard on it too, or unison.auto_shard"
+            )
+        super().__init__(module, is_ordered=root.options.reducer == "ordered")
+        self._root, self._units = root, context_of(root).units
+        self.ranks = self.everyone = root.axes.all
+        self.num_places = root.axes.shard.size
+        self.device = next(group.device for unit in self._units for group in unit.groups)
+        self._names = {id(piece): canonical_name(name) for name, piece in module.named_parameters()}
+        found: dict[int, ShardedParam] = {}
+        for group in (group for unit in self._units for group in unit.trainable):
+            ranges = group.layout.ranges(self.num_places)
+            params = [
+                ShardedParam(self._names[id(piece)], piece, slot.shape, own, root.axes.shard.rank)
+                for piece, slot, own in zip(group.pieces, group.slots, ranges, strict=True)
+            ]
+            found.update({id(each.parameter): each for each in params})
+            self._sums.append(GroupSums(params, group.axes, group.layout, group.device))
+        self.params = [found[id(piece)] for piece in module.parameters() if id(piece) in found]
+        # The backward pass reaches the last units first, and so did their gradients before.
+        self._sums.reverse()
+
+    def attach(self) -> None:
+        """See `ParallelAdapter`."""
+        self._root.runs_hooks_first = True
+        self._undo.callback(setattr, self._root, "runs_hooks_first", False)
+        self._let_captures_place(self._undo)
+
+    @contextmanager
+    def installed(self, captures: Mapping[int, Capture]) -> Iterator[None]:
+        """Let units compute with tracked parameters; see `ParallelAdapter`."""
+        before = [unit.leaf_source for unit in self._units]
+        tracked: dict[tuple[Unit, int], list[list[Tensor]]] = {}
+
+        def leaves(unit: Unit, granule: int) -> list[list[Tensor]]:
+            if (unit, granule) not in tracked:
+                tracked[unit, granule] = self._leaves(unit, capture_of(captures, granule))
+            return tracked[unit, granule]
+
+        for unit in self._units:
+            unit.leaf_source = leaves
+        try:
+            yield
+        finally:
+            for unit, source in zip(self._units, before, strict=True):
+                unit.leaf_source = source
+
+    def _leaves(self, unit: Unit, capture: Capture) -> list[list[Tensor]]:
+        found = []
+        for group in unit.groups:
+            views = [base.detach() for base in group.bases]
+            if group.requires_grad:
+                names = [self._names[id(piece)] for piece in group.pieces]
+                views = [
+                    Tracked.of(view, (Source(name, tuple(view.shape)),), capture)
+                    for name, view in zip(names, views, strict=True)
+                ]
+            found.append(views)
+        return found

@@ -6,10 +6,11 @@ one thing: how a rank's sums are bracketed.
 
 * Fast: one sum per rank, over all its passes; the owner adds them in the order of ranks.
 * Ordered: a rank sends its aligned subtrees of the canonical tree over global granules (see
-  shard/tree.py), and the owner finishes the tree: the same bits on any number of ranks.
+  shard/reducers.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,18 +19,8 @@ from torch import Tensor
 
 from unison.errors import BadInput
 from unison.shard.ranks import Ranks
-from unison.shard.state.entries import together
-from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
-
-__all__ = [
-    "OwnerSums",
-    "broadcast_object",
-    "buckets",
-    "largest",
-    "swap",
-    "together",
-    "wire_device",
-]
+from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
+from unison.shard.state.entries import together as together
 
 T = TypeVar("T")
 
@@ -155,8 +146,9 @@ class OwnerSums:
                     "unison.deal went into it. Deal one batch per step, cut with micro_batch=..."
                 )
             self._seen.add(granule)
-            for tree, vector, size in zip(self._trees, vectors, self._sizes, strict=True):
-                tree.put(granule, self._like.new_zeros(size) if vector is None else vector)
+            for tree, vector in zip(self._trees, vectors, strict=True):
+                if vector is not None:
+                    tree.put(granule, vector)
             return
         for index, vector in enumerate(vectors):
             before = self._sums[index]
@@ -167,12 +159,10 @@ class OwnerSums:
         """The sums over all ranks that this rank owns, by their numbers; a collective."""
         totals: dict[int, Tensor] = {}
         sent = [index for index, size in enumerate(self._sizes) if size]
-        for bucket in buckets(sent, self._num_bytes, BYTES_PER_BUCKET):
+        itemsize = self._like.itemsize
+        for bucket in buckets(sent, lambda i: self._sizes[i] * itemsize, BYTES_PER_BUCKET):
             totals.update(self._shared(bucket, self._added(bucket)))
         return totals
-
-    def _num_bytes(self, index: int) -> int:
-        return self._sizes[index] * self._like.itemsize
 
     def _added(self, bucket: list[int]) -> dict[int, Tensor]:
         """The sums of which this rank is the first owner."""
@@ -184,13 +174,12 @@ class OwnerSums:
         received = swap(self._ranks, sent, expected, self._like)
         totals = {}
         for number, index in enumerate(own):
-            total = TreeSum()
-            for levels, nodes in zip(self._levels, received, strict=True):
-                first = number * len(levels)
-                for value, level in zip(nodes[first : first + len(levels)], levels, strict=True):
-                    # Received parts are views of one buffer; what is kept must not keep all of it.
-                    total.push(value if self._ranks.size == 1 else value.clone(), level)
-            found = total.finish()
+            # Received parts are views of one buffer; what is kept must not keep all of it.
+            found = tree_sum(
+                (level, value if self._ranks.size == 1 else value.clone())
+                for levels, nodes in zip(self._levels, received, strict=True)
+                for level, value in zip(levels, nodes[number * len(levels) :], strict=False)
+            )
             totals[index] = self._like.new_zeros(self._sizes[index]) if found is None else found
         return totals
 
@@ -213,12 +202,9 @@ class OwnerSums:
 
     def _nodes(self, index: int) -> list[Tensor]:
         """What this rank sends of a sum: one vector per aligned subtree."""
-        zeros = self._like.new_zeros
-        if self._is_ordered:
-            tree = self._trees[index]
-            for granule in sorted(set(range(*self._mine)) - self._seen):
-                tree.put(granule, zeros(self._sizes[index]))
-            return [value for _, value in tree.take()]
-        total = self._sums[index]
-        self._sums[index] = None
-        return [zeros(self._sizes[index]) if total is None else total]
+        tree, total = self._trees[index], self._sums[index]
+        if total is not None:  # fast: the rank's one leaf
+            tree.put(self._ranks.rank, total)
+            self._sums[index] = None
+        tree.fill(partial(self._like.new_zeros, self._sizes[index]))
+        return [value for _, value in tree.take()]

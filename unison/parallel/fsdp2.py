@@ -11,12 +11,11 @@ bytes as FSDP2's own.
 [Note: lines] FSDP2 cuts every parameter into runs of rows (of dimension 0), one per rank, of equal
 length but for the last ones, which may be short or empty. Rows of a contiguous tensor are a run of
 its elements. The sums of a group are laid out as FSDP2 lays gradients out: one line per rank, with
-its rows of each parameter, padded to the length of the first rank's. To the reducers, all lines
-together are one flat parameter, cut into as many parts as there are ranks.
+its rows of each parameter, padded to the length of the first rank's. `GroupSums` makes them.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -28,27 +27,31 @@ from unison.capture.capture import PLACING
 from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.parallel.adapter import GroupSums, MakeSums, ParallelAdapter, ShardedParam, capture_of
-from unison.parallel.replicated import trained_params
+from unison.parallel.adapter import (
+    GroupSums,
+    MakeSums,
+    ParallelAdapter,
+    ShardedParam,
+    capture_of,
+    trained_params,
+)
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
-from unison.shard.flat_group import PLAIN, RECOMPUTE, ParameterUse
+from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import (
-    after_forward,
-    before_forward,
+    in_turn,
     ordered_model_of,
     param_groups_of,
     set_attribute,
+    set_granular_forward,
     stop_ordered_reduction,
     use_ordered_reduction,
-    wrap_hook,
+    uses_of,
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
-from unison.shard.layout import FlatLayout, Slot
 from unison.shard.ranks import Axes
-from unison.shard.reducers import Parts
 from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, is_dtensor, show_shards
-from unison.shard.unit import Attributes, Hidden
+from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
 
 
 class FSDP2(ParallelAdapter):
@@ -66,7 +69,8 @@ class FSDP2(ParallelAdapter):
         trained = trained_params(module)
         mesh = _shared_mesh(trained, [child for _, child in fsdp2_modules(module)])
         axes = Axes.of(mesh)
-        self.ranks, self.num_places = axes.all, axes.shard.size
+        self.ranks = self.everyone = axes.all
+        self.num_places = axes.shard.size
         self.device = torch.device(mesh.device_type)
         self.params = [
             ShardedParam(
@@ -81,14 +85,14 @@ class FSDP2(ParallelAdapter):
         by_id = {id(each.parameter): each for each in self.params}
         # Of several modules that were given to fully_shard at once, all have the same group.
         self._of_module: list[tuple[str, Any, list[FSDP2Group]]] = []
-        made: dict[int, FSDP2Group] = {}
+        seen: list[Any] = []
         for path, child in fsdp2_modules(module):
-            new = [each for each in param_groups_of(child) if id(each) not in made]
-            has_children = _has_children(child)
-            for each in new:
-                made[id(each)] = FSDP2Group(each, by_id, axes, has_children=has_children)
-            groups = [made[id(each)] for each in new if made[id(each)].rows]
-            self._of_module.append((canonical_name(path) or "root", child, groups))
+            new = [each for each in param_groups_of(child) if each not in seen]
+            seen += new
+            has_children = len(fsdp2_modules(child)) > 1
+            groups = [FSDP2Group(each, by_id, axes, has_children=has_children) for each in new]
+            named = canonical_name(path) or "root", child
+            self._of_module.append((*named, [each for each in groups if each.rows]))
         # The backward pass reaches the last modules first, and so did their gradients before.
         self._groups = [each for _, _, groups in self._of_module for each in groups][::-1]
         self._sums = [each.sums for each in self._groups]
@@ -106,7 +110,7 @@ class FSDP2(ParallelAdapter):
         for name, child, groups in self._of_module:
             for group in groups:
                 group.follow(self._undo)
-                refuse = _both(group.refuse_gradients, group.fsdp.post_backward)
+                refuse = in_turn(group.refuse_gradients, group.fsdp.post_backward)
                 set_attribute(self._undo, group.fsdp, "post_backward", refuse)
             if self.is_ordered:
                 _run_in_granules(name, child, groups, self._undo)
@@ -178,24 +182,19 @@ class FSDP2Group:
         infos = [(each, each._module_info) for each in fsdp.fsdp_params]
         held = [(info.module._parameters[info.param_name], each) for each, info in infos]
         self.rows = [(params[id(own)], each) for own, each in held if id(own) in params]
-        self.sums = RowSums([each for each, _ in self.rows], axes, fsdp.device)
+        self.sums = GroupSums([each for each, _ in self.rows], axes, None, fsdp.device)
         self._has_children = has_children
-        self._attributes = Attributes([[_uses(each._module_info) for _, each in self.rows]])
+        self._places = places_of([[uses_of(each) for _, each in self.rows]])
         self._captures: Mapping[int, Capture] = {}  # of the pass under way
         self._tracked: dict[int, list[Tracked]] = {}  # by granule
         self._hidden: Hidden | None = None  # while tracked tensors are in place
 
     def follow(self, undo: ExitStack) -> None:
         """Follow what FSDP2 lets its modules see, until `undo` is closed."""
-        fsdp, show_full = self.fsdp, self.fsdp._to_unsharded
-
-        def show_full_and_place() -> None:
-            show_full()
-            self._place()
-
-        set_attribute(undo, fsdp, "_to_unsharded", show_full_and_place)
+        fsdp = self.fsdp
+        set_attribute(undo, fsdp, "_to_unsharded", in_turn(fsdp._to_unsharded, self._place))
         for name in ("_to_sharded", "_to_sharded_post_forward"):
-            set_attribute(undo, fsdp, name, _both(self._take_away, getattr(fsdp, name)))
+            set_attribute(undo, fsdp, name, in_turn(self._take_away, getattr(fsdp, name)))
         if hasattr(fsdp, "reduce_scatter_unused_params"):  # torch 2.13: it would sum zeros
             set_attribute(undo, fsdp, "reduce_scatter_unused_params", False)
 
@@ -209,12 +208,12 @@ class FSDP2Group:
     def _place(self) -> None:
         """Let modules see tracked parameters, if there are full ones and a capture."""
         if self._captures and self._hidden is None and self.fsdp.is_unsharded:
-            self._hidden = self._attributes.shadow([self._seen()])
+            self._hidden = shadow(self._places, [self._seen()])
 
     def _take_away(self) -> None:
         """Let modules see what FSDP2 shows them."""
         if self._hidden is not None:
-            self._attributes.restore(self._hidden)
+            restore(self._hidden)
             self._hidden = None
 
     def _seen(self) -> Sequence[Tensor]:
@@ -231,7 +230,7 @@ class FSDP2Group:
         """Let modules see what one granule of the batch computes with."""
         if not self._captures or PLAIN in self._captures:
             return nullcontext()
-        return self._attributes.shadowed([self._of(list(self._captures)[index])])
+        return shadowed(self._places, [self._of(list(self._captures)[index])])
 
     def _of(self, granule: int) -> list[Tracked]:
         if granule not in self._tracked:
@@ -264,66 +263,6 @@ class FSDP2Group:
                         "its module. Train in training mode, and use torch functions on the "
                         "module's attribute"
                     )
-
-
-class _Lines(FlatLayout):
-    """Lines of equal length, one per rank; FSDP2 does not align them."""
-
-    def shard_length(self, world_size: int) -> int:
-        return self.length // world_size
-
-
-class RowSums(GroupSums):
-    """The sums of one of FSDP2's groups; see [Note: lines]."""
-
-    def __init__(self, params: Sequence[ShardedParam], axes: Axes, device: torch.device) -> None:
-        self._columns: list[tuple[int, int]] = []  # of each parameter: [low, high) of every line
-        for each in params:
-            low = self._columns[-1][1] if self._columns else 0
-            self._columns.append((low, low + each.ranges[0][1]))
-        length = axes.shard.size * (self._columns[-1][1] if params else 0)
-        super().__init__(params, axes, _Lines((Slot("lines", (length,), 0),), length), device)
-
-    def _make(self, granule: int, make_sums: MakeSums) -> Parts:
-        """All lines, as one tensor [ranks * length of a line]; zeros where nothing was used."""
-        lines = torch.zeros(self.layout.length, dtype=make_sums.dtype, device=self.device)
-        by_rank = lines.view(self.ranks.size, self.layout.shard_length(self.ranks.size))
-        sums = make_sums(granule, self.names)
-        for (low, high), total in zip(self._columns, sums, strict=True):
-            if total is None or total.numel() == 0:
-                continue
-            flat, width = total.reshape(-1), high - low
-            num_full, rest = divmod(len(flat), width)  # ranks that have all their rows
-            columns = by_rank[:, low:high]
-            columns[:num_full] = flat[: num_full * width].view(num_full, width)
-            if rest:
-                columns[num_full, :rest] = flat[num_full * width :]
-        return [lines]
-
-    def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
-        """This rank's rows of the sums over ranks, parameter by parameter."""
-        (line,) = self._taken()
-        for each, (low, _) in zip(self.params, self._columns, strict=True):
-            yield each, line[low : low + each.stop - each.start]
-
-
-def _uses(info: Any) -> list[ParameterUse]:
-    """Where modules hold a parameter."""
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [ParameterUse(info.module, info.param_name), *(ParameterUse(*place) for place in shared)]
-
-
-def _both(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
-    def both(*args: Any) -> None:
-        first()
-        then(*args)
-
-    return both
-
-
-def _has_children(module: Any) -> bool:
-    """Whether there are other FSDP2 modules inside of one."""
-    return len(fsdp2_modules(module)) > 1
 
 
 # --- what is taken --------------------------------------------------------------------------------
@@ -382,13 +321,12 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
     As in `unison.use_ordered_reduction`: a module with others inside runs each operation granule by
     granule, any other one its whole forward.
     """
-    state = module._get_fsdp_state()
-    if len(state._modules) > 1:
+    if len(module._get_fsdp_state()._modules) > 1:
         raise UnsupportedOperation(
             f"{name} is one of several modules in one fully_shard call, which cannot be run in "
             "granules; call fully_shard once per module"
         )
-    own, has_children = module.forward, _has_children(module)
+    own, has_children = module.forward, len(fsdp2_modules(module)) > 1
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -409,7 +347,4 @@ def _run_in_granules(name: str, module: Any, groups: Sequence[FSDP2Group], undo:
         return call_each_granule(name, module, call, num_granules, args, kwargs)
 
     setattr(forward, CALLED_BY_GRANULE, own)  # or what is compiled of it
-    set_attribute(undo, module, "forward", forward)
-    handle = state._pre_forward_hook_handle
-    wrap_hook(undo, module._forward_pre_hooks, handle.id, wrapper=before_forward)
-    wrap_hook(undo, module._forward_hooks, state._post_forward_hook_handle.id, after_forward)
+    set_granular_forward(undo, module, forward)

@@ -31,9 +31,16 @@ from unison.capture import Capture
 from unison.capture.parts import is_in_parts, local, span_of
 from unison.capture.torch_compile import refuse_compiled
 from unison.errors import BadInput, UnsupportedOperation
-from unison.parallel.adapter import MakeSums, ParallelAdapter, ShardedParam, capture_of, in_buckets
+from unison.parallel.adapter import (
+    MakeSums,
+    ParallelAdapter,
+    ShardedParam,
+    are_equal,
+    capture_of,
+    in_buckets,
+    trained_params,
+)
 from unison.parallel.exchange import broadcast_object
-from unison.parallel.replicated import are_equal, trained_params
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
@@ -80,7 +87,7 @@ class TensorParallel(ParallelAdapter):
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         refuse_compiled(module.named_modules())
         super().__init__(module, is_ordered=is_ordered)
-        self._everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
+        self.everyone, self.ranks, self._tensor = _axes(_shared_mesh(module))
         self.params = [_part(name, each) for name, each in trained_params(module).items()]
         self.device = self.params[0].parameter.device
         self._is_cut = {each.name: each.is_part for each in self.params}
@@ -90,11 +97,6 @@ class TensorParallel(ParallelAdapter):
         self._sums = self._of_cut + in_buckets(self._whole, self.ranks)
         self._num_checked = 0
         self._captures: Mapping[int, Capture] | None = None  # of the granules of a pass under way
-
-    @property
-    def everyone(self) -> Ranks:
-        """All ranks that train together."""
-        return self._everyone
 
     def attach(self) -> None:
         """See `ParallelAdapter`.

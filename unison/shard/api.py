@@ -1,5 +1,6 @@
 """`fully_shard` and `auto_shard`: from a module to units."""
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,13 +21,13 @@ from unison.shard.engine import compile_inside, context_of, install
 from unison.shard.flat_group import (
     CPUOffload,
     MixedPrecision,
-    ParameterInfo,
-    ParameterUse,
+    NamedParameter,
+    UnitOptions,
     is_piece,
 )
-from unison.shard.ranks import DONE, Axes, Ranks, Work
+from unison.shard.ranks import DONE, Axes, Work
 from unison.shard.sharded_tensor import ShardedTensor, show_shards
-from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, UnitOptions, unit_of, units_of
+from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -84,29 +85,42 @@ def fully_shard(
             f"{type(module).__name__} is sharded already; call fully_shard once per module, "
             "children before their parents"
         )
+    if not isinstance(reshard_after_forward, bool | int):
+        raise BadInput(
+            "reshard_after_forward must be True, False or a number, found "
+            f"{reshard_after_forward!r}"
+        )
     axes = Axes.of(mesh)
-    divisor = _checked_divisor(gradient_divisor, axes.all)
+    if not isinstance(reshard_after_forward, bool):
+        axes.shard.neighbours(reshard_after_forward)  # refuses what does not divide the ranks
+    divisor = axes.all.size if gradient_divisor == "world_size" else gradient_divisor
+    if isinstance(divisor, str):
+        raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {divisor!r}")
+    check.positive(gradient_divisor=divisor)
     if reducer == "ordered" and gradient_divisor != 1:  # on one rank too: the loop must not differ
         raise BadInput(
             "the ordered reducer needs gradient_divisor=1 and a loss made by unison.batch_mean: a "
             "mean over one rank's samples has other bits at other world sizes"
         )
     options = UnitOptions(
-        reshard_after_forward=_checked_reshard(reshard_after_forward, axes.shard),
+        reshard_after_forward=reshard_after_forward,
         reducer=reducer,
-        gradient_divisor=divisor,
+        gradient_divisor=float(divisor),
         precision=as_precision(mp_policy),
         offload=as_offload(offload_policy),
     )
     parameters = collect_parameters(module)
     if not parameters and not any(unit_of(child) for child in module.modules()):
         raise BadInput(f"{type(module).__name__} has no parameters to shard")
-    name = type(module).__name__
-    unit = Unit(module, name, parameters, axes, options, _device_of(mesh, parameters))
+    unit = Unit(module, parameters, axes, options, _device_of(mesh, parameters))
     _cast_buffers(module, options.precision)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     install(unit)
-    add_verbs(module)
+    # FSDP2 gives a module another class to have its verbs; here the class stays, and the instance
+    # has them. Copies of the module get their own.
+    for verb in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
+        module.__dict__[verb.__name__] = partial(verb, module)
+    module.__dict__["compile"] = partial(compile_module, module)
     watch_optimizers()
     return module
 
@@ -129,7 +143,12 @@ def auto_shard(
     of_block = dict(options)
     if options.get("mp_policy") is not None:
         of_block["mp_policy"] = replace(as_precision(options["mp_policy"]), output=None)
-    for block in find_blocks(module) if policy is None else _chosen(module, policy):
+    if policy is None:
+        blocks = find_blocks(module)
+    else:  # children before parents; the root itself comes last in any case
+        blocks = [child for child in module.modules() if child is not module and policy(child)]
+        blocks.reverse()
+    for block in blocks:
         fully_shard(block, **of_block)  # type: ignore[arg-type]
     return fully_shard(module, **options)  # type: ignore[arg-type]
 
@@ -156,14 +175,14 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
+def collect_parameters(module: nn.Module) -> list[NamedParameter]:
     """The parameters below a module that no unit owns yet, each once, with all its uses.
 
     Raises:
         BadInput: If one of them is tied to a parameter that a unit owns already, or lies on
             another device than the rest.
     """
-    found: dict[int, ParameterInfo] = {}
+    found: dict[int, NamedParameter] = {}
     for path, submodule in module.named_modules(remove_duplicate=True):
         for attribute, parameter in submodule._parameters.items():
             if parameter is None or is_piece(parameter):
@@ -175,44 +194,33 @@ def collect_parameters(module: nn.Module) -> list[ParameterInfo]:
                     f"parameter {name!r} is tied to one that the unit {owner!r} owns already; "
                     "leave that unit out, so that the module that holds both takes the parameter"
                 )
-            info = found.setdefault(id(parameter), ParameterInfo(name, parameter))
-            info.uses.append(ParameterUse(submodule, attribute))
-    devices = {info.value.device for info in found.values()}
+            uses = found.setdefault(id(parameter), (name, parameter, []))[2]
+            uses.append((submodule, attribute))
+    devices = {parameter.device for _, parameter, _ in found.values()}
     if len(devices) > 1:
         raise BadInput(f"expected all parameters on one device, found {sorted(map(str, devices))}")
     return list(found.values())
 
 
-def _chosen(module: nn.Module, policy: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    # Children before parents; the root itself comes last in any case.
-    chosen = [child for child in module.modules() if child is not module and policy(child)]
-    return list(reversed(chosen))
-
-
-def _device_of(mesh: DeviceMesh | None, parameters: list[ParameterInfo]) -> torch.device | None:
+def _device_of(mesh: DeviceMesh | None, parameters: list[NamedParameter]) -> torch.device | None:
     """Where the parameters are to compute: where they are, unless the mesh is of another kind."""
     if mesh is None or not parameters:
         return None
-    device = parameters[0].value.device
-    if device.type in ("meta", mesh.device_type):
-        return device
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+    device = parameters[0][1].device
+    is_there = device.type in ("meta", mesh.device_type)
+    if is_there or mesh.device_type != "cuda":
+        return device if is_there else torch.device(mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
     """Cast the floating-point buffers that no unit below the module has."""
     if precision.buffers is None:
         return
-    below = {
-        id(inner)
-        for child in module.modules()
-        if child is not module and unit_of(child) is not None
-        for inner in child.modules()
-    }
+    units = [child for child in module.modules() if child is not module and unit_of(child)]
+    below = {inner for child in units for inner in child.modules()}
     for child in module.modules():
-        if id(child) not in below:
+        if child not in below:
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     child._buffers[name] = buffer.to(precision.buffers)
@@ -260,34 +268,8 @@ def as_offload(policy: Any) -> CPUOffload | None:
     )
 
 
-def _checked_reshard(value: bool | int, ranks: Ranks) -> bool | int:
-    if not isinstance(value, bool | int):
-        raise BadInput(f"reshard_after_forward must be True, False or a number, found {value!r}")
-    if not isinstance(value, bool):
-        ranks.neighbours(value)
-    return value
-
-
-def _checked_divisor(value: str | float, ranks: Ranks) -> float:
-    if value == "world_size":
-        return float(ranks.size)
-    if isinstance(value, str):
-        raise BadInput(f"gradient_divisor must be 'world_size' or a number, found {value!r}")
-    check.positive(gradient_divisor=value)
-    return float(value)
-
-
 # ------------------------------------------------------------------------------------------------
 # FSDP2's verbs on a sharded module, such as `module.set_requires_gradient_sync(False)`.
-#
-# FSDP2 gives a module another class to have them; here the class stays, and the instance has them.
-
-
-def add_verbs(module: nn.Module) -> None:
-    """Let a sharded module have FSDP2's verbs; copies of the module get their own."""
-    for verb in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
-        module.__dict__[verb.__name__] = partial(verb, module)
-    module.__dict__["compile"] = partial(compile_module, module)
 
 
 def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -394,37 +376,31 @@ def param_groups(
     ]
 
 
-_is_watching = False
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+@functools.cache
 def watch_optimizers() -> None:
     """Look at every optimizer before its first step: it may hold what is trained no longer."""
-    global _is_watching
-    if not _is_watching:
-        register_optimizer_step_pre_hook(_look_once)
-        _is_watching = True
+    register_optimizer_step_pre_hook(_look_once)
 
 
 def _look_once(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer not in _seen:
-        _check_parameters(optimizer)
-        if any(is_piece(each) for group in optimizer.param_groups for each in group["params"]):
-            _adopt_flat_state(optimizer)
-            optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
-        _seen.add(optimizer)
-
-
-def _check_parameters(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = getattr(parameter, TAKEN_BY, None)
-            if owner is not None:
-                raise BadInput(
-                    f"{type(optimizer).__name__} was made before fully_shard: it holds a parameter "
-                    f"of shape {list(parameter.shape)} that {owner} has taken and that is trained "
-                    "no longer; make the optimizer after sharding, from module.parameters()"
-                )
+    if optimizer in _seen:
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for parameter in parameters:
+        owner = getattr(parameter, TAKEN_BY, None)
+        if owner is not None:
+            raise BadInput(
+                f"{type(optimizer).__name__} was made before fully_shard: it holds a parameter "
+                f"of shape {list(parameter.shape)} that {owner} has taken and that is trained "
+                "no longer; make the optimizer after sharding, from module.parameters()"
+            )
+    if any(map(is_piece, parameters)):
+        _adopt_flat_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_adopt_flat_state)
+    _seen.add(optimizer)
 
 
 def _adopt_flat_state(optimizer: Optimizer) -> None:

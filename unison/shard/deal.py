@@ -19,7 +19,7 @@ from unison.errors import BadInput
 from unison.rng import BatchDraws, Key
 from unison.shard.granules import PLAN, TAKES_GRANULES, PerGranule, join, plan_of
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
-from unison.shard.tree import sum_over_granules
+from unison.shard.reducers import sum_over_granules
 
 # ------------------------------------------------------------------------------------------------
 # Plain tensors of a dealt batch, which hand its plan on to what is computed of them.
@@ -128,19 +128,6 @@ def plan_of_loss(losses: Tensor) -> Any:
     return plan
 
 
-@dataclass(eq=False)
-class AccumulationState:
-    """What the passes of one logical batch share.
-
-    Attributes:
-        statistics: Of buffers, what granules of passes so far make of them; see each_granule.py.
-        starts: Models as they were before the first pass.
-    """
-
-    starts: dict[Any, Any] = field(default_factory=dict)
-    statistics: dict[Any, dict[int, Tensor]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """What a global batch is, and which part of it this rank computes in one pass.
@@ -156,7 +143,8 @@ class BatchPlan:
         is_granular: Whether the batch's tensors come as one value per granule.
         closes_logical_batch: Whether this is the last pass, after which the optimizer steps.
         ranks: The ranks that share the batch.
-        accumulation: The same object for all passes of one logical batch.
+        accumulation: The same object for all passes of one logical batch, with what they share:
+            models as they were before the first one, running statistics (see each_granule.py).
         key: Of the random numbers that the model draws; None leaves them to torch.
     """
 
@@ -169,7 +157,7 @@ class BatchPlan:
     is_granular: bool
     closes_logical_batch: bool
     ranks: Ranks = field(repr=False, compare=False)
-    accumulation: "AccumulationState" = field(repr=False, compare=False)
+    accumulation: dict[Any, Any] = field(repr=False, compare=False)
     key: Key | None = field(repr=False, compare=False, default=None)
 
     @property
@@ -238,6 +226,18 @@ def current_plan() -> BatchPlan | None:
     return _current
 
 
+def checked_plan(plan: BatchPlan | None, num_granules: int) -> BatchPlan:
+    """The plan of a batch, if it is one of as many granules.
+
+    Raises:
+        BadInput: If it is not.
+    """
+    if plan is None or len(plan.granule_ids) != num_granules:
+        found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
+        raise BadInput(f"expected the plan of a batch of {num_granules} granules, found {found}")
+    return plan
+
+
 def use_plan_of(inputs: Any) -> BatchPlan | None:
     """Make the plan of a model's inputs the current one, and return it, if they know it."""
     plan = plan_of(inputs)
@@ -267,7 +267,7 @@ def plan_batch(
     per_pass = granules_per_pass or most
     num_passes = -(-most // per_pass)
     mine = list(range(edges[ranks.rank], edges[ranks.rank + 1]))
-    accumulation = AccumulationState()
+    accumulation: dict[Any, Any] = {}
     return [
         BatchPlan(
             step=step,
@@ -318,7 +318,9 @@ class DealtLoader:
         global _current
         ranks = Ranks.of(self.mesh)
         mine: BatchPlan | None = None
-        key = None if self.granule is None else agreed_key(ranks)
+        key = None if self.granule is None else Key.from_seed(torch.initial_seed())
+        if key is not None and ranks.size > 1:  # the first rank's is everybody's
+            key = key.agree(ranks.group)
         try:
             for batch in self.loader:
                 for mine, dealt in self._dealt(batch, ranks, key):
@@ -388,12 +390,6 @@ def deal(
     return DealtLoader(
         loader, mesh=mesh, granule=granule, micro_batch=micro_batch, first_step=first_step
     )
-
-
-def agreed_key(ranks: Ranks) -> Key:
-    """The key of what models draw: by the seed of the first rank; a collective."""
-    key = Key.from_seed(torch.initial_seed())
-    return key if ranks.size == 1 else key.agree(ranks.group)
 
 
 def batch_mean(per_sample_losses: Tensor) -> Tensor:
@@ -491,12 +487,8 @@ def _is_column(value: Any) -> bool:
 
 def _check_same_batch(flat: list[Any], ranks: Ranks) -> None:
     """Refuse batches that differ between ranks: then nobody holds the global batch."""
-    if ranks.size == 1:
-        return
-    sums = [checksum(value) for value in flat if isinstance(value, Tensor)]
-    if not sums:
-        return
-    if not same_on_every_rank(ranks, torch.stack(sums).sum(dim=0)):
+    sums = [checksum(value) for value in flat if isinstance(value, Tensor) and ranks.size > 1]
+    if sums and not same_on_every_rank(ranks, torch.stack(sums).sum(dim=0)):
         raise BadInput(
             "deal found different batches on different ranks; build the loader with the same seed "
             "on every rank and without a DistributedSampler, deal does the splitting"

@@ -18,7 +18,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -35,13 +35,14 @@ from unison.rng.draws import is_draw, is_seeding
 from unison.shard.granules import (
     MAPPED_BY,
     PerGranule,
+    RefusedTensor,
     draws_of,
     is_in_backward,
     num_granules_of,
     plan_of,
 )
 from unison.shard.guard.records import caller, lines_of
-from unison.shard.tree import sum_over_granules
+from unison.shard.reducers import sum_over_granules
 
 # ------------------------------------------------------------------------------------------------
 # What a module's forward leaves behind in the module, where it runs once per granule.
@@ -59,11 +60,15 @@ from unison.shard.tree import sum_over_granules
 # become the mean over all granules, added in the canonical tree. Buffers that are no part of
 # `state_dict()` are tables, on which granules must agree; all others are refused.
 
-Key = tuple[nn.Module, str]
-"""An attribute of a module."""
+Place = tuple[nn.Module, bool, str]
+"""A module, whether it is one of its buffers, and the name of it or of another attribute."""
 
 _MISSING = object()
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+
+
+def _held(module: nn.Module, is_buffer: bool) -> dict[str, Any]:
+    return module._buffers if is_buffer else vars(module)
 
 
 class ModuleState:
@@ -73,145 +78,104 @@ class ModuleState:
         name: The unit's name, for messages.
         module: The unit's module.
         plan: Of the batch.
-        is_recompute: Whether activation checkpointing runs the unit again, which leaves nothing.
     """
 
-    def __init__(self, name: str, module: nn.Module, plan: Any, *, is_recompute: bool) -> None:
+    def __init__(self, name: str, module: nn.Module, plan: Any) -> None:
         self._name, self._module, self._plan = name, module, plan
-        self._is_recompute = is_recompute
-        self._before = {each: dict(vars(each)) for each in module.modules()}
+        self._before = {
+            (each, is_buffer): dict(_held(each, is_buffer))
+            for each in module.modules()
+            for is_buffer in (True, False)
+        }
+        self._values: dict[Place, Any] = {
+            (*of, key): value
+            for of, before in self._before.items()
+            for key, value in before.items()
+            if of[1] or key not in _OWN
+        }
         self._tensors = {
-            (each, key): value
-            for each, before in self._before.items()
-            for key, value in (*each._buffers.items(), *before.items())
+            place: value
+            for place, value in self._values.items()
             if isinstance(value, Tensor) and not isinstance(value, PerGranule | nn.Parameter)
         }
-        self._versions = {key: _version(value) for key, value in self._tensors.items()}
-        self._num_buffers = {each: len(each._buffers) for each in self._before}
+        self._versions = {place: _version(value) for place, value in self._tensors.items()}
         # Those that may be written in place. Each granule has its own: autograd saves them.
-        self._own_buffers: dict[Key, Tensor] = {
-            (each, key): value
-            for each in self._before
-            if isinstance(each, _NormBase | _SpectralNorm) and each.training
-            for key, value in each._buffers.items()
-            if value is not None
+        self._own_buffers = {
+            place: value
+            for place, value in self._tensors.items()
+            if place[1] and isinstance(place[0], _NormBase | _SpectralNorm) and place[0].training
         }
-        self._changes: list[dict[Key, Any]] = []  # of each granule
-        self._written: list[dict[Key, Tensor]] = []
-        self._per_granule = {
-            (each, key): value
-            for each, attributes in self._before.items()
-            for key, value in attributes.items()
-            if isinstance(value, PerGranule)
-        }
+        self._changes: list[dict[Place, Any]] = []  # of each granule
 
-    def containers(self) -> dict[Key, Any]:
+    def containers(self) -> dict[Place, Any]:
         """The lists and dicts that modules hold, of which each granule is to have a copy."""
         return {
-            (each, key): value
-            for each, attributes in self._before.items()
-            for key, value in attributes.items()
-            if type(value) in (list, dict) and key not in _OWN
+            place: value
+            for place, value in self._values.items()
+            if type(value) in (list, dict) and not place[1]
         }
 
     @contextmanager
-    def granule(self, index: int, containers: dict[Key, Any]) -> Iterator[list[Tensor]]:
+    def granule(self, index: int, containers: dict[Place, Any]) -> Iterator[list[Tensor]]:
         """Let one granule find everything as it was, and note what it leaves.
 
         Yields:
             The tensors that modules hold, which are looked after here.
         """
-        given = {**containers, **self._own_parts(index)}
-        for (each, key), value in given.items():
-            vars(each)[key] = value
         own = {place: value.clone() for place, value in self._own_buffers.items()}
-        for (each, key), value in own.items():
-            each._buffers[key] = value
+        given = {**containers, **own}
+        for place, value in self._values.items():
+            if isinstance(value, PerGranule) and value.plan is self._plan:
+                given[place] = value.parts[index]
+            elif isinstance(value, PerGranule):
+                given[place] = _stale(value, f"{self._path(place[0])}{place[2]}")
+        for (module, is_buffer, key), value in given.items():
+            _held(module, is_buffer)[key] = value
+        changes: dict[Place, Any] = {}
         try:
             yield [*self._tensors.values(), *own.values()]
-        except BaseException:  # checkpointing ends a recompute so, once it has what it needs
-            self._put_back()
-            raise
-        changes, written = self._changes_since(given), self._take_buffers()
-        self._changes.append(changes)
-        self._written.append(written)
-
-    def _put_back(self) -> None:
-        """Let everything be as it was found."""
-        for each in self._before:
-            self._restore_attributes(each)
-        for (each, key), value in self._tensors.items():
-            if key in each._buffers:
-                each._buffers[key] = value
-
-    def _restore_attributes(self, module: nn.Module) -> None:
-        now, before = vars(module), self._before[module]
-        for key in [key for key in now if key not in before]:
-            del now[key]
-        now.update(before)
-
-    def _own_parts(self, index: int) -> dict[Key, Any]:
-        """What was kept as one value per granule: its own, or a tensor that nobody may read."""
-        return {
-            (each, key): value.parts[index]
-            if value.plan is self._plan
-            else StaleTensor.of(value, f"{self._path(each)}{key}")
-            for (each, key), value in self._per_granule.items()
-        }
-
-    def _changes_since(self, given: dict[Key, Any]) -> dict[Key, Any]:
-        """What a granule set, other than it found it; all is put back."""
-        changes: dict[Key, Any] = {}
-        for each, before in self._before.items():
-            now = vars(each)
-            if len(now) == len(before) and all(
-                now.get(key, _MISSING) is value for key, value in before.items()
-            ):
-                continue
-            for key in [*before, *(key for key in now if key not in before)]:
-                if key in _OWN:
+        finally:  # checkpointing ends a recompute by an exception, once it has what it needs
+            for of, before in self._before.items():
+                now = _held(*of)
+                if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
                     continue
-                found = given.get((each, key), before.get(key, _MISSING))
-                value = now.get(key, _MISSING)
-                if value is not found:
-                    changes[each, key] = value
-            self._restore_attributes(each)
-        return changes
+                for key in {**before, **now}:
+                    place = (*of, key)
+                    value = now.get(key, _MISSING)
+                    found = given.get(place, before.get(key, _MISSING))
+                    if (value is not found and (of[1] or key not in _OWN)) or place in own:
+                        changes[place] = value
+                for key in now.keys() - before.keys():
+                    del now[key]
+                now.update(before)
+        self._check(changes)
+        self._changes.append(changes)
 
-    def _take_buffers(self) -> dict[Key, Tensor]:
-        """What a granule wrote to buffers; all is put back."""
-        written: dict[Key, Tensor] = {}
-        for place, value in self._tensors.items():
-            module, key = place
-            now = module._buffers.get(key, value)
-            if place in self._own_buffers:
-                assert now is not None
-                written[place] = now
-                module._buffers[key] = value
-            elif now is not value:
-                if key not in module._non_persistent_buffers_set:
-                    raise UnsupportedOperation(
-                        f"the forward pass sets the buffer {self._path(module)}{key}, which would "
-                        "then depend on how many granules a rank has; return the value and set the "
-                        "buffer outside of the forward pass, or register it with persistent=False "
-                        "if it is a table that does not depend on data"
-                    )
-                if now is not None:
-                    written[place] = now
-                module._buffers[key] = value
-            elif _version(value) != self._versions[place]:
-                raise UnsupportedOperation(
-                    f"the forward pass writes into the tensor {self._path(module)}{key}, which all "
-                    "granules share, so that its value would depend on how many of them a rank "
-                    "has; return the new value from the forward pass and set it outside"
-                )
-        for module, number in self._num_buffers.items():
-            if len(module._buffers) != number:
+    def _check(self, changes: dict[Place, Any]) -> None:
+        """Refuse buffers that are set or made, and tensors that are written to."""
+        for module, is_buffer, key in changes:
+            if is_buffer and key not in self._before[module, True]:
                 raise UnsupportedOperation(
                     f"the forward pass of {self._path(module)[:-1]} registers a buffer, which "
                     "granule after granule would find; register it in __init__"
                 )
-        return written
+            was_empty = self._values.get((module, is_buffer, key), _MISSING) is None
+            is_table = was_empty or key in module._non_persistent_buffers_set
+            if is_buffer and not is_table and (module, True, key) not in self._own_buffers:
+                raise UnsupportedOperation(
+                    f"the forward pass sets the buffer {self._path(module)}{key}, which would "
+                    "then depend on how many granules a rank has; return the value and set the "
+                    "buffer outside of the forward pass, or register it with persistent=False "
+                    "if it is a table that does not depend on data"
+                )
+        for place, value in self._tensors.items():
+            is_replaced = place[1] and place in changes
+            if _version(value) != self._versions[place] and not is_replaced:
+                raise UnsupportedOperation(
+                    f"the forward pass writes into the tensor {self._path(place[0])}{place[2]}, "
+                    "which all granules share, so that its value would depend on how many of them "
+                    "a rank has; return the new value from the forward pass and set it outside"
+                )
 
     # --- after the calls -------------------------------------------------------------------------
 
@@ -224,54 +188,38 @@ class ModuleState:
         Raises:
             UnsupportedOperation: Naming the attribute or buffer on which granules do not agree.
         """
-        if self._is_recompute:
-            return
-        for each, key in dict.fromkeys(key for changes in self._changes for key in changes):
-            values = [
-                changes.get((each, key), vars(each).get(key, _MISSING)) for changes in self._changes
-            ]
-            vars(each)[key] = self._joined(each, key, values, join)
-        self._join_buffers()
-
-    def _joined(
-        self, module: nn.Module, key: str, values: list[Any], join: Callable[[list[Any]], Any]
-    ) -> Any:
-        if any(value is _MISSING for value in values):
-            raise self._different(module, key)
-        if _are_one_table(values):
-            return values[0]
-        try:
-            return join(values)
-        except UnsupportedOperation as error:
-            raise self._different(module, key) from error
-
-    def _different(self, module: nn.Module, key: str) -> UnsupportedOperation:
-        return UnsupportedOperation(
-            f"the forward pass sets {self._path(module)}{key} to different values for different "
-            "granules, so that it would depend on how many of them a rank has; return the value "
-            "from the forward pass instead"
-        )
+        statistics: list[tuple[Tensor, list[Tensor]]] = []
+        for place in dict.fromkeys(place for changes in self._changes for place in changes):
+            module, is_buffer, key = place
+            before = self._values.get(place, _MISSING)
+            values = [changes.get(place, before) for changes in self._changes]
+            if is_buffer:
+                values = [before if value is None else value for value in values]
+            is_number = isinstance(before, Tensor) and before.is_floating_point()
+            if is_buffer and is_number and isinstance(module, _NormBase):
+                statistics.append((before, values))
+            elif place in self._own_buffers and _are_one_table(values):
+                with torch.no_grad():
+                    before.copy_(values[0])
+            elif _are_one_table(values):
+                _held(module, is_buffer)[key] = values[0]
+            else:
+                try:
+                    if is_buffer or any(value is _MISSING for value in values):
+                        raise UnsupportedOperation(f"{key} is not the same for all granules")
+                    vars(module)[key] = join(values)
+                except UnsupportedOperation as error:
+                    raise UnsupportedOperation(
+                        f"the forward pass sets {self._path(module)}{key} to different values for "
+                        "different granules, so that it would depend on how many of them a rank "
+                        "has; return the value from the forward pass instead"
+                    ) from error
+        if statistics:
+            average(self._plan, *zip(*statistics, strict=True))
 
     def _path(self, module: nn.Module) -> str:
         inner = next((path for path, each in self._module.named_modules() if each is module), "")
         return ".".join(part for part in (self._name, inner) if part) + "."
-
-    def _join_buffers(self) -> None:
-        statistics: dict[Key, list[Tensor]] = {}
-        for module, key in dict.fromkeys(key for written in self._written for key in written):
-            before = self._tensors[module, key]
-            values = [written.get((module, key), before) for written in self._written]
-            if isinstance(module, _NormBase) and before.is_floating_point():
-                statistics[module, key] = values
-            elif not _are_one_table(values):
-                raise self._different(module, key)
-            elif (module, key) in self._own_buffers:
-                with torch.no_grad():
-                    before.copy_(values[0])
-            else:
-                module._buffers[key] = values[0]
-        if statistics:
-            average(self._plan, [self._tensors[key] for key in statistics], [*statistics.values()])
 
 
 def _version(value: Tensor) -> int:
@@ -289,93 +237,70 @@ def _are_one_table(values: Sequence[Any]) -> bool:
     )
 
 
-class StaleTensor(Tensor):
-    """A tensor that was kept for a granule of an earlier batch; it cannot be read."""
+def _stale(value: PerGranule, name: str) -> RefusedTensor:
+    """Stands for a tensor that was kept for a granule of an earlier batch."""
 
-    title: str  # where it was kept
-
-    @staticmethod
-    def of(value: PerGranule, name: str) -> "StaleTensor":
-        """In the place of a value that was kept for each granule."""
-        stale = torch.Tensor._make_subclass(StaleTensor, value.parts[0].detach())
-        stale.title = name
-        return stale
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse."""
-        name = next((each.title for each in args if isinstance(each, StaleTensor)), "a tensor")
+    def refuse() -> NoReturn:
         raise UnsupportedOperation(
             f"the forward pass reads {name}, which it kept from an earlier batch: which granule "
             "followed which depends on the number of ranks; pass what goes from batch to batch in "
             "and out of the forward pass"
         )
 
+    return RefusedTensor.of(value.parts[0], refuse)
+
 
 # --- logical batches in several passes -----------------------------------------------------------
-
-
-class BatchStart:
-    """A model as it was before the first pass of a logical batch that comes in several.
-
-    Whether a rank takes one pass or four over its granules must not matter, so every pass begins
-    with the same numbers, lists and counts of batches.
-
-    Args:
-        module: The model.
-        plan: Of the first pass.
-    """
-
-    def __init__(self, module: nn.Module, plan: Any) -> None:
-        self.plan = plan
-        self._attributes = [(each, dict(vars(each))) for each in module.modules()]
-        self._contents = [
-            (value, value.copy())
-            for _, before in self._attributes
-            for key, value in before.items()
-            if type(value) in (list, dict) and key not in _OWN
-        ]
-        self._counts = [
-            (each.num_batches_tracked, each.num_batches_tracked.clone())
-            for each in module.modules()
-            if isinstance(each, _NormBase) and each.num_batches_tracked is not None
-        ]
-
-    def restore(self, plan: Any) -> None:
-        """Begin another pass."""
-        self.plan = plan
-        for each, before in self._attributes:
-            now = vars(each)
-            for key in [key for key in now if key not in before]:
-                if isinstance(now[key], _RESTORED_VALUES | PerGranule):
-                    del now[key]
-            now.update(
-                (key, value)
-                for key, value in before.items()
-                if now.get(key) is not value and isinstance(value, _RESTORED_VALUES)
-            )
-        for value, content in self._contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        with torch.no_grad():
-            for count, before in self._counts:
-                count.copy_(before)
-
 
 _RESTORED_VALUES = int | float | complex | str | bytes | tuple | None
 
 
 def begin_pass(module: nn.Module, plan: Any) -> None:
-    """Let every pass of a logical batch find the model as the first one did."""
-    starts = plan.accumulation.starts
-    start = starts.get(module)
-    if start is None:
+    """Let every pass of a logical batch find the model as the first one did.
+
+    Whether a rank takes one pass or four over its granules must not matter, so every pass begins
+    with the same numbers, lists and counts of batches.
+    """
+    first = plan.accumulation.get(module)
+    if first is None:
         if not plan.closes_logical_batch:
-            starts[module] = BatchStart(module, plan)
-    elif start.plan is not plan:
-        start.restore(plan)
+            plan.accumulation[module] = plan, _start_of(module)
+    elif first[0] is not plan:
+        plan.accumulation[module] = plan, first[1]
+        first[1]()
+
+
+def _start_of(module: nn.Module) -> Callable[[], None]:
+    """Note a model's state; what is returned restores it."""
+    attributes = [(each, dict(vars(each))) for each in module.modules()]
+    contents = [
+        (value, value.copy())
+        for _, before in attributes
+        for key, value in before.items()
+        if type(value) in (list, dict) and key not in _OWN
+    ]
+    counts = [
+        (each.num_batches_tracked, each.num_batches_tracked.clone())
+        for each in module.modules()
+        if isinstance(each, _NormBase) and each.num_batches_tracked is not None
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for each, before in attributes:
+            now = vars(each)
+            for key in now.keys() - before.keys():
+                if isinstance(now[key], _RESTORED_VALUES | PerGranule):
+                    del now[key]
+            for key, value in before.items():
+                if now.get(key) is not value and isinstance(value, _RESTORED_VALUES):
+                    now[key] = value
+        for value, content in contents:
+            _set_items(value, _items(content))
+        for count, before in counts:
+            count.copy_(before)
+
+    return restore
 
 
 # --- running statistics --------------------------------------------------------------------------
@@ -395,7 +320,8 @@ def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tens
     flat = [
         torch.cat([each.reshape(-1).double() for each in of]) for of in zip(*values, strict=True)
     ]
-    held = plan.accumulation.statistics.setdefault(tuple(map(id, buffers)), {})
+    key = tuple(map(id, buffers))
+    held = plan.accumulation.setdefault(key, {})
     for granule, value in zip(plan.granule_ids, flat, strict=True):
         if granule in held:
             raise UnsupportedOperation(
@@ -405,7 +331,7 @@ def average(plan: Any, buffers: Sequence[Tensor], values: Sequence[Sequence[Tens
         held[granule] = value
     if not plan.closes_logical_batch:
         return
-    del plan.accumulation.statistics[tuple(map(id, buffers))]
+    del plan.accumulation[key]
     total = sum_over_granules(held, plan)
     if total is None:
         return
@@ -446,7 +372,7 @@ MAPPED_BY[F.instance_norm] = _map_norm(F.instance_norm, "use_input_stats")
 #
 # The same bits on any number of ranks need a forward pass that depends on nothing but parameters
 # and the granule. What a model does beside that is made right (draws in rng/draw_mode.py, what it
-# is given in `_GranuleArguments`, what it leaves in `ModuleState`) or refused. Two looks make sure
+# is given in `GranuleArguments`, what it leaves in `ModuleState`) or refused. Two looks make sure
 # of it: in every pass torch's own generators must not move, and in some passes every operation is
 # looked at.
 
@@ -471,10 +397,9 @@ def granular_pass(
     """
     global _looking
     num_granules = num_granules_of(inputs)
-    is_recompute = is_in_backward()
-    plan = plan_of(inputs)
-    draws = None
-    if num_granules and not is_recompute:
+    plan = draws = None
+    if num_granules and not is_in_backward():
+        plan = plan_of(inputs)
         draws = draws_of(plan, num_granules)
     if draws is None or draws is current_draws():
         yield
@@ -627,19 +552,17 @@ def call_each_granule(
     """
     plan = plan_of((args, kwargs))
     is_recompute = is_in_backward()
-    handed = _GranuleArguments(name, num_granules, plan)
-    state = ModuleState(name, module, plan, is_recompute=is_recompute)
+    handed = GranuleArguments(name, num_granules, plan)
+    state = ModuleState(name, module, plan)
     containers = state.containers()
     given = handed.split((args, tuple(kwargs.values())))
     # What a recompute leaves in modules is dropped.
-    held = (_GranuleArguments(name, num_granules, plan) if is_recompute else handed).split_kept(
-        tuple(containers.values())
-    )
+    kept = GranuleArguments(name, num_granules, plan) if is_recompute else handed
+    held = kept.split(tuple(containers.values()), is_kept=True)
     outputs = []
     for index, (own_args, own_values) in enumerate(given):
         own_kwargs = dict(zip(kwargs, own_values, strict=True))
-        own_containers = held[index]
-        own = dict(zip(containers, own_containers, strict=True))
+        own = dict(zip(containers, held[index], strict=True))
         with (
             of_granule(index),
             state.granule(index, own) as tensors,
@@ -648,7 +571,8 @@ def call_each_granule(
             outputs.append(call(index, own_args, own_kwargs))
     handed.check_shared()
     handed.join_changes()
-    state.join(handed.join)
+    if not is_recompute:
+        state.join(handed.join)
     return handed.join(outputs)
 
 
@@ -657,37 +581,34 @@ def holds_cache(value: Any) -> bool:
     return any(_is_cache(type(item)) for item in tree_iter(value, is_leaf=_is_changeable))
 
 
-class _GranuleArguments:
+class GranuleArguments:
     """What the granules of one call were given."""
 
     def __init__(self, name: str, num_granules: int, plan: Any) -> None:
         self._name, self._num_granules, self._plan = name, num_granules, plan
-        self._is_kept = False
         self.made: list[list[Tensor]] = [[] for _ in range(num_granules)]  # tensors of their own
         self._copies: dict[int, list[Any]] = {}  # id of an original -> its copies
         self._originals: dict[int, Any] = {}  # id of the first granule's copy -> original
         self._joined: dict[int, Any] = {}  # id of the first granule's copy -> what became of it
         self._shared: list[tuple[Any, list[tuple[Any, int]]]] = []  # and what was in them
 
-    def split(self, value: Any, *, is_in_cache: bool = False) -> list[Any]:
-        """One nested value per granule, each with its own parts."""
+    def split(self, value: Any, *, is_in_cache: bool = False, is_kept: bool = False) -> list[Any]:
+        """One nested value per granule, each with its own parts.
+
+        Args:
+            value: What to split.
+            is_in_cache: Whether its tensors are written to in place.
+            is_kept: Whether modules keep it: values per granule of other batches cannot be read.
+        """
         flat, spec = tree_flatten(value, is_leaf=_is_changeable)
         if not flat:
             return [value] * self._num_granules
-        columns = [self._column(item, is_in_cache) for item in flat]
+        columns = [self._column(item, is_in_cache, is_kept) for item in flat]
         return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
-    def split_kept(self, value: Any) -> list[Any]:
-        """As `split`, of what modules keep: values per granule of other batches cannot be read."""
-        self._is_kept = True
-        try:
-            return self.split(value)
-        finally:
-            self._is_kept = False
-
-    def _column(self, item: Any, is_in_cache: bool) -> list[Any]:
-        if isinstance(item, PerGranule) and self._is_kept and item.plan is not self._plan:
-            stale = StaleTensor.of(item, f"a list or dict of {self._name}")
+    def _column(self, item: Any, is_in_cache: bool, is_kept: bool) -> list[Any]:
+        if isinstance(item, PerGranule) and is_kept and item.plan is not self._plan:
+            stale = _stale(item, f"a list or dict of {self._name}")
             self._originals[id(stale)] = item
             return [stale] * self._num_granules
         if isinstance(item, PerGranule):
@@ -696,25 +617,22 @@ class _GranuleArguments:
             self._originals[id(item.parts[0])] = item
             return item.parts
         if isinstance(item, Tensor) and is_in_cache:  # of a fixed length; written to in place
-            copies = [item.clone() for _ in self._each]
-            return self._column(PerGranule.of(copies, self._plan), False)
+            copies = [item.clone() for _ in range(self._num_granules)]
+            return self._column(PerGranule.of(copies, self._plan), False, False)
         if _is_changeable(item):
-            return self._copied(item, is_in_cache or _is_cache(type(item)))
+            return self._copied(item, is_in_cache or _is_cache(type(item)), is_kept)
         if not isinstance(item, _PLAIN_VALUES):
             self._shared.append((item, self._contents(item)))
         return [item] * self._num_granules
 
-    @property
-    def _each(self) -> range:
-        return range(self._num_granules)
-
-    def _copied(self, original: Any, is_in_cache: bool) -> list[Any]:
+    def _copied(self, original: Any, is_in_cache: bool, is_kept: bool) -> list[Any]:
         if id(original) in self._copies:
             return self._copies[id(original)]
-        copies = self._copies[id(original)] = [copy.copy(original) for _ in self._each]
+        copies = [copy.copy(original) for _ in range(self._num_granules)]
+        self._copies[id(original)] = copies
         self._originals[id(copies[0])] = original
         columns = {
-            key: self.split(value, is_in_cache=is_in_cache)
+            key: self.split(value, is_in_cache=is_in_cache, is_kept=is_kept)
             for key, value in _items(original).items()
         }
         for index, own in enumerate(copies):
@@ -734,7 +652,7 @@ class _GranuleArguments:
         if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
             given = self._originals.get(id(first))
             if isinstance(given, PerGranule) and (
-                isinstance(first, StaleTensor) or _are_same(values, given.parts)
+                isinstance(first, RefusedTensor) or _are_same(values, given.parts)
             ):
                 return given
             return PerGranule.of(values, self._plan)
@@ -745,11 +663,10 @@ class _GranuleArguments:
         columns, specs = zip(
             *(tree_flatten(value, is_leaf=_is_changeable) for value in values), strict=True
         )
-        if any(spec != specs[0] for spec in specs):
-            raise self._different(values)
-        if specs[0].is_leaf():
-            if all(value is first or value == first for value in values):
-                return first
+        is_leaf = specs[0].is_leaf()
+        if is_leaf and all(value is first or value == first for value in values):
+            return first
+        if is_leaf or any(spec != specs[0] for spec in specs):
             raise self._different(values)
         joined = [self.join(list(column)) for column in zip(*columns, strict=True)]
         return tree_unflatten(joined, specs[0])

@@ -21,7 +21,6 @@ the module's own forward runs with them. It may be used as any ordinary module m
 parameters are then full, or are gathered, and stay so: the unit's backward follows at once.
 """
 
-import copy
 import functools
 import itertools
 import warnings
@@ -41,6 +40,7 @@ from unison.rng.compiled_draws import DrawingBackend
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
 from unison.shard.deal import (
     BatchPlan,
+    checked_plan,
     current_plan,
     hand_on,
     take_mean_was_used,
@@ -59,7 +59,7 @@ from unison.shard.granules import (
 )
 from unison.shard.guard import compare_across_ranks
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
-from unison.shard.unit import Unit, Versions, units_of
+from unison.shard.unit import Unit, Versions, shadowed, units_of
 
 # ------------------------------------------------------------------------------------------------
 # What is settled before the first pass: the same model, not the same data, the same kernels.
@@ -72,24 +72,17 @@ def check_same_model(units: list[Unit]) -> None:
         BadInput: On every rank, naming what differs.
     """
     items: dict[str, object] = {}
+    starts: dict[str, object] = {}
     for unit in units:
         items[f"options of {unit.name}"] = unit.options
         for group in unit.groups:
-            for slot in group.slots:
-                items[f"{unit.name}: {slot.name}"] = (slot.shape, group.dtype, group.requires_grad)
+            for slot, start in zip(group.slots, group.unchanged_start(), strict=True):
+                name = f"{unit.name}: {slot.name}"
+                items[name] = (slot.shape, group.dtype, group.requires_grad)
+                starts[f"initial values of {name}"] = start
     everyone = units[0].axes.all
     compare_across_ranks("the sharded model", items, everyone.group)
-    _check_same_start(units, everyone)
-
-
-def _check_same_start(units: list[Unit], everyone: Ranks) -> None:
-    """Refuse ranks that each kept a part of another model, built from another seed."""
-    starts = {
-        f"initial values of {unit.name}: {slot.name}": value
-        for unit in units
-        for group in unit.groups
-        for slot, value in zip(group.slots, group.unchanged_start(), strict=True)
-    }
+    # Ranks whose models were built from different seeds would each keep a part of another one.
     device = next((group.device for unit in units for group in unit.groups), None)
     is_known = torch.tensor([float(None not in starts.values())], device=device)
     if everyone.sum_(is_known).item() == everyone.size:
@@ -178,18 +171,14 @@ class Context:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter(self, is_recompute: bool) -> None:
-        """Keep count of nested units; the outermost one starts a forward pass."""
-        if self.depth == 0 and not is_recompute:
-            self.begin_forward()
-        self.depth += 1
-
     def leave(self, is_recompute: bool) -> None:
         """Keep count of nested units; the outermost one ends a forward pass."""
         self.depth -= 1
         if self.depth == 0 and not is_recompute and not torch.is_grad_enabled():
             for each in self.units:
-                each.end_inference()  # no backward pass will come to do it
+                each.free()  # no backward pass will come to do it
+                for group in each.groups:
+                    group.wait_for_copies()
 
     def begin_forward(self) -> None:
         """Look after what the last pass left, and forget its order."""
@@ -247,12 +236,7 @@ class Context:
 
     def granules(self, num_granules: int) -> list[int]:
         """Global numbers of the granules of the running pass."""
-        plan = current_plan()
-        if plan is None or len(plan.granule_ids) != num_granules:
-            found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
-            raise BadInput(
-                f"expected the plan of a batch of {num_granules} granules, found {found}"
-            )
+        plan = checked_plan(current_plan(), num_granules)
         if plan is not self._plan:
             if self._plan is not None and plan.accumulation is not self._plan.accumulation:
                 for unit in self.units:  # what a logical batch that was left early had summed
@@ -374,34 +358,29 @@ class Context:
                 unit.show_pieces()
             else:
                 unit.end_backward()
-        for unit in self.units:
-            unit.settle()
+        for group in (group for unit in self.units for group in unit.groups):
+            group.settle()
         self._begun.clear()
         self._is_in_backward = False
 
     def _give_unused(self) -> None:
         """Let ranks tell one another which parameters they used; see reducers.py."""
         units, self._summed = list(dict.fromkeys(self._summed)), []
-        places = [
-            (unit, (group, slot))
-            for unit in units
-            for group in unit.trainable
-            for slot in range(len(group.slots))
-        ]
-        used = [place in unit.used for unit, place in places]
+        groups = [group for unit in units for group in unit.trainable]
+        places = [(group, slot) for group in groups for slot in range(len(group.slots))]
         # What this rank used itself it gets in any case: a unit that was summed twice may have
         # used it in one of the two sums only.
-        used_by_any = {place for (_, place), is_used in zip(places, used, strict=True) if is_used}
+        used = {place for unit in units for place in unit.used}
         everyone = self.root.axes.all
         if everyone.size > 1 and places:
-            flags = torch.tensor([float(each) for each in used], device=places[0][1][0].device)
-            everyone.sum_(flags)
+            flags = [float(place in used) for place in places]
+            counts = everyone.sum_(torch.tensor(flags, device=groups[0].device))
             # Only a rank that missed a parameter has to look, which waits for the device.
-            counts = [] if all(used) else flags.tolist()
-            pairs = zip(places, counts, strict=False)
-            used_by_any |= {place for (_, place), count in pairs if count > 0}
+            if not all(flags):
+                pairs = zip(places, counts.tolist(), strict=True)
+                used |= {place for place, count in pairs if count > 0}
         for unit in units:
-            unit.give_unused(used_by_any)
+            unit.give_unused(used)
 
     def abandon(self) -> None:
         """Drop what a broken pass left behind."""
@@ -423,35 +402,20 @@ def context_of(unit: Unit) -> Context:
     return context
 
 
-class Forward:
-    """What `module.forward` is: the unit's pass around the module's own. A copy has its own unit.
-
-    Args:
-        unit: Whose module it is.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        functools.update_wrapper(self, unit.forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        unit = self._unit
-        if unit.is_inside:  # compiled code of the module calls its own forward
-            return unit.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if unit.is_plain:
-                return unit.forward(*args, **kwargs)
-            return torch.compiler.disable(run_under_compiler)(unit, args, kwargs)  # type: ignore[call-arg]
-        return run_forward(unit, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
-        return Forward(copy.deepcopy(self._unit, memo))
+def call_unit(unit: Unit, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a unit's module: the unit's pass around the module's own forward."""
+    # Compiled code of the module calls its own forward.
+    if unit.is_inside or (torch.compiler.is_compiling() and unit.is_plain):
+        return unit.forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(run_under_compiler)(unit, args, kwargs)  # type: ignore[call-arg]
+    return run_forward(unit, args, kwargs)
 
 
 def install(unit: Unit) -> None:
-    """Wrap the module's forward."""
-    unit.module.forward = Forward(unit)
+    """Wrap the module's forward; a copy of the module copies this, with a unit of its own."""
+    forward = functools.partial(call_unit, unit)
+    unit.module.forward = functools.update_wrapper(forward, unit.forward, updated=())
     compile_inside(unit)
 
 
@@ -530,7 +494,9 @@ def _run_forward(
     precision = unit.options.precision
     if precision.cast_inputs:
         args, kwargs = _cast((args, kwargs), precision.param)
-    context.enter(is_recompute)
+    if context.depth == 0 and not is_recompute:
+        context.begin_forward()
+    context.depth += 1
     try:
         unit.finish_gather()
         versions = unit.versions
@@ -581,14 +547,14 @@ def _compute(unit: Unit, context: Context, args: tuple, kwargs: dict[str, Any]) 
         granule = _granule_of_plain(unit, context)
         if not is_in_backward():
             unit.last_granules = None if granule == PLAIN else [granule]
-        with unit.attributes.shadowed(unit.leaves(granule)):
+        with shadowed(unit.places, unit.leaves(granule)):
             return unit.inner(*args, **kwargs)
     granules = unit.last_granules = context.granules(num_granules)
     if unit.has_children and not unit.loops_over_model:
         # A forward per granule would gather every unit below once per granule. So values and
         # parameters are one tensor per granule, and every torch function maps over them.
         try:
-            with unit.attributes.shadowed(per_granule([unit.leaves(each) for each in granules])):
+            with shadowed(unit.places, per_granule([unit.leaves(each) for each in granules])):
                 output = unit.inner(*args, **kwargs)
             check_not_bypassed(output, unit.name)
             return output
@@ -638,7 +604,7 @@ def _loop_over_granules(
     def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
         context.loop_granule = granules[index]
         try:
-            with unit.attributes.shadowed(unit.leaves(granules[index])):
+            with shadowed(unit.places, unit.leaves(granules[index])):
                 return unit.inner(*own_args, **own_kwargs)
         finally:
             context.loop_granule = before

@@ -14,7 +14,7 @@
 Where one rank holds everything, in the dtype and on the device it computes with, `full` *is*
 `shard`: nothing is copied and nothing freed.
 
-The computation sees *leaves*, which are views of `full`; see `Leaves`.
+The computation sees *leaves*, which are views of `full`; see `FlatGroup.leaves`.
 
 [Note: one version per parameter] Autograd counts the writes to a tensor together with its views,
 and refuses a backward pass over values that have changed since they were saved. Parameters that
@@ -26,11 +26,11 @@ in one process.
 """
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.granules import PerGranule
-from unison.shard.layout import FlatLayout, Placement, ShardPiece, Slot
+from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
 
@@ -116,6 +116,17 @@ class CPUOffload:
     pin_memory: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """How a unit is sharded; see `fully_shard` for what the fields mean."""
+
+    reshard_after_forward: bool | int
+    reducer: str
+    gradient_divisor: float
+    precision: MixedPrecision
+    offload: CPUOffload | None
+
+
 # ------------------------------------------------------------------------------------------------
 # The leaves of a flat buffer: what a computation sees of the parameters in it.
 #
@@ -138,25 +149,15 @@ PLAIN = -1  # the leaves of a pass that is not cut into granules
 RECOMPUTE = -2  # what code that activation checkpointing runs again sees; see LeafSource in unit.py
 
 
-@dataclass(frozen=True, eq=False)
-class _LeafOrigin:
-    """What a watched tensor is a view of: one parameter in the buffer.
+class _BufferView(Tensor):
+    """A view of the buffer that notices which operations it enters; see [Note: gather on use].
 
     Attributes:
-        base: The parameter as a plain view, which counts the writes to it.
-        group: The flat group, whose unit has the parameters before a backward pass reads them.
-        slot: The parameter's number in it.
+        origin: What it is a view of: the parameter as a plain view, which counts the writes to it,
+            the flat group, and the parameter's number in that.
     """
 
-    base: Tensor
-    group: Any
-    slot: int
-
-
-class _BufferView(Tensor):
-    """A view of the buffer that notices which operations it enters; see [Note: gather on use]."""
-
-    source: _LeafOrigin
+    origin: tuple[Tensor, "FlatGroup", int]
 
     @classmethod
     def __torch_function__(
@@ -187,21 +188,21 @@ def _watch(result: Any, watched: list[_BufferView]) -> Any:
     """Let what an operation returned wait for the parameters in its backward pass."""
     if not isinstance(result, Tensor) or result.grad_fn is None:
         return result
-    read = [(each.source, each.source.base._version) for each in watched]
+    read = [(*each.origin, each.origin[0]._version) for each in watched]
 
     def before_read(_: Any) -> None:
-        for source, _version in read:
-            source.group.unit.reach()
-        for source, version in read:
-            if source.base._version != version and _reads_changed(source.base):
-                source.group.unit.refuse_changed(source.group, source.slot)
+        for _, group, _, _ in read:
+            group.unit.reach()
+        for base, group, slot, version in read:
+            if base._version != version and _reads_changed(base):
+                group.unit.refuse_changed(group, slot)
 
     result.grad_fn.register_prehook(before_read)
     for each in watched:
         is_view = result.untyped_storage()._cdata == each.untyped_storage()._cdata
         if is_view and not isinstance(result, _BufferView):
             result = result.as_subclass(_BufferView)
-            result.source = each.source
+            result.origin = each.origin
     return result
 
 
@@ -238,28 +239,6 @@ def _has_stale_values(node: Any) -> bool:
                     return True
                 raise
     return False
-
-
-class ChangedParameter(Tensor):
-    """Stands for a parameter that a recompute may not see: it was changed since its first pass."""
-
-    refuse: Callable[[], NoReturn]
-
-    @staticmethod
-    def of(base: Tensor, refuse: Callable[[], NoReturn]) -> "ChangedParameter":
-        """Stand for a parameter; every torch function calls `refuse`."""
-        made = torch.Tensor._make_subclass(ChangedParameter, base)
-        made.refuse = refuse
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse."""
-        next(
-            each for each in tree_iter((args, kwargs)) if isinstance(each, ChangedParameter)
-        ).refuse()
 
 
 def watch_compiled(output: Any, inputs: Any, wait: Callable[[], None]) -> None:
@@ -300,101 +279,12 @@ _STEPS_TO_LEAF = 5  # a function of torch leaves a few nodes behind: linear's ar
 _LEAVES = ("torch::autograd::AccumulateGrad",)
 
 
-class _Leaf(_BufferView, nn.Parameter):
-    """A watched leaf."""
-
-
-class Leaves:
-    """The leaves of one flat buffer, by granule.
-
-    Args:
-        bases: The parameters as plain views of the buffer, which may have no memory at the moment.
-        requires_grad: Whether gradients are wanted; without, leaves are plain views.
-        group: The flat group they are of.
-    """
-
-    def __init__(self, bases: Sequence[Tensor], requires_grad: bool, group: Any) -> None:
-        self.bases, self._requires_grad = bases, requires_grad
-        self._sources = [_LeafOrigin(base, group, slot) for slot, base in enumerate(bases)]
-        self._of_granule: dict[int, list[Tensor]] = {}
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Every leaf there is."""
-        return itertools.chain.from_iterable(self._of_granule.values())
-
-    def of(
-        self, granule: int, on_gradient: Callable[[int, int, Tensor], None] | None
-    ) -> list[Tensor]:
-        """The views that one granule computes with, one per parameter.
-
-        Args:
-            granule: Which granule; the same one gets the same leaves until `drop`, so that several
-                forward passes add up in one gradient.
-            on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
-                None leaves gradients at the leaves, for `take_gradients`.
-        """
-        if granule not in self._of_granule:
-            self._of_granule[granule] = [
-                self._make_leaf(index, granule, on_gradient) for index in range(len(self.bases))
-            ]
-        return self._of_granule[granule]
-
-    def views(self) -> list[Tensor]:
-        """The parameters as plain views of the buffer, without gradients."""
-        return [base.detach() for base in self.bases]
-
-    def _make_leaf(
-        self,
-        index: int,
-        granule: int,
-        on_gradient: Callable[[int, int, Tensor], None] | None,
-    ) -> Tensor:
-        view = self.bases[index].detach()
-        if not self._requires_grad:
-            return view
-        leaf = torch.Tensor._make_subclass(_Leaf, view, True)
-        leaf.source = self._sources[index]
-        if on_gradient is not None:
-            leaf.register_post_accumulate_grad_hook(lambda leaf: on_gradient(granule, index, leaf))
-        return leaf
-
-    def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
-        """Take the gradients that lie here, with the granule of each set that has any."""
-        taken = []
-        with torch._C.DisableTorchFunctionSubclass():  # quick: leaves watch what is done to them
-            for granule, leaves in self._of_granule.items() if self._requires_grad else ():
-                gradients = [leaf.grad for leaf in leaves]
-                if any(gradient is not None for gradient in gradients):
-                    taken.append((granule, gradients))
-                    for leaf in leaves:
-                        leaf.grad = None
-        return taken
-
-    def drop(self) -> None:
-        """Forget all leaves; the next forward pass makes new ones."""
-        self._of_granule.clear()
-
-
 def per_granule(leaves: list[list[list[Tensor]]]) -> list[list[Tensor]]:
     """From [granule][group][slot] to [group][slot] of tensors that are one value per granule."""
     return [
         [PerGranule.of(list(slots)) for slots in zip(*groups, strict=True)]
         for groups in zip(*leaves, strict=True)
     ]
-
-
-def give_gradient(piece: nn.Parameter, gradient: Tensor) -> None:
-    """Add a gradient to a piece's own, as a backward pass that ends at the piece would.
-
-    Hooks on the piece run: by autograd itself, which costs a backward pass, where there are any.
-    """
-    num_own = 1 if isinstance(piece, ShardedTensor) else 0  # see FlatGroup
-    if len(piece._backward_hooks or ()) > num_own or piece._post_accumulate_grad_hooks:
-        torch.autograd.backward([piece], [gradient])
-    elif piece.grad is None:
-        piece.grad = gradient
-    else:
-        piece.grad.add_(gradient)
 
 
 def tripwire(leaf: Tensor, unit_name: str) -> Tensor:
@@ -433,21 +323,11 @@ class StoragePhase(Enum):
     FULL = auto()  # `full` holds the parameters
 
 
-@dataclass(frozen=True)
-class ParameterUse:
-    """One place where a module holds a parameter; a tied parameter has several."""
+Use = tuple[nn.Module, str]
+"""A module and the attribute at which it holds a parameter; a tied parameter has several."""
 
-    module: nn.Module
-    attribute: str
-
-
-@dataclass
-class ParameterInfo:
-    """A parameter on its way into a flat buffer."""
-
-    name: str
-    value: nn.Parameter
-    uses: list[ParameterUse] = field(default_factory=list)
+NamedParameter = tuple[str, nn.Parameter, list[Use]]
+"""A parameter on its way into a flat buffer: its name in the unit, and where modules hold it."""
 
 
 class FlatGroup:
@@ -459,7 +339,7 @@ class FlatGroup:
         compute_dtype: Of `full` and the leaves.
         reduce_dtype: In which gradients are summed.
         device: Where the parameters compute.
-        leaves: What a computation sees of `full`.
+        bases: The parameters as plain views of `full`, which may have no memory at the moment.
         recipes: How to make each parameter's initial values, where it was built without memory.
     """
 
@@ -467,37 +347,33 @@ class FlatGroup:
 
     def __init__(
         self,
-        parameters: list[ParameterInfo],
+        parameters: list[NamedParameter],
         axes: Axes,
-        *,
-        device: torch.device,
-        neighbours: Ranks | None = None,
-        precision: MixedPrecision | None = None,
-        offload: CPUOffload | None = None,
-        is_ordered: bool = False,
+        options: UnitOptions,
+        device: torch.device | None = None,
     ) -> None:
-        first = parameters[0].value
-        precision = precision or MixedPrecision()
+        names, values, uses = zip(*parameters, strict=True)
+        first: nn.Parameter = values[0]
         self.axes, self.ranks = axes, axes.shard
-        self._neighbours = neighbours  # who shares the parameters between forward and backward
-        self._offload, self._is_ordered = offload, is_ordered
+        self._neighbours: Ranks | None = None  # who shares parameters until the backward pass
+        if not isinstance(options.reshard_after_forward, bool):
+            self._neighbours = axes.shard.neighbours(options.reshard_after_forward)
+        self._offload, self._is_ordered = options.offload, options.reducer == "ordered"
         self.dtype = first.dtype
-        self.compute_dtype = precision.param_dtype(self.dtype)
-        self.reduce_dtype = precision.reduce_dtype(self.dtype)
+        self.compute_dtype = options.precision.param_dtype(self.dtype)
+        self.reduce_dtype = options.precision.reduce_dtype(self.dtype)
         self.requires_grad = first.requires_grad
-        self.uses = [parameter.uses for parameter in parameters]
-        self.recipes = [getattr(parameter.value, RECIPE, None) for parameter in parameters]
-        self.layout = FlatLayout.of((p.name, tuple(p.value.shape)) for p in parameters)
-        self._make_memory(device)
-        self.pieces = [self._make_piece(index) for index in range(len(parameters))]
-        for parameter, piece in zip(parameters, self.pieces, strict=True):
-            if not parameter.value.is_meta:
-                piece.data.copy_(parameter.value.detach())
-        self._start = [
-            _sum_of_bits(parameter.value.detach())
-            for parameter in parameters
-            if axes.all.size > 1 and not parameter.value.is_meta
-        ]
+        self.uses: tuple[list[Use], ...] = uses
+        self.recipes = [getattr(value, RECIPE, None) for value in values]
+        self.layout = FlatLayout.of(zip(names, [value.shape for value in values], strict=True))
+        self.slots = self.layout.slots
+        self._ranges = self.layout.ranges(self.ranks.size)
+        self._make_memory(device or first.device)
+        self.pieces = [self._make_piece(index) for index in range(len(values))]
+        real = [value.detach() for value in values if not first.is_meta]
+        for piece, value in zip(self.pieces, real, strict=False):
+            piece.data.copy_(value)
+        self._start = [_sum_of_bits(value) for value in real if axes.all.size > 1]
         self._start_versions = self.versions
 
     def _make_memory(self, device: torch.device) -> None:
@@ -510,39 +386,32 @@ class FlatGroup:
             device="cpu" if is_hosted else device,
             pin_memory=is_hosted and self._pins,
         )
-        self.is_alias = (
-            self.ranks.size == 1
-            and self.compute_dtype == self.dtype
-            and (self._offload is None or device.type == "meta")
-        )
-        self._parts = [
-            self.shard.data.narrow(0, own.shard_offset, own.numel) for own in self.piece_places()
-        ]
+        is_one_dtype = self.compute_dtype == self.dtype
+        self.is_alias = self.ranks.size == 1 and is_one_dtype and not is_hosted
+        # Each through a `.data` of its own: see [Note: one version per parameter].
+        pieces = self.layout.pieces(self.ranks.rank, self.ranks.size)
+        self._parts = [self.shard.data.narrow(0, at, stop - start) for start, stop, at in pieces]
         if self.is_alias:
             self.full = self.shard.detach()
-            views = [
-                part.view(slot.shape) for part, slot in zip(self._parts, self.slots, strict=True)
-            ]
+            flat = self._parts
+            self.full_bytes = 0
             self.phase = StoragePhase.FULL
         else:
-            self.full = torch.empty(
-                self.layout.padded_length(self.ranks.size), dtype=self.compute_dtype, device=device
-            )
-            views = [
-                self.full.data.narrow(0, slot.offset, slot.numel).view(slot.shape)
-                for slot in self.slots
-            ]
-            self._full_bytes = self.full.untyped_storage().nbytes()
+            length = self.layout.padded_length(self.ranks.size)
+            self.full = torch.empty(length, dtype=self.compute_dtype, device=device)
+            flat = [self.full.data.narrow(0, slot.offset, slot.numel) for slot in self.slots]
+            self.full_bytes = self.full.untyped_storage().nbytes()
             self.full.untyped_storage().resize_(0)
             self.phase = StoragePhase.SHARDED
         self._work: Work = DONE
         self.gathered_versions: tuple[int, ...] = ()  # what `full` holds, or held last
-        self._kept_versions: tuple[int, ...] = ()
-        self._resident_versions: tuple[int, ...] = ()
         self._sent: Tensor | None = None  # what a running gather reads
-        self._kept: Tensor | None = None  # what neighbours hold between forward and backward
-        self._resident: Tensor | None = None  # the device's copy of a shard that lives on the host
-        self.leaves = Leaves(views, self.requires_grad, self)
+        # By the versions they have: what neighbours hold between forward and backward, and the
+        # device's copy of a shard that lives on the host.
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._resident: dict[tuple[int, ...], Tensor] = {}
+        self.bases = [each.view(slot.shape) for each, slot in zip(flat, self.slots, strict=True)]
+        self._leaves: dict[int, list[Tensor]] = {}  # by granule
         self._moving: list[tuple[nn.Parameter, Tensor]] = []  # gradients on their way to the host
 
     @property
@@ -551,9 +420,7 @@ class FlatGroup:
         return is_asked and torch.cuda.is_available()
 
     def _make_piece(self, index: int) -> nn.Parameter:
-        size = self.ranks.size
-        of_ranks = [self.layout.pieces(rank, size)[index] for rank in range(size)]
-        slot, local = self.slots[index], self._parts[index]
+        size, slot, local = self.ranks.size, self.slots[index], self._parts[index]
         if size == 1:
             whole = nn.Parameter(local.view(slot.shape), requires_grad=self.requires_grad)
             setattr(whole, PIECE, True)
@@ -561,42 +428,35 @@ class FlatGroup:
         place = Placement(
             slot.name,
             slot.shape,
-            tuple((each.start, each.stop) for each in of_ranks),
+            self._ranges[index],
             self.ranks,
             self.device,
             self._is_ordered,
         )
         piece = nn.Parameter(ShardedTensor(local, place), requires_grad=self.requires_grad)
         if self.requires_grad:  # autograd begins the gradient of `piece.sum()` with a plain tensor
-            piece.register_hook(_OwnPart(place))
+            piece.register_hook(partial(shard_of, placement=place))
         return piece
 
     def allocate(self, device: torch.device) -> None:
-        """Give parameters that were sharded without memory their zeros; the pieces stay the same.
+        """Give the pieces new memory, zeros if they had none; they stay the same objects.
 
         An optimizer that was made before goes on holding the right parameters.
         """
         self._make_memory(device)
         for index, piece in enumerate(self.pieces):
             made = self._make_piece(index)
+            if not piece.is_meta:
+                made.data.copy_(piece.detach())
             take_over(piece, made)
             torch.utils.swap_tensors(piece, made)
 
     def copied(self, memo: dict[int, Any]) -> "FlatGroup":
         """The buffers of a copy of the module, whose parameters they become."""
         made = copy.copy(self)
-        made.uses = [
-            [ParameterUse(copy.deepcopy(use.module, memo), use.attribute) for use in uses]
-            for uses in self.uses
-        ]
-        made._make_memory(self.device)
+        made.uses = copy.deepcopy(self.uses, memo)
         made.pieces = [copy.deepcopy(piece, memo) for piece in self.pieces]
-        for index, piece in enumerate(made.pieces):
-            own = made._make_piece(index)
-            with torch.no_grad():
-                own.copy_(piece)
-            vars(own).update(vars(piece))
-            torch.utils.swap_tensors(piece, own)
+        made.allocate(self.device)
         made._start_versions = ()  # what it starts with is another's state
         return made
 
@@ -615,32 +475,18 @@ class FlatGroup:
         return torch.stack(self._start).tolist()
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The places of the parameters."""
-        return self.layout.slots
-
-    @property
     def versions(self) -> tuple[int, ...]:
         """How often each piece has been written; see [Note: one version per parameter]."""
         return tuple([part._version for part in self._parts])
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of `full` while it has memory of its own."""
-        return 0 if self.is_alias else self._full_bytes
-
-    def piece_places(self) -> list[ShardPiece]:
-        """What this rank holds of each parameter."""
-        return self.layout.pieces(self.ranks.rank, self.ranks.size)
-
-    def written(self, *, by_values: bool) -> tuple[list[int], list[int]]:
-        """What tells a write to the full parameters: counters, and sums of bits if asked.
+    def written(self, *, by_values: bool) -> list[tuple[int, int | None]]:
+        """What tells a write to each full parameter: a counter, and a sum of bits if asked.
 
         Writes through `.data` or numpy do not count, so now and then the values are looked at.
         """
-        bases = self.leaves.bases
-        sums = [int(_sum_of_bits(base)) for base in bases] if by_values else []
-        return [base._version for base in bases], sums
+        return [
+            (base._version, int(_sum_of_bits(base)) if by_values else None) for base in self.bases
+        ]
 
     # --- gather and free -------------------------------------------------------------------------
 
@@ -651,23 +497,17 @@ class FlatGroup:
             if self.is_alias or self.gathered_versions == versions:
                 return
             self.free()  # an optimizer stepped since: what is there is stale
-        self.full.untyped_storage().resize_(self._full_bytes)
+        self.full.untyped_storage().resize_(self.full_bytes)
         if self.gathered_versions and self.gathered_versions != versions:
-            increment_version(
-                [
-                    view
-                    for view, old, new in zip(
-                        self.leaves.bases, self.gathered_versions, versions, strict=True
-                    )
-                    if old != new
-                ]
-            )
+            before_and_now = zip(self.bases, self.gathered_versions, versions, strict=True)
+            increment_version([base for base, old, new in before_and_now if old != new])
         self.gathered_versions = versions
         # Through `.data`, which has a version counter of its own: to autograd this write is no
         # change, since it restores what was saved.
-        if self._kept is not None and self._kept_versions == versions:
+        kept = self._kept.get(versions)
+        if kept is not None:
             assert self._neighbours is not None
-            self._work = self._neighbours.gather(self.full.data, self._kept)
+            self._work = self._neighbours.gather(self.full.data, kept)
         else:
             self._sent = self._part_to_send()
             self._work = self.ranks.gather(self.full.data, self._sent)
@@ -675,21 +515,19 @@ class FlatGroup:
 
     def _part_to_send(self) -> Tensor:
         """This rank's part as a gather takes it: on the device, in the computing dtype."""
-        shard = self.shard.detach()
-        if self._offload is not None and not self._offload.parameters:
-            if self._resident is None or self._resident_versions != self.versions:
-                self._resident = self._on_device(shard)
-                self._resident_versions = self.versions
-            return self._resident
-        if self.ranks.size == 1:
-            return shard  # a gather of one rank is a copy, which casts and moves by itself
-        if self._offload is None and self.compute_dtype == self.dtype:
+        shard, offload = self.shard.detach(), self._offload
+        is_resident = offload is not None and not offload.parameters
+        if is_resident and self.versions in self._resident:
+            return self._resident[self.versions]
+        is_sendable = offload is None and self.compute_dtype == self.dtype
+        # A gather of one rank is a copy, which casts and moves by itself.
+        if not is_resident and (is_sendable or self.ranks.size == 1):
             return shard
-        return self._on_device(shard)
-
-    def _on_device(self, shard: Tensor) -> Tensor:
-        copy = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
-        return copy.copy_(shard, non_blocking=True)
+        sent = torch.empty(len(shard), dtype=self.compute_dtype, device=self.device)
+        sent.copy_(shard, non_blocking=True)
+        if is_resident:
+            self._resident = {self.versions: sent}
+        return sent
 
     def finish_gather(self) -> None:
         """Wait until `full` holds the parameters."""
@@ -721,32 +559,74 @@ class FlatGroup:
         """Give memory back until the backward pass, keeping a larger part where that was asked."""
         if self._neighbours is not None and self.phase is StoragePhase.FULL and self.ranks.size > 1:
             parts = self.full.detach().view(self._neighbours.size, -1)
-            self._kept = parts[self._neighbours.rank].clone()
-            self._kept_versions = self.gathered_versions
+            self._kept = {self.gathered_versions: parts[self._neighbours.rank].clone()}
         self.free()
 
     def end_backward(self) -> None:
         """Give all memory back that only this step needed."""
-        self._kept = None
         # An optimizer may write past the version counter; a copy is not trusted beyond a step.
-        self._resident_versions = ()
+        self._kept, self._resident = {}, {}
         self.free()
 
-    # --- gradients -------------------------------------------------------------------------------
+    # --- leaves and gradients --------------------------------------------------------------------
 
-    def give_gradients(self, parts: list[Tensor | None]) -> None:
+    def leaves(
+        self, granule: int, on_gradient: Callable[[int, int, Tensor], None] | None
+    ) -> list[Tensor]:
+        """The views of `full` that one granule computes with, one per parameter.
+
+        Args:
+            granule: Which granule; the same one gets the same leaves until `drop_leaves`, so that
+                several forward passes add up in one gradient.
+            on_gradient: Called with (granule, slot index, leaf) when a leaf's gradient is complete.
+                None leaves gradients at the leaves, for `take_gradients`.
+        """
+        if granule not in self._leaves:
+            views = [base.detach() for base in self.bases]
+            for index, view in enumerate(views if self.requires_grad else ()):
+                leaf = views[index] = torch.Tensor._make_subclass(_BufferView, view, True)
+                leaf._is_param = True  # type: ignore[attr-defined] # an nn.Parameter to torch
+                leaf.origin = self.bases[index], self, index
+                if on_gradient is not None:
+                    leaf.register_post_accumulate_grad_hook(partial(on_gradient, granule, index))
+            self._leaves[granule] = views
+        return self._leaves[granule]
+
+    def drop_leaves(self) -> None:
+        """Forget all leaves; the next forward pass makes new ones."""
+        self._leaves.clear()
+
+    def take_gradients(self) -> list[tuple[int, list[Tensor | None]]]:
+        """Take the gradients that lie at leaves, with the granule of each set that has any."""
+        taken = []
+        with torch._C.DisableTorchFunctionSubclass():  # quick: leaves watch what is done to them
+            for granule, leaves in self._leaves.items():
+                gradients = [leaf.grad for leaf in leaves]
+                if any(gradient is not None for gradient in gradients):
+                    taken.append((granule, gradients))
+                    for leaf in leaves:
+                        leaf.grad = None
+        return taken
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients lie at leaves."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(leaf.grad is not None for each in self._leaves.values() for leaf in each)
+
+    def give_gradients(self, parts: list[tuple[int, Tensor]]) -> None:
         """Add the summed gradients to those of the pieces, or start to move them to the host.
 
         Args:
-            parts: This rank's part of each parameter's gradient [elements of the piece], on the
-                device, in the dtype of the sum; None for a parameter that no rank used.
+            parts: A parameter's number, and this rank's part of its gradient [elements of the
+                piece], on the device, in the dtype of the sum.
         """
-        for piece, part in zip(self.pieces, parts, strict=True):
-            if part is not None and self._offload is None:
-                self._add_gradient(piece, part.to(self.dtype))
-            elif part is not None:
-                moved = self._on_host(part) if self._offload.gradients else part  # type: ignore[union-attr]
-                self._moving.append((piece, moved))
+        for slot, part in parts:
+            if self._offload is None:
+                _add_gradient(self.pieces[slot], part.to(self.dtype))
+            else:
+                moved = self._on_host(part) if self._offload.gradients else part
+                self._moving.append((self.pieces[slot], moved))
 
     def _on_host(self, part: Tensor) -> Tensor:
         host = torch.empty(len(part), dtype=self.dtype, device="cpu", pin_memory=self._pins)
@@ -763,7 +643,7 @@ class FlatGroup:
         self.wait_for_copies()
         self._moving = []
         for piece, part in arrived:
-            self._add_gradient(piece, part)
+            _add_gradient(piece, part)
 
     def wait_for_copies(self) -> None:
         """Let the host wait for copies from and to it, before either side is written."""
@@ -773,23 +653,23 @@ class FlatGroup:
     def drop_gradients(self) -> None:
         """Forget gradients that lie at leaves or are on their way."""
         self._moving = []
-        self.leaves.take_gradients()
-
-    def _add_gradient(self, piece: nn.Parameter, part: Tensor) -> None:
-        if isinstance(piece, ShardedTensor):
-            give_gradient(piece, ShardedTensor(part, piece.placement))
-        else:
-            give_gradient(piece, part.view(piece.shape))
+        self.take_gradients()
 
 
-@dataclass(frozen=True)
-class _OwnPart:
-    """A hook on a piece: of a gradient that is whole, this rank's elements."""
+def _add_gradient(piece: nn.Parameter, part: Tensor) -> None:
+    """Add a part of a gradient to a piece's own, as a backward pass that ends there would.
 
-    placement: Placement
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return shard_of(gradient, self.placement)
+    Hooks on the piece run: by autograd itself, which costs a backward pass, where there are any.
+    """
+    is_sharded = isinstance(piece, ShardedTensor)
+    gradient = ShardedTensor(part, piece.placement) if is_sharded else part.view(piece.shape)
+    # A sharded one has a hook of ours, see `_make_piece`.
+    if len(piece._backward_hooks or ()) > is_sharded or piece._post_accumulate_grad_hooks:
+        torch.autograd.backward([piece], [gradient])
+    elif piece.grad is None:
+        piece.grad = gradient
+    else:
+        piece.grad.add_(gradient)
 
 
 def take_over(original: nn.Parameter, piece: nn.Parameter) -> None:
@@ -798,7 +678,7 @@ def take_over(original: nn.Parameter, piece: nn.Parameter) -> None:
         {key: value for key, value in vars(original).items() if key not in (RECIPE, "__deepcopy__")}
     )
     for hook in (original._backward_hooks or {}).values():
-        if not isinstance(hook, _OwnPart):
+        if getattr(hook, "func", None) is not shard_of:
             piece.register_hook(hook)
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         piece.register_post_accumulate_grad_hook(hook)

@@ -4,11 +4,11 @@
 changes:
 
 * Each module's forward runs granule by granule, on leaves of its own for every granule that share
-  the memory of FSDP2's full parameters (`OrderedModule`, `OrderedParameter`).
+  the memory of FSDP2's full parameters (`OrderedModule`).
 * Their gradients are added in the canonical tree. When FSDP2 asks for a module's gradients, it
   gets this rank's subtree as the gradient it would have accumulated itself.
-* FSDP2 then calls `OrderedReduceScatter`, which finishes the tree over ranks.
-* FSDP2's hooks see the parts of per-granule values (`take_apart`).
+* FSDP2 then calls `OrderedModel`, which finishes the tree over ranks.
+* FSDP2's hooks see the parts of per-granule values (`Parts`).
 
 A gradient under FSDP2 is *one* tensor per parameter and rank, so a rank's granules must form one
 subtree. They do when the number of ranks is a power of two and each has as many granules, again a
@@ -21,10 +21,11 @@ it sent zeros itself.
 """
 
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,14 +35,14 @@ from torch.utils._pytree import tree_map
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.shard.deal import BatchPlan, current_plan, take_mean_was_used
+from unison.shard.deal import BatchPlan, checked_plan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
-from unison.shard.flat_group import ParameterUse, per_granule
+from unison.shard.flat_group import Use, per_granule
 from unison.shard.granules import PerGranule, check_not_bypassed, is_in_backward, num_granules_of
 from unison.shard.ranks import Ranks
+from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
-from unison.shard.tree import SubtreeSum, TreeSum, aligned_levels
-from unison.shard.unit import Attributes, units_of
+from unison.shard.unit import places_of, shadowed, units_of
 
 # ------------------------------------------------------------------------------------------------
 # What the ordered reducer needs of a model under FSDP2, checked before anything is changed.
@@ -162,71 +163,278 @@ def shared_mesh(model: nn.Module) -> DeviceMesh:
 # Per-granule values on their way through FSDP2's hooks.
 #
 # FSDP2's hooks pass a module's inputs through an `autograd.Function` and put hooks on its outputs.
-# Both would meet the shell of a `PerGranule` and miss its parts. FSDP2 looks into tuples, so there
-# the parts travel in one, and each is handled as the plain tensor it is.
+# Both would meet the shell of a `PerGranule` and miss its parts. FSDP2 looks into tuples, and
+# copies named ones element by element, so there the parts travel in one, and each is handled as the
+# plain tensor it is.
+
+Parts = namedtuple("Parts", ["tensors"])  # of a `PerGranule`
 
 
-class Parts(NamedTuple):
-    """A `PerGranule` taken apart. FSDP2 copies named tuples element by element."""
-
-    tensors: tuple[Tensor, ...]
-
-
-def take_apart(value: Any) -> Any:
-    """Replace every `PerGranule` in a nested value by its `Parts`."""
-    return tree_map(
-        lambda item: Parts(tuple(item.parts)) if isinstance(item, PerGranule) else item, value
+def _call_with_parts(hook: Callable, module: nn.Module, *values: Any) -> Any:
+    """Call FSDP2's hook before or after a forward pass."""
+    apart = tree_map(
+        lambda item: Parts(tuple(item.parts)) if isinstance(item, PerGranule) else item, values
     )
-
-
-def put_together(value: Any) -> Any:
-    """Undo `take_apart`."""
     return tree_map(
         lambda item: PerGranule.of(item.tensors) if isinstance(item, Parts) else item,
-        value,
+        hook(module, *apart),
         is_leaf=lambda item: isinstance(item, Parts),
     )
 
 
-def before_forward(hook: Callable) -> Callable:
-    """Wrap FSDP2's hook before a forward pass."""
+def set_granular_forward(undo: ExitStack, module: Any, forward: Callable) -> None:
+    """Give an FSDP2 module a forward that takes values per granule, until `undo` is closed."""
+    set_attribute(undo, module, "forward", forward)
+    state = module._get_fsdp_state()
+    for hooks, handle in (
+        (module._forward_pre_hooks, state._pre_forward_hook_handle),
+        (module._forward_hooks, state._post_forward_hook_handle),
+    ):
+        undo.callback(hooks.__setitem__, handle.id, hooks[handle.id])
+        hooks[handle.id] = partial(_call_with_parts, hooks[handle.id])  # where it stands
 
-    def wrapped(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return put_together(hook(module, *take_apart((args, kwargs))))
 
-    return wrapped
+def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an object's own attribute until `undo` is closed."""
+    if name in owner.__dict__:
+        undo.callback(setattr, owner, name, owner.__dict__[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
-def after_forward(hook: Callable) -> Callable:
-    """Wrap FSDP2's hook after a forward pass."""
+def in_turn(first: Callable[[], None], then: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls one, and then the other with its arguments."""
 
-    def wrapped(module: nn.Module, args: tuple, output: Any) -> Any:
-        return put_together(hook(module, take_apart(args), take_apart(output)))
+    def both(*args: Any) -> None:
+        first()
+        then(*args)
 
-    return wrapped
+    return both
+
+
+def uses_of(parameter: Any) -> list[Use]:
+    """Where modules hold a parameter of FSDP2, by its `FSDPParam`."""
+    info = parameter._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
 
 
 # ------------------------------------------------------------------------------------------------
-# The ordered sum over ranks, as FSDP2 calls it.
+# One FSDP2 module, computing granule by granule.
 
 
-class OrderedReduceScatter:
-    """All-to-all, then the canonical tree: what FSDP2 calls in place of its reduce-scatter.
+class OrderedModule:
+    """A module that FSDP2 gathers and reduces as one, its parameters, and their gradients.
 
-    The bytes on the wire are those of a reduce-scatter. FSDP2 does not call it on one rank, where
-    the subtree is the whole tree.
+    A parameter has one leaf per granule. The leaves share the memory of FSDP2's own full parameter,
+    so they are filled and emptied when that is. Gradients reach them, and never the full parameter
+    itself, and are added in this rank's subtree.
 
     Args:
-        model: Knows each rank's level in the tree.
+        module: The module.
+        paths: The names of modules in the model.
+        model: What all modules of the model share.
+
+    Attributes:
+        sent: What was summed over ranks last: FSDP2's record of a parameter, whether this rank used
+            it, and whether it had a gradient before.
     """
 
-    def __init__(self, model: "OrderedModel") -> None:
-        self._model = model
+    def __init__(self, module: Any, paths: dict[nn.Module, str], model: "OrderedModel") -> None:
+        self.group = next(iter(param_groups_of(module)), None)
+        self._parameters: list[Any] = [] if self.group is None else list(self.group.fsdp_params)
+        infos = [each._module_info for each in self._parameters]
+        names = [f"{paths[info.module]}.{info.param_name}".lstrip(".") for info in infos]
+        self._names = [canonical_name(name) for name in names]
+        self._name = canonical_name(paths[module]) or "root"
+        self._module, self._model = module, model
+        self._has_children = len(fsdp2_modules(module)) > 1
+        self._places = places_of([[uses_of(each) for each in self._parameters]])
+        self._forward = module.forward  # the user's own
+        self._reduce = self.group.post_backward if self.group is not None else None
+        self._num_calls = 0  # forward passes whose backward pass has not come
+        self._leaves: dict[int, list[Tensor]] = {}  # by granule
+        self._trees: list[SubtreeSum] = []
+        self.sent: list[tuple[Any, bool, bool]] = []
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, granule by granule."""
+        num_granules = num_granules_of((args, kwargs))
+        is_training = torch.is_grad_enabled() and not is_in_backward()
+        if num_granules == 0:
+            if is_training:
+                raise BadInput(
+                    f"the ordered reducer of {self._name!r} needs a batch cut into granules; feed "
+                    "the model from unison.deal(loader, granule=...), or evaluate under "
+                    "torch.no_grad()"
+                )
+            return self._forward(*args, **kwargs)
+        self._num_calls += is_training
+        if torch.is_grad_enabled():
+            tensors = [self._leaves_of(each) for each in self._model.granules(num_granules)]
+        else:  # an evaluation; any batch will do
+            tensors = [[each.unsharded_param for each in self._parameters]] * num_granules
+
+        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
+            with shadowed(self._places, [tensors[index]]):
+                return self._forward(*own_args, **own_kwargs)
+
+        about = self._name, self._module
+        with granular_pass(*about, (args, kwargs), looks_at_writes=False):
+            if not self._has_children:
+                return call_each_granule(*about, call, num_granules, args, kwargs)
+            # One forward per granule would gather every module below once per granule: so it runs
+            # once, each of its own operations granule by granule.
+            with shadowed(self._places, per_granule([[each] for each in tensors])):
+                output = self._forward(*args, **kwargs)
+        check_not_bypassed(output, self._name)
+        return output
+
+    def _leaves_of(self, granule: int) -> list[Tensor]:
+        """What a granule computes with; the same tensors until `begin_pass`."""
+        if granule not in self._leaves:
+            leaves = self._leaves[granule] = []
+            for index, each in enumerate(self._parameters):
+                is_trained = each.sharded_param.requires_grad
+                leaves.append(nn.Parameter(each.unsharded_param.detach(), is_trained))
+                if is_trained:
+                    take = partial(self._take_gradient, granule, index)
+                    leaves[-1].register_post_accumulate_grad_hook(take)
+        return self._leaves[granule]
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def begin_pass(self, batch: tuple[int, int] | None) -> None:
+        """Be ready for other granules, and for this rank's granules of a new logical batch."""
+        self._num_calls = 0
+        self._leaves.clear()
+        if batch is not None:
+            self._trees = [SubtreeSum(*batch) for _ in self._parameters]
+
+    def _take_gradient(self, granule: int, index: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None and self._model.holds(granule):
+            # In the dtype of the exchange from the first addition on: what a rank has summed before
+            # it must not be rounded differently from what others send.
+            dtype = self._parameters[index].reduce_dtype or gradient.dtype
+            self._trees[index].put(granule, gradient.to(dtype))
+
+    def post_backward(self, *unused: Any) -> None:
+        """What FSDP2 calls when a backward pass has left the module, in place of its own.
+
+        Raises:
+            UnsupportedOperation: A gradient came past the leaves; naming the parameter.
+        """
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            full = getattr(parameter, "_unsharded_param", None)  # None before the first pass
+            if full is not None and full.grad is not None:
+                full.grad = None
+                raise UnsupportedOperation(
+                    f"{name!r} got a gradient that belongs to no granule: it was used under "
+                    "reentrant checkpointing (pass use_reentrant=False to torch.utils.checkpoint), "
+                    "through a method that register_fsdp_forward_method made, or outside of forward"
+                )
+        self._num_calls -= 1
+        # A module that was called twice has all its gradients after the second backward pass only.
+        if self._num_calls <= 0 and self._model.closes:
+            self._hand_over()
+        assert self._reduce is not None
+        self._reduce()
+
+    def finish_backward(self) -> None:
+        """Sum what is left when the whole backward pass is over."""
+        if self._model.closes and self._hand_over():
+            self._reduce()  # type: ignore[misc]
+
+    def _hand_over(self) -> bool:
+        """Give FSDP2 this rank's subtrees as the gradients to sum over ranks, if there are any.
+
+        A granule that did not use a parameter counts as zeros, and so does a rank.
+        """
+        if not any(tree.seen for tree in self._trees):
+            return False
+        assert self.group is not None
+        if not self.group.reduce_grads:
+            raise UnsupportedOperation(
+                f"gradient sync of {self._name!r} is off; leave set_requires_gradient_sync(True), "
+                "the ordered reducer itself waits for the pass that closes the logical batch"
+            )
+        if self.group.gradient_divide_factor != 1:
+            raise UnsupportedOperation(
+                f"gradient_divide_factor of {self._name!r} was set to "
+                f"{self.group.gradient_divide_factor} after unison.use_ordered_reduction; the "
+                "ordered reducer sums, and unison.batch_mean divides"
+            )
+        self.sent = []
+        for index, (each, tree) in enumerate(zip(self._parameters, self._trees, strict=True)):
+            if not each.sharded_param.requires_grad:
+                continue
+            self.sent.append((each, bool(tree.seen), each.sharded_param.grad is not None))
+            full, dtype = each.unsharded_param, each.reduce_dtype
+            make_zeros = partial(torch.zeros_like, full, dtype=dtype or full.dtype)
+            if tree.seen:
+                tree.fill(make_zeros)
+            subtree = tree_sum(tree.take())
+            each.unsharded_accumulated_grad = make_zeros() if subtree is None else subtree
+            self._trees[index] = SubtreeSum(*self._model.mine)
+        return True
+
+
+class OrderedModel:
+    """What the FSDP2 modules of one model share: the batch and the end of the backward pass.
+
+    FSDP2 calls it in place of its reduce-scatter: all-to-all, then the canonical tree. The bytes on
+    the wire are those of a reduce-scatter. FSDP2 does not call it on one rank, where the subtree is
+    the whole tree.
+
+    Attributes:
+        modules: The model's FSDP2 modules, parents first; set by whoever attaches them.
+        undo: Gives back the model as it was when closed.
+        mine: This rank's granules [low, high) of the logical batch.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.modules: list[OrderedModule] = []
+        self.undo = ExitStack()
+        self.mine = (0, 0)
+        self._levels: list[int] = []  # of each rank's subtree: it has 2**level granules
+        self._plan: BatchPlan | None = None
+
+    @property
+    def closes(self) -> bool:
+        """Whether the running pass is the last of the logical batch."""
+        return self._plan is not None and self._plan.closes_logical_batch
+
+    def holds(self, granule: int) -> bool:
+        """Whether a granule is this rank's, and no ghost."""
+        return self.mine[0] <= granule < self.mine[1]
+
+    def granules(self, num_granules: int) -> Sequence[int]:
+        """Global numbers of the granules of the running pass.
+
+        Raises:
+            BadInput: If there is no dealt batch of as many granules, or it does not suit FSDP2.
+        """
+        # A recompute in the backward pass belongs to the batch of the forward pass, whatever the
+        # loader has handed out since.
+        plan = checked_plan(self._plan if is_in_backward() else current_plan(), num_granules)
+        if plan is not self._plan:
+            self._levels = one_subtree_per_rank(plan, self._ranks)
+            self._plan = plan
+            low, high = self.mine = plan.edges[plan.rank], plan.edges[plan.rank + 1]
+            is_first = low == high or plan.granule_ids[0] == low
+            for module in self.modules:
+                module.begin_pass(self.mine if is_first else None)
+        return plan.granule_ids
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Make a buffer of its own for every call."""
+        """Make a buffer of its own for every call of FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -242,300 +450,9 @@ class OrderedReduceScatter:
             raise AssertionError(f"expected FSDP2 to ask for a plain sum, found {op}")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        total = TreeSum()
-        for row, level in zip(received.view(group.size(), -1), self._model.levels, strict=True):
-            total.push(row, level)
-        result = total.finish()
-        assert result is not None
-        output_tensor.copy_(result)
-
-
-# ------------------------------------------------------------------------------------------------
-# One parameter under FSDP2, seen granule by granule.
-
-
-class OrderedParameter:
-    """A parameter with one leaf per granule, and the subtree of the leaves' gradients.
-
-    The leaves share the memory of FSDP2's own full parameter, so they are filled and emptied when
-    that is. A gradient reaches them and never the full parameter itself.
-
-    Args:
-        fsdp: FSDP2's record of the parameter, an `FSDPParam`.
-        name: Its name in the model.
-    """
-
-    def __init__(self, fsdp: Any, name: str) -> None:
-        self.fsdp, self.name = fsdp, name
-        info = fsdp._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        self.uses = [
-            ParameterUse(info.module, info.param_name),
-            *(ParameterUse(*place) for place in shared),
-        ]
-        self._leaves: dict[int, Tensor] = {}
-        self._mine = (0, 0)
-        self._tree = SubtreeSum(0, 0)
-        self._had_gradient = False  # before the last sum over ranks
-        self.was_used = False  # by this rank, in what it sent to the last sum over ranks
-
-    @property
-    def full(self) -> Tensor:
-        """FSDP2's own full parameter, which has memory during a pass."""
-        return self.fsdp.unsharded_param
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether gradients are wanted."""
-        return self.fsdp.sharded_param.requires_grad
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients wait for the sum over ranks."""
-        return bool(self._tree.seen)
-
-    # --- leaves ----------------------------------------------------------------------------------
-
-    def leaf(self, granule: int) -> Tensor:
-        """What a granule computes with; the same tensor until `begin_pass`."""
-        if granule not in self._leaves:
-            leaf = self._leaves[granule] = nn.Parameter(self.full.detach(), self.is_trainable)
-            if self.is_trainable:
-                take = partial(self._take_gradient, granule)
-                leaf.register_post_accumulate_grad_hook(take)
-        return self._leaves[granule]
-
-    # --- gradients -------------------------------------------------------------------------------
-
-    def begin_batch(self, low: int, high: int) -> None:
-        """Be ready for a logical batch of which this rank has the granules [low, high)."""
-        self._mine = low, high
-        self._tree = SubtreeSum(low, high)
-
-    def begin_pass(self) -> None:
-        """Be ready for other granules of the batch."""
-        self._leaves.clear()
-
-    def _take_gradient(self, granule: int, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is None or not self._mine[0] <= granule < self._mine[1]:
-            return
-        # In the dtype of the exchange from the first addition on: what a rank has summed before it
-        # must not be rounded differently from what others send.
-        self._tree.put(granule, gradient.to(self.fsdp.reduce_dtype or gradient.dtype))
-
-    def check_no_other_gradient(self) -> None:
-        """Refuse a gradient that came past the leaves.
-
-        Raises:
-            UnsupportedOperation: Naming the parameter.
-        """
-        full = getattr(self.fsdp, "_unsharded_param", None)  # None before the first pass
-        if full is not None and full.grad is not None:
-            full.grad = None
-            raise UnsupportedOperation(
-                f"{self.name!r} got a gradient that belongs to no granule: it was used under "
-                "reentrant checkpointing (pass use_reentrant=False to torch.utils.checkpoint), "
-                "through a method that register_fsdp_forward_method made, or outside of forward"
-            )
-
-    def hand_over(self) -> None:
-        """Give FSDP2 this rank's subtree as the gradient to sum over ranks.
-
-        A granule that did not use the parameter counts as zeros, and so does a rank.
-        """
-        self.was_used = self.has_gradients
-        self._had_gradient = self.fsdp.sharded_param.grad is not None
-        if not self.was_used:
-            self.fsdp.unsharded_accumulated_grad = self._zeros()
-            return
-        self._tree.fill(self._zeros)
-        total = TreeSum()
-        for level, node in self._tree.take():
-            total.push(node, level)
-        self.fsdp.unsharded_accumulated_grad = total.finish()
-        self._tree = SubtreeSum(*self._mine)
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros_like(self.full, dtype=self.fsdp.reduce_dtype or self.full.dtype)
-
-    def forget_unused(self) -> None:
-        """Have no gradient, where the one that FSDP2 made is the zeros of ranks that had none."""
-        if not self._had_gradient:
-            self.fsdp.sharded_param.grad = None
-
-
-# ------------------------------------------------------------------------------------------------
-# One FSDP2 module, computing granule by granule.
-
-
-class OrderedModule:
-    """A module that FSDP2 gathers and reduces as one, its parameters, and their gradients.
-
-    Args:
-        module: The module.
-        name: Its name in the model.
-        parameters: Those that no FSDP2 module below it holds.
-        group: FSDP2's `FSDPParamGroup` of these parameters; None if there are none.
-        has_children: Whether there are FSDP2 modules below it.
-        batch: The batch that all modules of the model share.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        *,
-        parameters: list[OrderedParameter],
-        group: Any,
-        has_children: bool,
-        batch: "OrderedModel",
-    ) -> None:
-        self.name, self.module, self.parameters = name, module, parameters
-        self._group, self._has_children, self._batch = group, has_children, batch
-        self._attributes = Attributes([[parameter.uses for parameter in parameters]])
-        self._forward = module.forward  # the user's own
-        self._reduce = group.post_backward if group is not None else None
-        self._num_calls = 0  # forward passes whose backward pass has not come
-        self._sent: list[OrderedParameter] = []
-
-    # --- forward ---------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, granule by granule."""
-        num_granules = num_granules_of((args, kwargs))
-        is_training = torch.is_grad_enabled() and not is_in_backward()
-        if num_granules == 0:
-            if is_training:
-                raise BadInput(
-                    f"the ordered reducer of {self.name!r} needs a batch cut into granules; feed "
-                    "the model from unison.deal(loader, granule=...), or evaluate under "
-                    "torch.no_grad()"
-                )
-            return self._forward(*args, **kwargs)
-        self._num_calls += is_training
-        tensors = self._tensors(num_granules)
-
-        def call(index: int, own_args: tuple, own_kwargs: dict[str, Any]) -> Any:
-            with self._attributes.shadowed([tensors[index]]):
-                return self._forward(*own_args, **own_kwargs)
-
-        with granular_pass(self.name, self.module, (args, kwargs), looks_at_writes=False):
-            if not self._has_children:
-                return call_each_granule(self.name, self.module, call, num_granules, args, kwargs)
-            # One forward per granule would gather every module below once per granule: so it runs
-            # once, each of its own operations granule by granule.
-            with self._attributes.shadowed(per_granule([[each] for each in tensors])):
-                output = self._forward(*args, **kwargs)
-        check_not_bypassed(output, self.name)
-        return output
-
-    def _tensors(self, num_granules: int) -> list[list[Tensor]]:
-        """What each granule computes with, [granule][parameter]."""
-        if not torch.is_grad_enabled():  # an evaluation; any batch will do
-            return [[parameter.full for parameter in self.parameters]] * num_granules
-        granules = self._batch.granules(num_granules)
-        return [[parameter.leaf(granule) for parameter in self.parameters] for granule in granules]
-
-    # --- backward --------------------------------------------------------------------------------
-
-    def post_backward(self, *unused: Any) -> None:
-        """What FSDP2 calls when a backward pass has left the module, in place of its own."""
-        for parameter in self.parameters:
-            parameter.check_no_other_gradient()
-        self._num_calls -= 1
-        # A module that was called twice has all its gradients after the second backward pass only.
-        if self._num_calls <= 0 and self._batch.closes:
-            self._hand_over()
-        assert self._reduce is not None
-        self._reduce()
-
-    def finish_backward(self) -> None:
-        """Sum what is left when the whole backward pass is over."""
-        if self._batch.closes and self._hand_over():
-            self._reduce()  # type: ignore[misc]
-
-    def _hand_over(self) -> bool:
-        """Give FSDP2 the gradients of all trainable parameters, if there are any."""
-        if not any(parameter.has_gradients for parameter in self.parameters):
-            return False
-        if not self._group.reduce_grads:
-            raise UnsupportedOperation(
-                f"gradient sync of {self.name!r} is off; leave set_requires_gradient_sync(True), "
-                "the ordered reducer itself waits for the pass that closes the logical batch"
-            )
-        if self._group.gradient_divide_factor != 1:
-            raise UnsupportedOperation(
-                f"gradient_divide_factor of {self.name!r} was set to "
-                f"{self._group.gradient_divide_factor} after unison.use_ordered_reduction; the "
-                "ordered reducer sums, and unison.batch_mean divides"
-            )
-        self._sent = [parameter for parameter in self.parameters if parameter.is_trainable]
-        for parameter in self._sent:
-            parameter.hand_over()
-        return True
-
-    def take_sent(self) -> list[OrderedParameter]:
-        """The parameters that were summed over ranks since the last time this was asked."""
-        sent, self._sent = self._sent, []
-        return sent
-
-    def begin_pass(self) -> None:
-        """Be ready for other granules."""
-        self._num_calls = 0
-        for parameter in self.parameters:
-            parameter.begin_pass()
-
-
-class OrderedModel:
-    """What the FSDP2 modules of one model share: the batch and the end of the backward pass.
-
-    Attributes:
-        ranks: The ranks of the model's mesh.
-        modules: The model's FSDP2 modules, parents first; set by whoever attaches them.
-        undo: Gives back the model as it was when closed.
-        levels: Each rank's level in the tree: it holds the subtree of 2**level granules.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.modules: list[OrderedModule] = []
-        self.undo = ExitStack()
-        self.levels: list[int] = []
-        self._plan: BatchPlan | None = None
-
-    @property
-    def closes(self) -> bool:
-        """Whether the running pass is the last of the logical batch."""
-        return self._plan is not None and self._plan.closes_logical_batch
-
-    def granules(self, num_granules: int) -> Sequence[int]:
-        """Global numbers of the granules of the running pass.
-
-        Raises:
-            BadInput: If there is no dealt batch of as many granules, or it does not suit FSDP2.
-        """
-        # A recompute in the backward pass belongs to the batch of the forward pass, whatever the
-        # loader has handed out since.
-        plan = self._plan if is_in_backward() else current_plan()
-        if plan is None or len(plan.granule_ids) != num_granules:
-            found = "no dealt batch" if plan is None else f"a plan of {len(plan.granule_ids)}"
-            raise BadInput(
-                f"expected the plan of a batch of {num_granules} granules, found {found}"
-            )
-        if plan is not self._plan:
-            self._begin_pass(plan)
-        return plan.granule_ids
-
-    def _begin_pass(self, plan: BatchPlan) -> None:
-        self.levels = one_subtree_per_rank(plan, self.ranks)
-        self._plan = plan
-        low, high = plan.edges[plan.rank], plan.edges[plan.rank + 1]
-        is_first = low == high or plan.granule_ids[0] == low
-        for module in self.modules:
-            module.begin_pass()
-            for parameter in module.parameters if is_first else []:
-                parameter.begin_batch(low, high)
+        total = tree_sum(zip(self._levels, received.view(group.size(), -1), strict=True))
+        assert total is not None
+        output_tensor.copy_(total)
 
     def finish_backward(self) -> None:
         """Sum what is left; FSDP2 calls this at the end of a backward pass, before its own end."""
@@ -548,17 +465,18 @@ class OrderedModel:
     @torch.no_grad()
     def _forget_unused(self) -> None:
         """Leave parameters that no rank used without a gradient; see [Note: used flags]."""
-        sent = [parameter for module in self.modules for parameter in module.take_sent()]
+        sent = [each for module in self.modules for each in module.sent]
+        for module in self.modules:
+            module.sent = []
         if not sent:
             return
-        used = [float(parameter.was_used) for parameter in sent]
-        flags = torch.tensor(used, device=sent[0].full.device)
-        self.ranks.sum_(flags)
+        used = [float(was_used) for _, was_used, _ in sent]
+        flags = self._ranks.sum_(torch.tensor(used, device=sent[0][0].unsharded_param.device))
         if all(used):
             return
-        for parameter, flag in zip(sent, flags.tolist(), strict=True):
-            if flag == 0:
-                parameter.forget_unused()
+        for (parameter, _, had_gradient), flag in zip(sent, flags.tolist(), strict=True):
+            if flag == 0 and not had_gradient:
+                parameter.sharded_param.grad = None
 
 
 def one_subtree_per_rank(plan: BatchPlan, ranks: Ranks) -> list[int]:
@@ -657,53 +575,15 @@ def _attach(
     module: Any, paths: dict[nn.Module, str], model: OrderedModel, undo: ExitStack
 ) -> OrderedModule:
     """Let one FSDP2 module compute granule by granule and sum in order."""
-    state, group = module._get_fsdp_state(), next(iter(param_groups_of(module)), None)
-    parameters = []
-    for each in [] if group is None else group.fsdp_params:
-        place = each._module_info
-        name = canonical_name(f"{paths[place.module]}.{place.param_name}".lstrip("."))
-        parameters.append(OrderedParameter(each, name))
-    ordered = OrderedModule(
-        module,
-        canonical_name(paths[module]) or "root",
-        parameters=parameters,
-        group=group,
-        has_children=len(fsdp2_modules(module)) > 1,
-        batch=model,
-    )
-    set_attribute(undo, module, "forward", ordered.forward)
-    wrap_hook(
-        undo, module._forward_pre_hooks, state._pre_forward_hook_handle.id, wrapper=before_forward
-    )
-    wrap_hook(
-        undo, module._forward_hooks, state._post_forward_hook_handle.id, wrapper=after_forward
-    )
+    ordered = OrderedModule(module, paths, model)
+    set_granular_forward(undo, module, ordered.forward)
     # Whichever module's gradient comes first queues the end of the backward pass.
-    end_backward = state._root_post_backward_final_callback
-
-    def finish_backward() -> None:
-        model.finish_backward()
-        end_backward()
-
+    state = module._get_fsdp_state()
+    finish_backward = in_turn(model.finish_backward, state._root_post_backward_final_callback)
     set_attribute(undo, state, "_root_post_backward_final_callback", finish_backward)
-    if group is not None:
-        set_attribute(undo, group, "post_backward", ordered.post_backward)
-        set_attribute(undo, group, "_reduce_scatter_comm", OrderedReduceScatter(model))
-        set_attribute(undo, group, "gradient_divide_factor", 1.0)
-        set_attribute(undo, group, "force_sum_reduction_for_comms", True)
+    if ordered.group is not None:
+        set_attribute(undo, ordered.group, "post_backward", ordered.post_backward)
+        set_attribute(undo, ordered.group, "_reduce_scatter_comm", model)
+        set_attribute(undo, ordered.group, "gradient_divide_factor", 1.0)
+        set_attribute(undo, ordered.group, "force_sum_reduction_for_comms", True)
     return ordered
-
-
-def set_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an object's own attribute until `undo` is closed."""
-    if name in owner.__dict__:
-        undo.callback(setattr, owner, name, owner.__dict__[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
-
-
-def wrap_hook(undo: ExitStack, hooks: dict, key: int, wrapper: Callable) -> None:
-    """Wrap a module's hook where it stands among others, until `undo` is closed."""
-    undo.callback(hooks.__setitem__, key, hooks[key])
-    hooks[key] = wrapper(hooks[key])

@@ -17,7 +17,7 @@ the next torch function.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,20 +85,36 @@ class PerGranule(Tensor):
         return f"PerGranule({len(self.parts)} granules, the first: {self.parts[0]!r})"
 
 
+class RefusedTensor(Tensor):
+    """Stands for a tensor that may not be read: every torch function of it calls `refuse`."""
+
+    refuse: Callable[[], NoReturn]
+
+    @staticmethod
+    def of(value: Tensor, refuse: Callable[[], NoReturn]) -> "RefusedTensor":
+        """Stand for a tensor."""
+        made = torch.Tensor._make_subclass(RefusedTensor, value.detach())
+        made.refuse = refuse
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse."""
+        next(each for each in tree_iter((args, kwargs)) if isinstance(each, cls)).refuse()
+
+
 def _map(func: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function once per granule."""
-    flat, spec = tree_flatten((args, kwargs))
+    flat, _ = tree_flatten((args, kwargs))
     _check_shells(flat, name)
     num_granules = next(len(value.parts) for value in flat if isinstance(value, PerGranule))
     _check_in_place(name, flat)
-    columns = [
-        value.parts if isinstance(value, PerGranule) else [value] * num_granules for value in flat
-    ]
     plan = plan_of(flat)
     draws = draws_of(plan, num_granules) if func in DRAWING else None
     results = []
-    for index, row in enumerate(zip(*columns, strict=True)):
-        row_args, row_kwargs = tree_unflatten(list(row), spec)
+    for index, (row_args, row_kwargs) in enumerate(split((args, kwargs), num_granules)):
         if draws is None:
             results.append(func(*row_args, **row_kwargs))
             continue

@@ -15,19 +15,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unison.shard.ranks import Ranks
 
 ALIGNMENT = 256  # elements
 
 
-def aligned(length: int) -> int:
-    """Round a length up to a multiple of ALIGNMENT.
+def aligned(length: int, alignment: int = ALIGNMENT) -> int:
+    """Round a length up to a multiple of the alignment.
 
     >>> [aligned(n) for n in (0, 1, 256, 257)]
     [0, 256, 256, 512]
     """
-    return -(-length // ALIGNMENT) * ALIGNMENT
+    return -(-length // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class ShardPiece:
-    """What one rank's shard holds of one parameter.
-
-    Attributes:
-        slot: The parameter.
-        start: First element of the parameter that this shard holds.
-        stop: One past its last element; equal to `start` where it holds none.
-        shard_offset: Where the piece begins in the shard.
-    """
-
-    slot: Slot
-    start: int
-    stop: int
-    shard_offset: int
-
-    @property
-    def numel(self) -> int:
-        """Elements that this rank holds of the parameter."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class FlatLayout:
     """The order and the places of parameters in one flat buffer.
 
     Attributes:
         slots: The parameters, by increasing offset.
         length: Elements of the buffer before it is padded for a world size.
+        alignment: Every rank's shard is a multiple of it long.
     """
 
     slots: tuple[Slot, ...]
     length: int
+    alignment: int = ALIGNMENT
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> "FlatLayout":
@@ -97,23 +78,38 @@ class FlatLayout:
         >>> FlatLayout.of([("a", (1000,))]).shard_length(3)
         512
         """
-        return aligned(-(-self.length // world_size))
+        return aligned(-(-self.length // world_size), self.alignment)
 
     def padded_length(self, world_size: int) -> int:
         """Elements of all shards together."""
         return self.shard_length(world_size) * world_size
 
-    def pieces(self, rank: int, world_size: int) -> list[ShardPiece]:
-        """What a rank's shard holds of every parameter, empty pieces included."""
+    def pieces(self, rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        """What a rank's shard holds of every parameter: (start, stop, offset in the shard).
+
+        These are the elements [start, stop) of the flattened parameter; there may be none.
+        """
         length = self.shard_length(world_size)
         low, high = rank * length, (rank + 1) * length
         pieces = []
         for slot in self.slots:
             start = min(max(low - slot.offset, 0), slot.numel)
             stop = max(min(high - slot.offset, slot.numel), start)
-            shard_offset = min(max(slot.offset - low, 0), length)
-            pieces.append(ShardPiece(slot, start, stop, shard_offset))
+            pieces.append((start, stop, min(max(slot.offset - low, 0), length)))
         return pieces
+
+    def ranges(self, world_size: int) -> list[tuple[tuple[int, int], ...]]:
+        """Which elements [start, stop) of each flattened parameter every rank holds."""
+        of_ranks = [self.pieces(rank, world_size) for rank in range(world_size)]
+        return [
+            tuple((start, stop) for start, stop, _ in of_slot)
+            for of_slot in zip(*of_ranks, strict=True)
+        ]
+
+    def cut(self, shard: Tensor, ranks: Ranks) -> list[Tensor]:
+        """The views of this rank's shard [shard length] that hold each parameter's elements."""
+        pieces = self.pieces(ranks.rank, ranks.size)
+        return [shard.narrow(0, offset, stop - start) for start, stop, offset in pieces]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from unison.errors import BadInput
 from unison.shard.flat_group import is_piece
 from unison.shard.layout import ALIGNMENT, Placement
 from unison.shard.ranks import Ranks
+from unison.shard.reducers import aligned_levels, tree_sum
 from unison.shard.sharded_tensor import (
     fsdp2_modules,
     is_dtensor,
@@ -26,7 +27,6 @@ from unison.shard.sharded_tensor import (
     placement_of,
     show_shards,
 )
-from unison.shard.tree import TreeSum, aligned_levels
 from unison.shard.unit import units_of
 
 Source = Callable[[nn.Parameter], Tensor | None]
@@ -91,15 +91,12 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
     flat = ranks.sum_(torch.cat([*sums, *shared]))
     flat, squares = flat.split([len(is_shared), len(shared) * ALIGNMENT])
     flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares.view(-1, ALIGNMENT))
-    total = TreeSum()
     numbers = iter(flat.cpu())
+    totals = []
     for of_parameter in nodes:
-        tree = TreeSum()
-        for _, level, _ in of_parameter:
-            tree.push(next(numbers).clone(), level)
-        of_blocks = tree.finish()
-        total.push(torch.zeros((), dtype=torch.float64) if of_blocks is None else of_blocks)
-    result = total.finish()
+        of_blocks = tree_sum((level, next(numbers).clone()) for _, level, _ in of_parameter)
+        totals.append(torch.zeros((), dtype=torch.float64) if of_blocks is None else of_blocks)
+    result = tree_sum((0, each) for each in totals)
     assert result is not None
     return result.sqrt().to(wire)
 

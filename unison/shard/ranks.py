@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,15 +26,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Done:
-    """A collective that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-DONE = _Done()
-Work = dist.Work | _Done
+DONE: torch.futures.Future[None] = torch.futures.Future()  # a collective that is over
+DONE.set_result(None)
+Work = dist.Work | torch.futures.Future
 """A collective under way; `wait` returns when its result may be used, on the current stream."""
 
 
@@ -208,15 +202,10 @@ def checksum(value: Tensor) -> Tensor:  # int64 [2]
 PATIENCE = timedelta(seconds=20)
 
 
-@dataclass
-class _Meetings:
-    """How often the ranks of a group have met, and what the last meeting left in the store."""
-
-    count: int = 0
-    keys: list[str] = field(default_factory=list)
-
-
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
+# By group: how often its ranks have met, and what the last meeting left in the store.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, list[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def meet(ranks: Ranks, what: str) -> None:
@@ -233,11 +222,11 @@ def meet(ranks: Ranks, what: str) -> None:
         return
     assert ranks.group is not None
     line = lines_of(caller(sys._getframe(1))[1])[0]
-    meetings = _meetings.setdefault(ranks.group, _Meetings())
-    meetings.count += 1
+    count, old_keys = _meetings.get(ranks.group, (0, []))
     members = dist.get_process_group_ranks(ranks.group)
     told = hashlib.blake2b(f"{members} {line} {what}".encode(), digest_size=8).hexdigest()
-    key = f"unison/meet/{meetings.count}/{told}"
+    key = f"unison/meet/{count + 1}/{told}"
+    _meetings[ranks.group] = count + 1, [key, f"{key}/all"]
     store = dist.distributed_c10d._get_default_store()
     if store.add(key, 1) == ranks.size:
         store.set(f"{key}/all", "")
@@ -249,7 +238,5 @@ def meet(ranks: Ranks, what: str) -> None:
             f"{PATIENCE.seconds} s, at {line}; call it on every rank, outside of `if rank == ...`"
         ) from error
     # Whoever is here has left the meeting before.
-    if ranks.rank == 0:
-        for old in meetings.keys:
-            store.delete_key(old)
-        meetings.keys = [key, f"{key}/all"]
+    for old in old_keys if ranks.rank == 0 else ():
+        store.delete_key(old)

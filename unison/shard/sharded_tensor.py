@@ -93,11 +93,11 @@ class ShardedTensor(Tensor):
 
         Gradients do not go through it: a loss may use what the module's forward returns.
         """
-        return _Whole.apply(self)  # type: ignore[no-any-return]
+        return _Plain.apply(self, True)  # type: ignore[no-any-return]
 
     def to_local(self) -> Tensor:  # [stop - start]
         """This rank's elements, with gradients of their own; `local` is the same without."""
-        return _Local.apply(self)  # type: ignore[no-any-return]
+        return _Plain.apply(self, False)  # type: ignore[no-any-return]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of " if isinstance(self, nn.Parameter) else ""
@@ -201,28 +201,26 @@ class _NoStorage(torch.UntypedStorage):
         raise NeedsWhole(f"a file needs the whole of a sharded parameter; {SAVING}")
 
 
-class _Whole(torch.autograd.Function):
+class _Plain(torch.autograd.Function):
+    """From a sharded tensor to a plain one: the whole, or this rank's elements."""
+
     @staticmethod
-    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        place = shard.placement
-        ctx.name = place.name
+    def forward(ctx: Any, shard: ShardedTensor, is_whole: bool) -> Tensor:  # type: ignore[override]
+        place, ctx.is_whole = shard.placement, is_whole
+        ctx.placement = place
+        if not is_whole:
+            return shard.local.detach()
         meet(place.ranks, f"full_tensor() of {place.name!r}")
         return _gather(shard.local, place).to(shard.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        raise NeedsWhole(f"gradients do not go through full_tensor() of {ctx.name!r}; {USING}")
-
-
-class _Local(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:  # type: ignore[override]
-        ctx.placement = shard.placement
-        return shard.local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return ShardedTensor(gradient.contiguous(), ctx.placement)
+        place = ctx.placement
+        if ctx.is_whole:
+            raise NeedsWhole(
+                f"gradients do not go through full_tensor() of {place.name!r}; {USING}"
+            )
+        return ShardedTensor(gradient.contiguous(), place), None
 
 
 def _gather(part: Tensor, placement: Placement) -> Tensor:
@@ -510,25 +508,11 @@ def _extreme(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The largest or smallest element, or whether any or all are true."""
     shard = args[0]
     # Numbers stay exact, and a NaN is carried on, as `func` itself would.
-    values = shard.local if len(shard.local) else _neutral(func, shard)
-    part = func(values).view(1)
-    is_bool = part.dtype == torch.bool
-    sent = part.to(torch.uint8) if is_bool else part
+    part = func(shard.local if len(shard.local) else shard.local.new_zeros(1)).view(1)
+    sent = part.to(torch.uint8) if part.dtype == torch.bool else part
     of_ranks = _of_all_ranks(sent, shard.placement, f"{func._schema.name[6:]} of a sharded tensor")
-    return func(of_ranks.to(part.dtype)[:, 0])
-
-
-def _neutral(func: Any, shard: ShardedTensor) -> Tensor:
-    """One element that decides nothing, for a rank that holds none."""
-    if func in (aten.any.default, aten.all.default):
-        return torch.tensor([func is aten.all.default], device=shard.device)
-    if shard.is_floating_point():
-        least = -math.inf
-        value = least if func is aten.max.default else -least
-    else:
-        info = torch.iinfo(shard.dtype)
-        value = info.min if func is aten.max.default else info.max
-    return shard.local.new_full((1,), value)
+    holds_some = [start < stop for start, stop in shard.placement.ranges]
+    return func(of_ranks.to(part.dtype)[holds_some, 0])
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:

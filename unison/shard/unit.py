@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
@@ -16,17 +15,16 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.flat_group import (
     PLAIN,
     RECOMPUTE,
-    ChangedParameter,
-    CPUOffload,
     FlatGroup,
-    MixedPrecision,
-    ParameterInfo,
-    ParameterUse,
+    NamedParameter,
     StoragePhase,
+    UnitOptions,
+    Use,
     per_granule,
     take_over,
     tripwire,
 )
+from unison.shard.granules import RefusedTensor
 from unison.shard.ranks import Axes
 from unison.shard.reducers import FastReducer, OrderedReducer
 
@@ -37,68 +35,57 @@ from unison.shard.reducers import FastReducer, OrderedReducer
 # into `_parameters`. So a full parameter that is put into the dictionary shadows its piece, while
 # `named_parameters()` goes on showing pieces.
 
-# What attributes were before they were shadowed: (instance dictionary, name, value).
-Hidden = list[tuple[dict[str, Any], str, Tensor | None]]
+Places = list[tuple[nn.Module, str, int, int]]
+"""Where modules hold parameters: (module, attribute, flat group, slot in it) of each use."""
+
+Hidden = list[tuple[nn.Module, str, Tensor | None]]
+"""What attributes were before they were shadowed: (module, attribute, its own value if any)."""
 
 
-class Attributes:
-    """Where the parameters of one unit are seen; see [Note: shadowing].
+def places_of(uses: Sequence[Sequence[Sequence[Use]]]) -> Places:
+    """Where parameters are seen, given the uses of each flat group's parameters."""
+    return [
+        (*use, group, slot)
+        for group, of_group in enumerate(uses)
+        for slot, of_slot in enumerate(of_group)
+        for use in of_slot
+    ]
 
-    Args:
-        uses: For each flat group and each parameter in it, where modules hold it.
-    """
 
-    def __init__(self, uses: Sequence[Sequence[Sequence[ParameterUse]]]) -> None:
-        self._places = [
-            (use.module.__dict__, use.attribute, group, slot)
-            for group, of_group in enumerate(uses)
-            for slot, of_slot in enumerate(of_group)
-            for use in of_slot
-        ]
-        self._recurrent = {
-            use.module
-            for of_group in uses
-            for of_slot in of_group
-            for use in of_slot
-            if isinstance(use.module, nn.RNNBase)
-        }
+@contextmanager
+def shadowed(places: Places, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Let attributes be the given tensors, one sequence per flat group."""
+    hidden = shadow(places, tensors)
+    try:
+        yield
+    finally:
+        restore(hidden)
 
-    @contextmanager
-    def shadowed(self, tensors: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Let the attributes be the given tensors, one sequence per flat group."""
-        hidden = self.shadow(tensors)
-        try:
-            yield
-        finally:
-            self.restore(hidden)
 
-    def shadow(self, tensors: Sequence[Sequence[Tensor]]) -> Hidden:
-        """Hide the pieces behind full parameters; returns what `restore` takes."""
-        hidden = [
-            (attributes, name, attributes.get(name)) for attributes, name, _, _ in self._places
-        ]
-        for attributes, name, group, slot in self._places:
-            attributes[name] = tensors[group][slot]
-        if self._recurrent:
-            self._renew_flat_weights()
-        return hidden
+def shadow(places: Places, tensors: Sequence[Sequence[Tensor]]) -> Hidden:
+    """Hide the pieces behind full parameters; returns what `restore` takes."""
+    hidden: Hidden = []
+    for module, name, group, slot in places:
+        hidden.append((module, name, vars(module).get(name)))
+        vars(module)[name] = tensors[group][slot]
+    _renew_flat_weights(hidden)
+    return hidden
 
-    def restore(self, hidden: Hidden) -> None:
-        """Undo `shadow`."""
-        for attributes, name, before in hidden:
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
-        if self._recurrent:
-            self._renew_flat_weights()
 
-    def _renew_flat_weights(self) -> None:
-        """Let recurrent modules, which keep a second list of parameters, see the same ones."""
-        for module in self._recurrent:
-            module._flat_weights = [
-                getattr(module, name, None) for name in module._flat_weights_names
-            ]
+def restore(hidden: Hidden) -> None:
+    """Undo `shadow`."""
+    for module, name, before in hidden:
+        if before is None:
+            del vars(module)[name]
+        else:
+            vars(module)[name] = before
+    _renew_flat_weights(hidden)
+
+
+def _renew_flat_weights(hidden: Hidden) -> None:
+    """Let recurrent modules, which keep a second list of parameters, see the same ones."""
+    for module in {module for module, _, _ in hidden if isinstance(module, nn.RNNBase)}:
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 UNIT_ATTRIBUTE = "_unison_unit"  # on a module: its unit
@@ -108,7 +95,7 @@ TAKEN_BY = "_unison_taken_by"  # on a parameter that was sharded: by which unit
 Versions = list[tuple[int, ...]]
 """How often each parameter had been written, one tuple per flat group."""
 
-Written = list[tuple[list[int], list[int]]]
+Written = list[list[tuple[int, int | None]]]
 """What tells a write to full parameters, per flat group; see `FlatGroup.written`."""
 
 LeafSource = Callable[["Unit", int], list[list[Tensor]]]
@@ -118,30 +105,19 @@ Set where somebody else than autograd makes the gradients of parameters: the ten
 the unit sums none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """How a unit is sharded; see `fully_shard` for what the fields mean."""
-
-    reshard_after_forward: bool | int
-    reducer: str
-    gradient_divisor: float
-    precision: MixedPrecision
-    offload: CPUOffload | None
-
-
 class Unit:
     """Parameters of one module (those that no unit below it took) and their storage."""
 
     def __init__(
         self,
         module: nn.Module,
-        name: str,
-        parameters: list[ParameterInfo],
+        parameters: list[NamedParameter],
         axes: Axes,
         options: UnitOptions,
         device: torch.device | None = None,
     ) -> None:
-        self.module, self.name, self.axes, self.options = module, name, axes, options
+        self.module, self.name = module, type(module).__name__  # until it has its path
+        self.axes, self.options = axes, options
         self.ranks = axes.shard
         self.forward = self.inner = module.forward  # the user's own; and what a pass calls
         self.compiled: Callable[..., Any] | None = None  # what the user had compiled of it
@@ -155,28 +131,19 @@ class Unit:
         )
         self.requires_sync = True  # see `set_requires_gradient_sync`
         self._num_passes = 0
-        after_forward = options.reshard_after_forward
-        neighbours = (
-            None if isinstance(after_forward, bool) else axes.shard.neighbours(after_forward)
-        )
-        classes: dict[tuple, list[ParameterInfo]] = {}
+        kinds: dict[tuple, list[NamedParameter]] = {}
         for each in parameters:
-            kind = (each.value.dtype, each.value.device, each.value.requires_grad)
-            classes.setdefault(kind, []).append(each)
-        groups = [
-            FlatGroup(
-                members,
-                axes,
-                device=device or members[0].value.device,
-                neighbours=neighbours,
-                precision=options.precision,
-                offload=options.offload,
-                is_ordered=options.reducer == "ordered",
-            )
-            for members in classes.values()
-        ]
+            kind = (each[1].dtype, each[1].device, each[1].requires_grad)
+            kinds.setdefault(kind, []).append(each)
+        groups = [FlatGroup(members, axes, options, device) for members in kinds.values()]
         self._take_groups(groups)
-        self._install_pieces()
+        for members, group in zip(kinds.values(), groups, strict=True):
+            for (_, original, uses), piece in zip(members, group.pieces, strict=True):
+                take_over(original, piece)
+                # A later unit that meets the original again has found a tie across units.
+                setattr(original, TAKEN_BY, self.name)
+                for holder, attribute in uses:
+                    holder._parameters[attribute] = piece
 
     def _take_groups(self, groups: list[FlatGroup]) -> None:
         self.groups = groups
@@ -186,7 +153,7 @@ class Unit:
         # In the running backward pass: which parameters this rank used, and parts of the others.
         self.used: set[tuple[FlatGroup, int]] = set()
         self._unused: list[tuple[FlatGroup, int, Tensor]] = []
-        self.attributes = Attributes([group.uses for group in self.groups])
+        self.places = places_of([group.uses for group in self.groups])
         self.last_granules: list[int] | None = None  # of the last forward pass; None for plain
         self._hidden: Hidden | None = None  # in a backward pass, behind the full parameters
         self._hidden_by_user: Hidden | None = None  # and after `unshard`
@@ -221,17 +188,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.groups)} flat buffers)"
 
-    def _install_pieces(self) -> None:
-        for group in self.groups:
-            for piece, uses in zip(group.pieces, group.uses, strict=True):
-                original = uses[0].module._parameters[uses[0].attribute]
-                assert original is not None
-                take_over(original, piece)
-                # A later unit that meets the original again has found a tie across units.
-                setattr(original, TAKEN_BY, self.name)
-                for use in uses:
-                    use.module._parameters[use.attribute] = piece
-
     def allocate(self, device: torch.device) -> None:
         """Give parameters that were sharded without memory their zeros."""
         for group in self.groups:
@@ -253,9 +209,7 @@ class Unit:
                 )
             for index, (piece, uses) in enumerate(zip(group.pieces, group.uses, strict=True)):
                 slot = group.slots[index]
-                is_in_place = all(
-                    use.module._parameters.get(use.attribute) is piece for use in uses
-                )
+                is_in_place = all(module._parameters.get(name) is piece for module, name in uses)
                 if not (is_in_place and group.is_in_shard(index)):
                     what = "moved" if is_in_place else "replaced"
                     raise BadInput(
@@ -291,7 +245,7 @@ class Unit:
         if not self.is_plain and self._hidden_by_user is None:
             self.finish_gather()
             self.forward_versions = self.versions
-            self._hidden_by_user = self.attributes.shadow(self.leaves(PLAIN))
+            self._hidden_by_user = shadow(self.places, self.leaves(PLAIN))
             self._shown = [group.written(by_values=False) for group in self.groups]
 
     def reshard(self) -> None:
@@ -327,23 +281,15 @@ class Unit:
             UnsupportedOperation: Naming the parameter and the remedy.
         """
         for group, noted in zip(self.groups, before or (), strict=False):
-            now = group.written(by_values=bool(noted[1]))
-            if now == noted:
-                continue
-            changed = next(
-                index
-                for index in range(len(group.slots))
-                if any(
-                    old[index : index + 1] != new[index : index + 1]
-                    for old, new in zip(noted, now, strict=True)
-                )
-            )
-            raise UnsupportedOperation(
-                f"parameter {self._path(group, changed)!r} was written in forward (or after "
-                "unshard), where it is a gathered copy, so that the write would be lost; write to "
-                "it outside, under torch.no_grad() (nn.Embedding(max_norm=): after "
-                "optimizer.step(); initialisation by data: before fully_shard)"
-            )
+            now = group.written(by_values=noted[0][1] is not None)
+            for slot, (old, new) in enumerate(zip(noted, now, strict=True)):
+                if old != new:
+                    raise UnsupportedOperation(
+                        f"parameter {self._path(group, slot)!r} was written in forward (or after "
+                        "unshard), where it is a gathered copy, so that the write would be lost; "
+                        "write to it outside, under torch.no_grad() (nn.Embedding(max_norm=): "
+                        "after optimizer.step(); initialisation by data: before fully_shard)"
+                    )
 
     def free_after_forward(self) -> None:
         """Give memory back until the backward pass needs the parameters again."""
@@ -355,7 +301,12 @@ class Unit:
         """Have the full parameters, also for code that activation checkpointing runs again."""
         self.finish_gather()
         if self._hidden is None:
-            self._hidden = self.attributes.shadow(self._without_changed(self._recompute_tensors()))
+            tensors = [list(of_group) for of_group in self._recompute_tensors()]
+            for index, slot in self._changed():  # which a recompute must not see
+                group = self.groups[index]
+                refuse = partial(self.refuse_changed, group, slot)
+                tensors[index][slot] = RefusedTensor.of(group.bases[slot], refuse)
+            self._hidden = shadow(self.places, tensors)
 
     @property
     def versions(self) -> Versions:
@@ -382,17 +333,6 @@ class Unit:
             for slot in range(len(new))
             if old[slot] != new[slot]
         ]
-
-    def _without_changed(self, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Put what raises in the place of parameters that a recompute must not see."""
-        changed = self._changed()
-        if changed:
-            tensors = [list(of_group) for of_group in tensors]
-        for index, slot in changed:
-            group = self.groups[index]
-            refuse = partial(self.refuse_changed, group, slot)
-            tensors[index][slot] = ChangedParameter.of(group.leaves.bases[slot], refuse)
-        return tensors
 
     def refuse_changed(self, group: FlatGroup, slot: int) -> NoReturn:
         """Refuse a backward pass over values of a parameter that has changed since."""
@@ -426,7 +366,7 @@ class Unit:
         """Let the module's attributes be the pieces again."""
         for hidden in (self._hidden, self._hidden_by_user):  # the last one first
             if hidden is not None:
-                self.attributes.restore(hidden)
+                restore(hidden)
         self._hidden = self._hidden_by_user = self._shown = None
 
     def free(self) -> None:
@@ -434,12 +374,6 @@ class Unit:
         self.show_pieces()
         for group in self.groups:
             group.free()
-
-    def end_inference(self) -> None:
-        """Be ready for parameters to change after a pass without gradients."""
-        self.free()
-        for group in self.groups:
-            group.wait_for_copies()
 
     def leaves(self, granule: int) -> list[list[Tensor]]:
         """The tensors that a granule computes with, one list per flat group."""
@@ -449,7 +383,7 @@ class Unit:
         # fast reducer takes a unit's gradients all together, which costs fewer calls.
         is_ordered = self.options.reducer == "ordered"
         return [
-            group.leaves.of(granule, partial(self._receive, group) if is_ordered else None)
+            group.leaves(granule, partial(self._receive, group) if is_ordered else None)
             for group in self.groups
         ]
 
@@ -477,8 +411,10 @@ class Unit:
 
     def _reducer(self, group: FlatGroup) -> FastReducer | OrderedReducer:
         if group not in self._reducers:
+            like = torch.empty(0, dtype=group.reduce_dtype, device=group.device)
+            about = group.layout, group.axes, like
             is_ordered = self.options.reducer == "ordered"
-            made = OrderedReducer(group, self.edges) if is_ordered else FastReducer(group)
+            made = OrderedReducer(*about, self.edges) if is_ordered else FastReducer(*about)
             self._reducers[group] = made
         return self._reducers[group]
 
@@ -498,13 +434,12 @@ class Unit:
     @property
     def has_untaken_gradients(self) -> bool:
         """Whether gradients lie at the leaves."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(leaf.grad is not None for group in self.groups for leaf in group.leaves)
+        return any(group.has_gradients for group in self.groups)
 
     def hold_gradients(self) -> None:
         """Add the gradients at the leaves to those of earlier passes; they are summed later."""
         for group in self.trainable:
-            for granule, gradients in group.leaves.take_gradients():
+            for granule, gradients in group.take_gradients():
                 self._reducer(group).take(granule, gradients)
 
     def start_reduce(self) -> None:
@@ -528,13 +463,14 @@ class Unit:
                 if self.options.gradient_divisor != 1:
                     present = [part for part in parts if part is not None]
                     torch._foreach_div_(present, self.options.gradient_divisor)
+                given = []
                 for slot, (part, is_used) in enumerate(zip(parts, reducer.used, strict=True)):
-                    if is_used:
+                    if part is not None and is_used:
                         self.used.add((group, slot))
+                        given.append((slot, part))
                     elif part is not None:
                         self._unused.append((group, slot, part))
-                        parts[slot] = None
-                group.give_gradients(parts)
+                group.give_gradients(given)
         self.forget_gradients()
 
     @torch.no_grad()
@@ -546,8 +482,7 @@ class Unit:
         """
         for group, slot, part in self._unused:
             if (group, slot) in used_by_any:
-                before = [None] * slot
-                group.give_gradients([*before, part, *[None] * (len(group.slots) - slot - 1)])
+                group.give_gradients([(slot, part)])
         self.used, self._unused = set(), []
 
     def forget_gradients(self) -> None:
@@ -563,11 +498,6 @@ class Unit:
         for group in self.groups:
             group.drop_gradients()
 
-    def settle(self) -> None:
-        """Have every gradient where its parameter is."""
-        for group in self.groups:
-            group.settle()
-
     def end_backward(self) -> None:
         """Be ready for the next pass."""
         self.free()
@@ -578,7 +508,7 @@ class Unit:
         """Be ready for other granules, of this logical batch or of a new one."""
         self.edges = edges
         for group in self.groups:
-            group.leaves.drop()
+            group.drop_leaves()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
