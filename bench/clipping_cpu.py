@@ -31,7 +31,8 @@ from torch.optim import AdamW, Optimizer
 
 from bench.memory import Category, MemoryTracker
 from bench.runner import ROOT, ratio_of, wall_seconds, write_result
-from unison.models import LanguageModel, ModelConfig, build, layers, per_sample_loss, preset
+from unison.models import LanguageModel, ModelConfig, build, per_sample_loss, preset
+from unison.models.language_models import LanguageModelHead
 
 SHAPE = {"vocab_size": 4096, "d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 2048}
 CONFIG = preset("gpt2", context_length=256, tie_head=False, **SHAPE)
@@ -135,14 +136,8 @@ def build_for_peers(task: Task) -> LanguageModel:
     for name, module in list(model.named_modules()):
         with torch.device("meta"):
             match module:
-                case layers.Projection():
-                    d_out, d_in = module.weight.shape
-                    other = nn.Linear(d_in, d_out, bias=module.bias is not None)
-                case layers.Embedding():
-                    num_rows, width = module.weight.shape
-                    other = nn.Embedding(num_rows, width)
-                case layers.LayerNorm():
-                    other = nn.LayerNorm(module.weight.shape, eps=module.eps)
+                case LanguageModelHead():
+                    other = nn.Linear(module.in_features, module.out_features, bias=False)
                 case _:
                     continue
         other.load_state_dict(module.state_dict(), assign=True)

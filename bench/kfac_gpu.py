@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import unison
 from bench.runner import interleaved_pairs, wall_seconds, write_result
-from unison.kfac import linalg
-from unison.kfac.phases import observed
+from unison.kfac import inverse
+from unison.kfac.factors import observed
 from unison.models import ModelConfig, build, preset
 
 LIMIT = 1.35
@@ -138,13 +138,13 @@ def alternatives(side: Side, rows: Tensor) -> dict[str, Any]:
     kfac = side.kfac
     assert kfac is not None
     inverses = {}
-    chosen = linalg._streams
+    chosen = inverse._streams
     for count in (1, 2, 4, 8):
         streams = tuple(torch.cuda.Stream() for _ in range(count))
-        linalg._streams = lambda where, streams=streams: streams  # pyright: ignore
+        inverse._streams = lambda where, streams=streams: streams  # pyright: ignore
         wall_seconds(kfac._invert)
         inverses[count] = min(wall_seconds(kfac._invert) for _ in range(2)) * 1e3
-    linalg._streams = chosen
+    inverse._streams = chosen
     side.backward(rows)
     gradients = kfac._routes.gradients()
     steps = {}

@@ -56,7 +56,7 @@ PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 # Where somebody else must know what batches are dealt, what is sharded and how checkpoints are
 # written, single files may import it.
 ADAPTERS: dict[str, set[str]] = {
-    "unison/kfac/state.py": {"shard"},
+    "unison/kfac/kfac.py": {"shard"},
     "unison/capture/compiled_forward.py": {"shard"},
     "unison/privacy/dealing.py": {"shard"},
     "unison/capture/torch_compile.py": {"shard"},

@@ -130,18 +130,25 @@ class Kfac:
 
     def __post_init__(self) -> None:
         check.not_negative(damping=self.damping)
-        check.one_of(DAMPING_FORMS, damping_form=self.damping_form)
-        if self.max_condition_number is not None and not self.max_condition_number > 1:
-            raise BadInput(
-                f"max_condition_number must be above 1, found {self.max_condition_number!r}"
-            )
-        check.positive(update_every=self.update_every, max_factor_size=self.max_factor_size)
-        check.positive(**_given(invert_every=self.invert_every))
-        if not 0 <= self.decay < 1:
-            raise BadInput(f"decay must be at least 0 and below 1, found {self.decay!r}")
-        check.one_of(FISHERS, fisher=self.fisher)
-        check.one_of(GRAFTS, graft=self.graft)
-        check.positive(**_given(kl_clip=self.kl_clip))
+        check.positive(update_every=self.update_every, **_given(invert_every=self.invert_every))
+        check_curvature(self)
+
+
+def check_curvature(settings: Any) -> None:
+    """Check the settings that `Kfac` and `unison.KFACConfig` share.
+
+    Raises:
+        BadInput: Naming the setting.
+    """
+    check.one_of(DAMPING_FORMS, damping_form=settings.damping_form)
+    check.one_of(FISHERS, fisher=settings.fisher)
+    check.one_of(GRAFTS, graft=settings.graft)
+    check.positive(max_factor_size=settings.max_factor_size, **_given(kl_clip=settings.kl_clip))
+    most = settings.max_condition_number
+    if most is not None and not most > 1:
+        raise BadInput(f"max_condition_number must be above 1, found {most!r}")
+    if not 0 <= settings.decay < 1:
+        raise BadInput(f"decay must be at least 0 and below 1, found {settings.decay!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

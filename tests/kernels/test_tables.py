@@ -27,7 +27,7 @@ from unison.kernels.random import (
     inverse_tail,
     tail_table,
 )
-from unison.rng.secure import DRAW_DISTANCE
+from unison.rng.streams import DRAW_DISTANCE
 
 CPU = torch.device("cpu")
 

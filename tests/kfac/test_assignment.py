@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unison.kfac.factors import packed, triangle_size, unpacked
-from unison.kfac.layers import assign
+from unison.kfac.factors import assign, packed, source_of, triangle_size, unpacked
 
 COSTS = st.lists(st.floats(0, 1e12), max_size=40)
 
@@ -15,22 +14,21 @@ COSTS = st.lists(st.floats(0, 1e12), max_size=40)
 def test_every_layer_has_as_many_owners(costs, num_ranks, fraction):
     found = assign(costs, num_ranks, fraction)
     expected = min(num_ranks, max(1, round(fraction * num_ranks)))
-    for own in found.owners:
+    for own in found:
         assert len(set(own)) == len(own) == expected
         assert set(own) <= set(range(num_ranks))
-    assert found.is_replicated == (expected == num_ranks or not costs)
     for layer in range(len(costs)):
         for rank in range(num_ranks):
-            source = found.source(rank, layer)
-            assert found.owns(source, layer)
-            assert source == rank or not found.owns(rank, layer)
+            source = source_of(found[layer], rank)
+            assert source in found[layer]
+            assert source == rank or rank not in found[layer]
 
 
 @given(COSTS, st.integers(1, 9))
 def test_no_rank_does_much_more_than_its_share(costs, num_ranks):
     found = assign(costs, num_ranks, 0.0)
     load = [0.0] * num_ranks
-    for (owner,), cost in zip(found.owners, costs, strict=True):
+    for (owner,), cost in zip(found, costs, strict=True):
         load[owner] += cost
     # The bound of giving the dearest first: 4/3 of the best, which is at least both of these.
     best = max([sum(costs) / num_ranks, *costs, *_second(costs, num_ranks)], default=0.0)

@@ -19,8 +19,8 @@ from tests.privacy.common import make_model as make_private_model
 from unison import KFAC, KFACConfig
 from unison.capture import compiled as capture
 from unison.errors import UnsupportedOperation
-from unison.kfac import passes
-from unison.kfac.passes import CompiledStatistics
+from unison.kfac import fisher
+from unison.kfac.fisher import CompiledStatistics
 
 # torch's compiler itself meets warnings while it traces, and must not stop at them.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -199,7 +199,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
 
 
 def test_batches_of_many_shapes(monkeypatch):
-    monkeypatch.setattr(passes, "MAX_KINDS", 2)
+    monkeypatch.setattr(fisher, "MAX_KINDS", 2)
     sizes = (5, 3, 5, 1, 3)
     expected, _ = factors_after(make_transformer(), sizes=sizes)
     with pytest.warns(UserWarning, match=r"statistics .* uncompiled: .*more than 2 shapes"):

@@ -4,7 +4,6 @@ import pytest
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac import KFACConfig
-from unison.kfac.config import period_at
 
 
 def test_the_defaults_are_those_that_paid():
@@ -53,8 +52,9 @@ def test_what_is_not_built_says_so(reduction):
 
 
 def test_schedules_are_checked_when_they_are_asked():
-    assert period_at(lambda step: 1 if step < 10 else 5, 12) == 5
+    config = KFACConfig()
+    assert config.period(lambda step: 1 if step < 10 else 5, 12) == 5
     with pytest.raises(BadInput, match="period must be above 0"):
-        period_at(lambda step: 0, 3)
+        config.period(lambda step: 0, 3)
     with pytest.raises(BadInput, match="whole number"):
-        period_at(lambda step: 1.5, 3)  # type: ignore[arg-type,return-value]
+        config.period(lambda step: 1.5, 3)  # type: ignore[arg-type,return-value]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kfac.common import CLASSES, Transformer, observed, relative, settings
-from unison.kfac.fisher import CategoricalLikelihood
+from unison.kfac.fisher import DRAWN
 from unison.rng import Key, Stream
 
 curvlinops = pytest.importorskip("curvlinops")
@@ -96,7 +96,7 @@ def test_drawn_labels_are_labels():
     x, y = tokens()
     stream = Stream(Key.from_seed(0), "labels", step=0, purpose="kfac")
     z = model(x).detach()
-    labels = (z.softmax(-1) - CategoricalLikelihood().drawn(z, stream, 0)).argmax(-1)
+    labels = (z.softmax(-1) - DRAWN["categorical"](z, stream, 0)).argmax(-1)
     compare(model, LINEARS, x, y, fisher="mc", labels=labels)
 
 

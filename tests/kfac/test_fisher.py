@@ -7,27 +7,27 @@ from torch import nn
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.fisher import LIKELIHOOD, CategoricalLikelihood, drawn_classes
+from unison.kfac.fisher import COLUMNS, DRAWN, drawn_classes
 from unison.rng import Key, Stream
 
 STREAM = Stream(Key.from_seed(7), "labels", purpose="kfac")
 
 
-@pytest.mark.parametrize("kind", LIKELIHOOD)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_drawn_gradients_have_the_moments_of_the_columns(kind):
     torch.manual_seed(0)
     z = torch.randn(1, 1, 3).double().expand(40_000, 5, 3)
-    drawn = LIKELIHOOD[kind].drawn(z, STREAM, 0).reshape(-1, 3)
-    columns = torch.stack([each[0, 0] for each in LIKELIHOOD[kind].columns(z[:1, :1])])
+    drawn = DRAWN[kind](z, STREAM, 0).reshape(-1, 3)
+    columns = torch.stack([each[0, 0] for each in COLUMNS[kind](z[:1, :1])])
     assert drawn.mean(dim=0).abs().max() < 5e-3
     assert (drawn.T @ drawn / len(drawn) - columns.T @ columns).abs().max() < 5e-3
 
 
-@pytest.mark.parametrize("kind", LIKELIHOOD)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_a_label_depends_on_its_row_and_token_alone(kind):
     z = torch.randn(9, 6, 4)
-    whole = LIKELIHOOD[kind].drawn(z, STREAM, 20)
-    part = LIKELIHOOD[kind].drawn(z[3:7, :4], STREAM, 23)
+    whole = DRAWN[kind](z, STREAM, 20)
+    part = DRAWN[kind](z[3:7, :4], STREAM, 23)
     assert torch.equal(whole[3:7, :4], part)
 
 
@@ -41,7 +41,7 @@ def test_many_classes_are_drawn_as_few_are(classes):
     found = drawn_classes(p, u)
     assert torch.equal(found, expected.squeeze(-1).clamp(max=classes - 1))
     z = torch.randn(2, 3, classes)
-    gradient = CategoricalLikelihood().drawn(z, STREAM, 0)
+    gradient = DRAWN["categorical"](z, STREAM, 0)
     drawn = torch.softmax(z, dim=-1) - gradient
     assert relative(drawn.sum(dim=-1), torch.ones(2, 3)) <= 1e-5
     assert relative(drawn.amax(dim=-1), torch.ones(2, 3)) <= 1e-5

@@ -7,22 +7,22 @@ import torch
 
 import unison
 from tests.kfac.common import Transformer, relative
+from tests.kfac.test_stacks import take_for_gpu
 from tests.kfac.test_step import batches, train
-from unison.kfac import KFACConfig, linalg, state
-from unison.kfac.linalg import full_float32, gram_of_lower, invert_lower_
-from unison.kfac.precondition import multiply_all_
-from unison.kfac.state import Graft
+from unison.kfac import KFACConfig, inverse, precondition
+from unison.kfac.inverse import full_float32, gram_of_lower, invert_lower_
+from unison.kfac.precondition import Graft, multiply_all_
 
 
 @pytest.fixture
 def as_gpu(monkeypatch):
-    monkeypatch.setattr(linalg, "is_gpu", lambda value: True)
-    monkeypatch.setattr(linalg, "LEAF", 128)
+    take_for_gpu(monkeypatch, is_gpu=True)
+    monkeypatch.setattr(inverse, "LEAF", 128)
 
 
 @pytest.mark.parametrize("n", [1, 127, 129, 193, 400])
 def test_inverses_from_blocks(monkeypatch, n):
-    monkeypatch.setattr(linalg, "LEAF", 128)
+    monkeypatch.setattr(inverse, "LEAF", 128)
     u = torch.randn(n, 2 * n).double()
     matrix = u @ u.T / n + 0.1 * torch.eye(n).double()
     found = gram_of_lower(invert_lower_(torch.linalg.cholesky(matrix)))
@@ -43,9 +43,9 @@ def test_a_run_is_the_same(monkeypatch, fisher, graft):
         return kfac
 
     run(model)
-    monkeypatch.setattr(linalg, "is_gpu", lambda value: True)
-    monkeypatch.setattr(linalg, "LEAF", 128)
-    monkeypatch.setattr(state, "BYTES_AT_ONCE", 2000)  # a few layers
+    take_for_gpu(monkeypatch, is_gpu=True)
+    monkeypatch.setattr(inverse, "LEAF", 128)
+    monkeypatch.setattr(precondition, "BYTES_AT_ONCE", 2000)  # a few layers
     kfac = run(twin)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert relative(b.detach(), a.detach()) <= 1e-7  # torch's fused Adam counts in float32
@@ -75,7 +75,7 @@ def test_products_of_halves_are_those_of_wide_copies(monkeypatch):
         return kfac.factors()
 
     expected = factors()
-    monkeypatch.setattr(linalg, "is_gpu", lambda value: True)
+    take_for_gpu(monkeypatch, is_gpu=True)
     found = factors()
     assert {side for each in expected.values() for side in each} == {"a", "g", "d"}
     for name, sides in expected.items():
@@ -132,20 +132,20 @@ def test_inverses_are_never_made_in_tf32():
 
 @pytest.mark.parametrize("n", [1, 7, 64, 129, 200, 400])
 def test_many_inverses_at_once(monkeypatch, as_gpu, n):
-    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
+    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
     u = torch.randn(3, n, 2 * n).double()
     matrices, dampings = list(u @ u.mT / n), [0.1, 1.0, 0.01]
-    found, is_right = linalg.inverses_of_positive(matrices, dampings)
+    found, is_right = inverse.inverses_of_positive(matrices, dampings)
     assert is_right.tolist() == [True] * 3
-    for inverse, matrix, damping in zip(found, matrices, dampings, strict=True):
+    for own, matrix, damping in zip(found, matrices, dampings, strict=True):
         damped = matrix + damping * torch.eye(n).double()
-        assert relative(inverse, torch.linalg.inv(damped)) <= 1e-11
+        assert relative(own, torch.linalg.inv(damped)) <= 1e-11
 
 
 def test_one_of_many_without_an_inverse_is_told_apart(monkeypatch, as_gpu):
-    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
+    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
     matrices = [torch.eye(300), torch.diag(torch.tensor([1.0] * 299 + [-1.0])), torch.eye(300)]
-    found, is_right = linalg.inverses_of_positive(matrices, [1.0, 0.0, 0.0])
+    found, is_right = inverse.inverses_of_positive(matrices, [1.0, 0.0, 0.0])
     assert is_right.tolist() == [True, False, True]
     assert relative(found[0], 0.5 * torch.eye(300)) <= 1e-6
     assert torch.equal(found[2], torch.eye(300))
@@ -153,14 +153,14 @@ def test_one_of_many_without_an_inverse_is_told_apart(monkeypatch, as_gpu):
 
 def test_rounding_of_many_inverses_is_that_of_one(as_gpu, monkeypatch):
     # A condition number of 1e5, and eigenvectors that no block shares.
-    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
+    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
     q = torch.linalg.qr(torch.randn(600, 600).double())[0]
     exact = q @ torch.diag(torch.logspace(0, -5, 600).double()) @ q.T
-    inverse = q @ torch.diag(torch.logspace(0, 5, 600).double()) @ q.T
-    alone, _ = linalg.inverse_of_positive(exact.float())
-    together, is_right = linalg.inverses_of_positive([exact.float()] * 2, [0.0, 0.0])
+    expected = q @ torch.diag(torch.logspace(0, 5, 600).double()) @ q.T
+    alone, _ = inverse.inverse_of_positive(exact.float())
+    together, is_right = inverse.inverses_of_positive([exact.float()] * 2, [0.0, 0.0])
     assert is_right.all()
-    assert relative(together[1].double(), inverse) <= 3 * relative(alone.double(), inverse)
+    assert relative(together[1].double(), expected) <= 3 * relative(alone.double(), expected)
 
 
 ON_CUDA = [

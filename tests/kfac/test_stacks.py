@@ -8,8 +8,13 @@ from torch import nn
 
 import unison
 from tests.kfac.common import CLASSES, loss, relative, settings
-from unison.kfac import KFACConfig, linalg
-from unison.kfac.precondition import StackedPreconditioner, StackPlan
+from unison.kfac import KFACConfig, inverse, precondition
+from unison.kfac.precondition import Preconditioner
+
+
+def take_for_gpu(monkeypatch, is_gpu: bool) -> None:
+    for module in (inverse, precondition):
+        monkeypatch.setattr(module, "is_gpu", lambda value: is_gpu)
 
 
 class Alike(nn.Module):
@@ -67,7 +72,7 @@ def gradients_of(model) -> dict:
     ],
 )
 def test_together_is_one_by_one(monkeypatch, changes, is_gpu):
-    monkeypatch.setattr(linalg, "is_gpu", lambda value: is_gpu)
+    take_for_gpu(monkeypatch, is_gpu)
     model = Alike().double()
     kfac = after_one_step(model, settings(**changes))
     gradients = gradients_of(model)
@@ -75,7 +80,7 @@ def test_together_is_one_by_one(monkeypatch, changes, is_gpu):
     found = []
     for is_together in (True, False):
         graft = copy.deepcopy(kfac._graft)
-        steps = StackedPreconditioner(states, graft).steps(gradients, is_together=is_together)
+        steps = Preconditioner(states, graft).steps(gradients, is_together=is_together)
         assert steps.keys() == gradients.keys()
         found.append(steps)
     for name, step in found[0].items():
@@ -89,8 +94,9 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     kfac = after_one_step(model, settings())
     states = list(kfac._states.values())
     before = kfac.memory_usage()
-    plan = StackPlan(states, is_together=True)
-    sizes = {stack.layers[0].name: len(stack.layers) for stack in plan.stacks}
+    plan = Preconditioner(states, kfac._graft)
+    plan.plan(states, is_together=True)
+    sizes = {layers[0].name: len(layers) for layers, _ in plan.stacks}
     assert sizes["equal.0.weight"] == 3
     assert sizes["plain.0.weight"] == 2
     assert sizes["turned"] == 1  # laid out the other way
@@ -102,12 +108,14 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     )
     assert first is not None
     assert second is not None
-    own, other = first.tensors["a"], second.tensors["a"]
-    assert own.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    assert plan.is_of(states, is_together=True)
-    assert not plan.is_of(states, is_together=False)
-    assert not plan.is_of(states[1:], is_together=True)
-    assert {len(each.layers) for each in StackPlan(states, is_together=False).stacks} == {1}
+    assert first["a"].untyped_storage().data_ptr() == second["a"].untyped_storage().data_ptr()
+    stacks = plan.stacks
+    plan.plan(states, is_together=True)
+    assert plan.stacks is stacks
+    plan.plan(states[1:], is_together=True)
+    assert plan.stacks is not stacks
+    plan.plan(states, is_together=False)
+    assert {len(layers) for layers, _ in plan.stacks} == {1}
 
 
 def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
@@ -115,20 +123,20 @@ def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
     kfac = after_one_step(model, settings(graft="sgd"))
     gradients = gradients_of(model)
     states, graft = list(kfac._states.values()), kfac._graft
-    whole = StackedPreconditioner(states, graft).steps(gradients, is_together=True)
+    whole = Preconditioner(states, graft).steps(gradients, is_together=True)
     some = {name: each for name, each in gradients.items() if not name.startswith("equal.1")}
-    found = StackedPreconditioner(states, graft).steps(some, is_together=True)
+    found = Preconditioner(states, graft).steps(some, is_together=True)
     assert found.keys() == some.keys()
     for name, step in found.items():
         assert relative(step, whole[name]) <= 1e-12
 
 
 def test_what_is_not_finite_does_not_outlive_its_step(monkeypatch):
-    monkeypatch.setattr(linalg, "is_gpu", lambda value: True)  # pads
+    take_for_gpu(monkeypatch, is_gpu=True)  # pads
     model = Alike().double()
     kfac = after_one_step(model, settings(graft="none"))
     gradients = gradients_of(model)
-    steps = StackedPreconditioner(list(kfac._states.values()), kfac._graft)
+    steps = Preconditioner(list(kfac._states.values()), kfac._graft)
     expected = {k: v.clone() for k, v in steps.steps(gradients, is_together=True).items()}
     broken = {name: torch.full_like(each, torch.inf) for name, each in gradients.items()}
     steps.steps(broken, is_together=True)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from unison.errors import BadInput
-from unison.models import PRESETS, build, named_inits, preset
-from unison.models.layers import Projection
+from unison.models import GPT2LM, PRESETS, build, named_inits, preset
 from unison.rng.inits import Constant, Normal, TruncatedNormal
 
 
@@ -73,14 +72,17 @@ def test_two_parameters_of_one_shape_differ():
     assert not torch.equal(q, k)
 
 
-def test_layer_built_by_hand_draws_from_torch():
+def test_a_model_built_by_hand_draws_from_torch():
+    config = preset("gpt2", num_layers=2, vocab_size=100)
     torch.manual_seed(0)
-    first = Projection(5, 7, bias=True)
+    first = GPT2LM(config)
     torch.manual_seed(0)
-    second = Projection(5, 7, bias=True)
-    assert torch.equal(first.weight, second.weight)
-    assert first.weight.abs().max() > 0
-    assert (first.bias == 0).all()
+    second = GPT2LM(config)
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    layer = first.get_submodule("layers.0.ffn.w2")
+    assert abs(layer.weight.std().item() / (0.02 / 2) - 1) < 0.05
+    assert (layer.bias == 0).all()
 
 
 def test_undescribed_parameter_is_named():

@@ -41,8 +41,7 @@ from unison.privacy.calibration import (
 from unison.privacy.ledger import Ledger
 from unison.privacy.mechanism import AdaptiveClipping, Cosine, Exponential, Stairs
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
-from unison.rng.secure import DRAW_DISTANCE
-from unison.rng.streams import drawn_probability
+from unison.rng.streams import DRAW_DISTANCE, drawn_probability
 
 # ---- the ledger's ε is dp-accounting's -------------------------------------------------------
 

@@ -21,7 +21,7 @@ from unison.rng import (
     round_to_grid,
     secure_normal,
 )
-from unison.rng.secure import MAX_MAGNITUDE
+from unison.rng.streams import MAX_MAGNITUDE
 
 STREAM = Stream(Key.from_seed(5), "w", purpose="noise", cipher=Cipher.CHACHA20)
 

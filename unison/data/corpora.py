@@ -116,67 +116,48 @@ class TextFile(Corpus):
     """
 
     def __init__(self, path: str | Path, *, errors: str = "strict"):
-        self.path = Path(path)
-        self.name = str(path)
-        self.errors = errors
+        self.path, self.name, self.errors = Path(path), str(path), errors
 
     def pieces(self) -> Iterator[Piece]:
         """Read the file once, holding one piece at a time."""
-        has_begun = False  # the last document ends with the file, if anything of it was read
-        num_documents = 0
+        is_open = True  # the first document, and one that has text, ends with the file
         at_line_start = True
         with _open(self.path) as file:
-            decoder = _Decoder(self.path, self.errors, offset=file.tell())
+            offset = file.tell()
             for part in _line_parts(file):
                 start = 0
-                if SEPARATOR in part:
-                    for match in _SEPARATOR_LINE.finditer(part, 0 if at_line_start else 1):
-                        yield Piece(decoder.decode(part[start : match.start()]), True, self.name)
-                        decoder.skip(match.group())
-                        start, has_begun = match.end(), False
-                        num_documents += 1
+                for match in _SEPARATOR_LINE.finditer(part, 0 if at_line_start else 1):
+                    text = _decode(
+                        part[start : match.start()], offset + start, self.path, self.errors
+                    )
+                    yield Piece(text, True, self.name)
+                    start, is_open = match.end(), False
                 if start < len(part):
-                    yield Piece(decoder.decode(part[start:]), False, self.name)
-                    has_begun = True
+                    text = _decode(part[start:], offset + start, self.path, self.errors)
+                    yield Piece(text, False, self.name)
+                    is_open = True
+                offset += len(part)
                 at_line_start = part.endswith(b"\n")
-        if has_begun or num_documents == 0:
-            yield Piece(decoder.decode(b"", is_last=True), True, self.name)
+        if is_open:
+            yield Piece("", True, self.name)
 
 
 def _line_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Cut a file into parts of whole lines; a line longer than a part is cut where it must be."""
+    """Cut a file into parts of whole lines; a longer line is cut between two characters."""
     carry = b""
     while block := file.read(PIECE_BYTES):
         data = carry + block
         cut = data.rfind(b"\n") + 1
         if cut == 0 and len(data) >= PIECE_BYTES:
-            cut = len(data)
+            # A character of n bytes begins with n ones; others of its bytes with a single one.
+            back = next((n for n in range(1, min(4, len(data) + 1)) if data[-n] & 0xC0 != 0x80), 0)
+            is_cut = back and data[-back] >> (7 - back) == (1 << (back + 1)) - 1
+            cut = len(data) - back if is_cut else len(data)
         if cut:
             yield data[:cut]
         carry = data[cut:]
     if carry:
         yield carry
-
-
-class _Decoder:
-    """An incremental UTF-8 decoder that knows its place in the file."""
-
-    def __init__(self, path: Path, errors: str, offset: int):
-        self.path = path
-        self.offset = offset  # of the next byte to decode; what the decoder holds back is before it
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-
-    def decode(self, data: bytes, *, is_last: bool = False) -> str:
-        num_pending = len(self._decoder.getstate()[0])
-        try:
-            text = self._decoder.decode(data, is_last)
-        except UnicodeDecodeError as error:
-            raise _invalid_utf8(self.path, self.offset - num_pending + error.start) from error
-        self.offset += len(data)
-        return text
-
-    def skip(self, data: bytes) -> None:
-        self.offset += len(data)
 
 
 class JsonLinesFile(Corpus):
@@ -190,9 +171,7 @@ class JsonLinesFile(Corpus):
     """
 
     def __init__(self, path: str | Path, *, text_field: str = "text"):
-        self.path = Path(path)
-        self.name = str(path)
-        self.text_field = text_field
+        self.path, self.name, self.text_field = Path(path), str(path), text_field
 
     def pieces(self) -> Iterator[Piece]:
         """Read the file line by line; every line is one document and one piece."""
@@ -207,10 +186,7 @@ class JsonLinesFile(Corpus):
                         f"{where}: expected a line of less than {MAX_JSON_LINE >> 20} MiB, found a "
                         "longer one; put one JSON object on each line"
                     )
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise _invalid_utf8(self.path, offset + error.start, line=number) from error
+                text = _decode(line, offset, where)
                 offset += len(line)
                 if text.strip():
                     yield Piece(self._field(text, where), ends_document=True, source=where)
@@ -219,11 +195,8 @@ class JsonLinesFile(Corpus):
         try:
             value = json.loads(line.strip())
         except (ValueError, RecursionError) as error:
-            detail = (
-                f"{error.msg} at column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else f"{error}"
-            )
+            is_syntax = isinstance(error, json.JSONDecodeError)
+            detail = f"{error.msg} at column {error.colno}" if is_syntax else error
             raise BadInput(
                 f"{where}: expected one JSON object per line, found something else ({detail}); "
                 "mend the line, or name the file .txt if it is plain text"
@@ -266,9 +239,7 @@ class Folder(Corpus):
     """
 
     def __init__(self, path: str | Path, *, text_field: str = "text"):
-        self.path = Path(path)
-        self.name = str(path)
-        self.text_field = text_field
+        self.path, self.name, self.text_field = Path(path), str(path), text_field
 
     def pieces(self) -> Iterator[Piece]:
         """Read file after file; an empty file is an empty document."""
@@ -343,12 +314,15 @@ def _open(path: Path) -> BinaryIO:
     return file
 
 
-def _invalid_utf8(path: Path, offset: int, line: int | None = None) -> BadInput:
-    where = f"{path}:{line}" if line else str(path)
-    return BadInput(
-        f"{where}: expected UTF-8 text, found an invalid byte at offset {offset} of the file; save "
-        "the file as UTF-8"
-    )
+def _decode(data: bytes, offset: int, where: Path | str, errors: str = "strict") -> str:
+    """Return the text of bytes that begin at an offset of a file."""
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{where}: expected UTF-8 text, found an invalid byte at offset {offset + error.start} "
+            "of the file; save the file as UTF-8"
+        ) from error
 
 
 # ---- made-up records -----------------------------------------------------------------------------
@@ -358,56 +332,35 @@ MAX_RECORD_BYTES = 256
 """No record is longer, so that one fits a row of 256 byte tokens."""
 
 
-def _split(text: str, separator: str | None = None) -> list[str]:
-    return [word.strip() for word in text.split(separator)]
+# Lists of words, one after the other.
+_WORDS = """\
+Ada|Aisha|Alan|Alice|Amara|Amir|Anna|Arjun|Ben|Bruno|Carla|Chen|Clara|Dana|David|Diego|Elena|Eli
+Emma|Erik|Fatima|Felix|Freya|Grace|Hana|Hugo|Ida|Ines|Ivan|Jane|Jonas|Julia|Kai|Karim|Kira|Lars
+Leila|Leo|Lina|Lucia|Luis|Maja|Marco|Maria|Mateo|Mei|Mia|Mina|Nadia|Nils|Noor|Omar|Oscar|Petra
+Priya|Rosa|Ruben|Sara|Sofia|Tariq|Tomas|Vera|Yara|Zoe
 
+Abbas|Adler|Ahmed|Alves|Bauer|Becker|Berg|Brown|Chan|Costa|Cruz|Diaz|Doe|Duran|Engel|Evans|Fabre
+Fischer|Flores|Garcia|Gomez|Greene|Haddad|Hansen|Hughes|Ibarra|Ito|Jansen|Jensen|Kaya|Keller|Khan
+Klein|Kovacs|Kumar|Lang|Larsen|Lee|Lopez|Maier|Martin|Mendes|Meyer|Moreau|Nair|Nguyen|Novak|Okafor
+Olsen|Park|Patel|Perez|Popov|Rossi|Ruiz|Sato|Schmid|Silva|Singh|Smith|Tanaka|Weber|Wood|Zhang
 
-FIRST_NAMES = _split(
-    """
-    Ada Aisha Alan Alice Amara Amir Anna Arjun Ben Bruno Carla Chen Clara Dana David Diego Elena
-    Eli Emma Erik Fatima Felix Freya Grace Hana Hugo Ida Ines Ivan Jane Jonas Julia Kai Karim
-    Kira Lars Leila Leo Lina Lucia Luis Maja Marco Maria Mateo Mei Mia Mina Nadia Nils Noor Omar
-    Oscar Petra Priya Rosa Ruben Sara Sofia Tariq Tomas Vera Yara Zoe
-    """
-)
-LAST_NAMES = _split(
-    """
-    Abbas Adler Ahmed Alves Bauer Becker Berg Brown Chan Costa Cruz Diaz Doe Duran Engel Evans
-    Fabre Fischer Flores Garcia Gomez Greene Haddad Hansen Hughes Ibarra Ito Jansen Jensen Kaya
-    Keller Khan Klein Kovacs Kumar Lang Larsen Lee Lopez Maier Martin Mendes Meyer Moreau Nair
-    Nguyen Novak Okafor Olsen Park Patel Perez Popov Rossi Ruiz Sato Schmid Silva Singh Smith
-    Tanaka Weber Wood Zhang
-    """
-)
-CITIES = _split(
-    """
-    Accra Athens Austin Bergen Berlin Bogotá Boston Cairo Chennai Dakar Dublin Geneva Hanoi Kobe
-    Kraków Lagos Lima Lisbon London Lyon Madrid Málaga Milan Nairobi Osaka Oslo Porto Quito Riga
-    Rome Tunis Zürich
-    """
-)
-PLANS = ["basic", "family", "student", "business", "travel", "premium", "prepaid", "senior"]
-OPENINGS = _split(
-    """
-    Hello, | Hi, | Good morning, | Since Monday | Once again | Today | Please help: | Sorry,
-    """,
-    "|",
-)
-PROBLEMS = _split(
-    """
-    my invoice is wrong | the app closes itself | I was charged twice | my card was refused |
-    the router is offline | I cannot log in | my parcel never came | the discount is gone |
-    my number has changed | calls drop all day | I moved to a new flat | the order is late |
-    the screen stays dark | my refund is missing | the link has expired | I want to cancel
-    """,
-    "|",
-)
-WISHES = _split(
-    """
-    please call me back. | can you check it? | thank you in advance. | what should I do? |
-    I need it this week. | please send a new one. | it is quite urgent. | write to me by mail.
-    """,
-    "|",
+Accra|Athens|Austin|Bergen|Berlin|Bogotá|Boston|Cairo|Chennai|Dakar|Dublin|Geneva|Hanoi|Kobe|Kraków
+Lagos|Lima|Lisbon|London|Lyon|Madrid|Málaga|Milan|Nairobi|Osaka|Oslo|Porto|Quito|Riga|Rome|Tunis
+Zürich
+
+basic|family|student|business|travel|premium|prepaid|senior
+
+Hello,|Hi,|Good morning,|Since Monday|Once again|Today|Please help:|Sorry,
+
+my invoice is wrong|the app closes itself|I was charged twice|my card was refused
+the router is offline|I cannot log in|my parcel never came|the discount is gone
+my number has changed|calls drop all day|I moved to a new flat|the order is late
+the screen stays dark|my refund is missing|the link has expired|I want to cancel
+
+please call me back.|can you check it?|thank you in advance.|what should I do?|I need it this week.
+please send a new one.|it is quite urgent.|write to me by mail."""
+FIRST_NAMES, LAST_NAMES, CITIES, PLANS, OPENINGS, PROBLEMS, WISHES = (
+    words.replace("\n", "|").split("|") for words in _WORDS.split("\n\n")
 )
 
 NUM_NAMES = len(FIRST_NAMES) * len(LAST_NAMES)
@@ -482,9 +435,7 @@ class Records(Corpus):
                 f"{num_secrets * secret_repeats} records, found {num_records=}; plant fewer, or "
                 "ask for more records"
             )
-        self.num_records = num_records
-        self.seed = seed
-        self.name = "records"
+        self.num_records, self.seed, self.name = num_records, seed, "records"
         self.secrets = _draw_secrets(seed, num_records, num_secrets, secret_repeats)
         self._secret_of_record = {
             index: number

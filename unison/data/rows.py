@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -59,9 +60,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, directory: Path, split: str, description: dict[str, Any]):
-        self.directory = directory
-        self.split = split
-        self._description = description
+        self.directory, self.split, self._description = directory, split, description
         self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
 
     @classmethod
@@ -113,16 +112,12 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return self.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch = self.rows([index])
-        return {name: values[0] for name, values in batch.items()}
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Indices) -> list[dict[str, Tensor]]:
         """Read several items at once; `DataLoader` calls this."""
-        batch = self.rows(indices)
-        names = list(batch)
-        return [
-            dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        ]
+        pairs = zip(*self.rows(indices).values(), strict=True)
+        return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]
 
     def rows(self, indices: Indices) -> dict[str, Tensor]:
         """Read rows as one batch.
@@ -170,9 +165,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         salt alone.
         """
         found = hashlib.sha256(f"{self.layout} {self.num_rows} {self.row_length}\n".encode())
-        for kind in (".bin", ".lengths.bin") if self.layout == "documents" else (".bin",):
-            with self._file(kind).open("rb") as file:
-                while block := file.read(1 << 20):
+        for path in self._expected_sizes():
+            with path.open("rb") as file:
+                while block := file.read(_COPY_BYTES):
                     found.update(block)
         return found.hexdigest()
 
@@ -210,9 +205,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"row indices run from 0 to {self.num_rows - 1}, found {wrong}")
         return chosen
 
-    def _file(self, kind: str) -> Path:
-        return self.directory / f"{self.split}{kind}"
-
     def _mapped(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Map the files: rows [num_rows, row_length + 1], and lengths [num_rows] if they vary."""
         if self._maps is None:
@@ -222,7 +214,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
                     "opened; open it again"
                 )
             dtype = np.dtype(self._description["dtype"])
-            tokens = np.asarray(np.memmap(self._file(".bin"), dtype, mode="r"))
+            tokens = np.asarray(np.memmap(self.directory / f"{self.split}.bin", dtype, mode="r"))
             stride = self.row_length if self.layout == "packed" else self.row_length + 1
             rows = np.lib.stride_tricks.as_strided(
                 tokens,
@@ -232,23 +224,23 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             )
             lengths = None
             if self.layout == "documents":
-                lengths = np.asarray(np.memmap(self._file(".lengths.bin"), LENGTH_DTYPE, mode="r"))
+                path = self.directory / f"{self.split}.lengths.bin"
+                lengths = np.asarray(np.memmap(path, LENGTH_DTYPE, mode="r"))
             self._maps = rows, lengths
         return self._maps
 
-    def _check_files(self) -> None:
-        """Check that the files are as long as the sidecar says: the row view trusts it."""
+    def _expected_sizes(self) -> dict[Path, int]:
+        """Return how long each file must be, in bytes: the row view trusts it."""
         itemsize = np.dtype(self._description["dtype"]).itemsize
+        tokens = self.directory / f"{self.split}.bin"
         if self.layout == "packed":
-            expected = {".bin": (self.num_rows * self.row_length + 1) * itemsize}
-        else:
-            num_tokens = self.num_rows * (self.row_length + 1)
-            expected = {
-                ".bin": num_tokens * itemsize,
-                ".lengths.bin": self.num_rows * LENGTH_DTYPE.itemsize,
-            }
-        for kind, num_bytes in expected.items():
-            path = self._file(kind)
+            return {tokens: (self.num_rows * self.row_length + 1) * itemsize}
+        lengths = self.directory / f"{self.split}.lengths.bin"
+        num_tokens = self.num_rows * (self.row_length + 1)
+        return {tokens: num_tokens * itemsize, lengths: self.num_rows * LENGTH_DTYPE.itemsize}
+
+    def _check_files(self) -> None:
+        for path, num_bytes in self._expected_sizes().items():
             found = path.stat().st_size if path.is_file() else None
             if found != num_bytes:
                 what = "no such file" if found is None else f"{found} bytes"
@@ -373,13 +365,8 @@ def build_rows(
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=".partial-", dir=directory)
     with temporary as partial:  # it is gone afterwards, whatever happens
-        writer = RowWriter(
-            Path(partial),
-            tokenizer,
-            row_length=row_length,
-            layout=layout,
-            truncates=long_documents == "truncate",
-        )
+        truncates = long_documents == "truncate"
+        writer = RowWriter(Path(partial), tokenizer, row_length, layout, truncates=truncates)
         with writer.writing():
             for index, piece, tokens in _tokenised(corpus, tokenizer):
                 split = document_split(index, seed=seed, eval_fraction=eval_fraction)
@@ -436,17 +423,12 @@ class RowWriter:
     """
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, *, row_length: int, layout: str, truncates: bool
+        self, folder: Path, tokenizer: Tokenizer, row_length: int, layout: str, *, truncates: bool
     ):
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.row_length = row_length
-        self.is_packed = layout == "packed"
-        self.truncates = truncates
+        self.folder, self.tokenizer, self.row_length = folder, tokenizer, row_length
+        self.is_packed, self.truncates = layout == "packed", truncates
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.num_documents = 0
-        self.num_skipped = 0
-        self.num_truncated = 0
+        self.num_documents = self.num_skipped = self.num_truncated = 0
         self._files: dict[str, BinaryIO] = {}
         self._num_seen = 0  # tokens of the document under way
         self._kept: list[np.ndarray] = []  # those of them that fit its row
@@ -527,39 +509,33 @@ class RowWriter:
 
     def finish(self, split: str) -> dict[str, int]:
         """Cut the last incomplete row off a split, and count what is left."""
-        num_units = self._num_units(split)
-        if not self.is_packed:
+        num_units = num_tokens = num_rows = self._num_units(split)
+        if self.is_packed:
+            num_rows = max(0, num_units - 1) // self.row_length
+            if num_rows == 0:
+                raise BadInput(
+                    f"expected at least one row in the {split} split, found {num_units} tokens "
+                    f"where a row needs {self.row_length + 1}; give more text, shorter rows, "
+                    "another eval_fraction (--eval-fraction) or another seed"
+                )
+            num_tokens = num_rows * self.row_length + 1
+            os.truncate(self.folder / f"{split}.bin", num_tokens * self.dtype.itemsize)
+            num_targets, num_dropped = num_tokens - 1, num_units - num_tokens
+        else:
             lengths = np.memmap(self.folder / f"{split}.lengths.bin", dtype=LENGTH_DTYPE, mode="r")
-            num_tokens = int(lengths.sum(dtype=np.int64))
-            return {
-                "num_rows": num_units,
-                "num_tokens": num_tokens,
-                "num_targets": num_tokens - num_units,
-                "num_dropped_tokens": 0,
-            }
-        num_rows = max(0, num_units - 1) // self.row_length
-        if num_rows == 0:
-            raise BadInput(
-                f"expected at least one row in the {split} split, found {num_units} tokens where a "
-                f"row needs {self.row_length + 1}; give more text, shorter rows, another "
-                "eval_fraction (--eval-fraction) or another seed"
-            )
-        num_tokens = num_rows * self.row_length + 1
-        os.truncate(self.folder / f"{split}.bin", num_tokens * self.dtype.itemsize)
+            num_tokens, num_dropped = int(lengths.sum(dtype=np.int64)), 0
+            num_targets = num_tokens - num_rows
         return {
             "num_rows": num_rows,
             "num_tokens": num_tokens,
-            "num_targets": num_tokens - 1,
-            "num_dropped_tokens": num_units - num_tokens,
+            "num_targets": num_targets,
+            "num_dropped_tokens": num_dropped,
         }
 
     def describe(self) -> dict[str, Any]:
         """Describe what the files hold, both splits together."""
         return {
-            "tokenizer": {
-                "name": self.tokenizer.name,
-                "fingerprint": self.tokenizer.fingerprint,
-            },
+            "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
             "vocab_size": self.tokenizer.vocab_size,
             "end_id": self.tokenizer.end_id,
             "pad_id": self.tokenizer.pad_id,
@@ -616,8 +592,7 @@ class RowWriter:
         target.unlink(missing_ok=True)
         with disk_errors(target), source.open("rb") as reader, open_private(target) as writer:
             reader.seek(keep)
-            while block := reader.read(_COPY_BYTES):
-                writer.write(block)
+            shutil.copyfileobj(reader, writer, _COPY_BYTES)
         os.truncate(source, keep)
 
 

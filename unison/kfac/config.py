@@ -10,18 +10,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from unison import check
+from unison.config import check_curvature
 from unison.errors import BadInput, UnsupportedOperation
 
-POLICIES = ("auto", "kronecker", "diagonal", "identity")
-FISHERS = ("mc", "empirical", "exact", "forward")
-LIKELIHOODS = ("categorical", "gaussian", "bernoulli")
-SHARINGS = ("expand", "reduce")
-GRAFTS = ("adam", "sgd", "none")
-INVERSES = ("auto", "eigen", "cholesky")
-DAMPING_FORMS = ("pi", "factored", "joint")
-LOSS_REDUCTIONS = ("mean", "sum")
-REDUCTIONS = ("auto", "factor")
-
+_CHOICES = {
+    "reduction": ("auto", "factor"),
+    "policy": ("auto", "kronecker", "diagonal", "identity"),
+    "likelihood": ("categorical", "gaussian", "bernoulli"),
+    "sharing": ("expand", "reduce"),
+    "inverse": ("auto", "eigen", "cholesky"),
+    "loss_reduction": ("mean", "sum"),
+}
 _WRONG = {
     "gram": (
         "reduction='gram' sums the Gram matrices UᵀU of each rank's own tokens. Entry (t, s) then "
@@ -115,27 +114,27 @@ class KFACConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.reduction in _WRONG:
+            raise BadInput(_WRONG[self.reduction])
+        if self.reduction in _LATER:
+            raise UnsupportedOperation(
+                f"reduction={self.reduction!r} is right, and not built yet; use 'factor'"
+            )
+        for name, choices in _CHOICES.items():
+            check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()
-        self._check_names()
+        check_curvature(self)
         for name in ("update_every", "invert_every"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                _whole(**{name: value})
+                _check_steps(**{name: value})
                 check.positive(**{name: value})
-        _whole(burn_in=self.burn_in)
+        _check_steps(burn_in=self.burn_in)
         check.not_negative(min_layer_size=self.min_layer_size, burn_in=self.burn_in)
-        check.positive(max_factor_size=self.max_factor_size, eps=self.eps)
+        check.positive(eps=self.eps)
         check.probability(owner_fraction=self.owner_fraction)
-        if not 0 <= self.decay < 1:
-            raise BadInput(f"decay must be at least 0 and below 1, found {self.decay!r}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(f"betas must be two numbers in [0, 1), found {self.betas!r}")
-        if self.kl_clip is not None:
-            check.positive(kl_clip=self.kl_clip)
-        if self.max_condition_number is not None and not self.max_condition_number > 1:
-            raise BadInput(
-                f"max_condition_number must be above 1, found {self.max_condition_number!r}"
-            )
 
     def _check_damping(self) -> None:
         if isinstance(self.damping, tuple | list):
@@ -149,23 +148,6 @@ class KFACConfig:
                 )
         else:
             check.not_negative(damping=self.damping)
-
-    def _check_names(self) -> None:
-        if self.reduction in _WRONG:
-            raise BadInput(_WRONG[self.reduction])
-        if self.reduction in _LATER:
-            raise UnsupportedOperation(
-                f"reduction={self.reduction!r} is right, and not built yet; use 'factor'"
-            )
-        check.one_of(REDUCTIONS, reduction=self.reduction)
-        check.one_of(POLICIES, policy=self.policy)
-        check.one_of(FISHERS, fisher=self.fisher)
-        check.one_of(LIKELIHOODS, likelihood=self.likelihood)
-        check.one_of(SHARINGS, sharing=self.sharing)
-        check.one_of(GRAFTS, graft=self.graft)
-        check.one_of(INVERSES, inverse=self.inverse)
-        check.one_of(DAMPING_FORMS, damping_form=self.damping_form)
-        check.one_of(LOSS_REDUCTIONS, loss_reduction=self.loss_reduction)
         if self.damping_form == "joint" and self.inverse == "cholesky":
             raise BadInput(
                 "damping_form='joint' needs eigenvectors of both factors; pass inverse='eigen' or "
@@ -178,8 +160,13 @@ class KFACConfig:
         >>> config = KFACConfig(update_every=10, burn_in=40)
         >>> [config.period(config.update_every, step) for step in (0, 8, 20, 40, 1000)]
         [1, 2, 5, 10, 10]
+
+        Raises:
+            BadInput: If a schedule gives anything but a whole number above 0.
         """
-        period = period_at(every, step)
+        period = every(step) if callable(every) else every
+        _check_steps(period=period)
+        check.positive(period=period)
         if callable(every) or step >= self.burn_in:
             return period
         return max(1, period * step // self.burn_in)
@@ -204,19 +191,7 @@ class KFACConfig:
         return self.inverse == "eigen" or self.damping_form == "joint"
 
 
-def period_at(every: Every, step: int) -> int:
-    """How many steps lie between two updates at a step.
-
-    Raises:
-        BadInput: If a schedule gives anything but a whole number above 0.
-    """
-    period = every(step) if callable(every) else every
-    _whole(period=period)
-    check.positive(period=period)
-    return period
-
-
-def _whole(**values: object) -> None:
+def _check_steps(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadInput(f"{name} must be a whole number of steps, found {value!r}")
@@ -227,20 +202,14 @@ def _whole(**values: object) -> None:
 _ADAPTIVE = ("betas", "eps", "rho", "etas", "lambd")  # settings that only adaptive optimizers have
 
 
-def is_adaptive(optimizer: Optimizer) -> bool:
-    """Whether an optimizer scales elements by what it has seen of their gradients."""
-    if isinstance(optimizer, SGD):
-        return False
-    return any(name in optimizer.defaults for name in _ADAPTIVE)
-
-
 def refuse_adaptive(optimizer: Optimizer, graft: str) -> None:
-    """Refuse an optimizer that would undo what K-FAC has done.
+    """Refuse an optimizer that scales elements again by what it has seen of their gradients.
 
     Raises:
         BadInput: With what to use instead.
     """
-    if graft != "none" and is_adaptive(optimizer):
+    is_adaptive = any(name in optimizer.defaults for name in _ADAPTIVE)
+    if graft != "none" and is_adaptive and not isinstance(optimizer, SGD):
         raise BadInput(
             f"graft={graft!r} gives the step its length and direction, and "
             f"{type(optimizer).__name__} would scale every element of it again: use "
@@ -253,10 +222,8 @@ def watch_optimizers(parameters: Iterable[Tensor], graft: str) -> RemovableHandl
     """Refuse an adaptive optimizer when it is about to step any of the parameters."""
     ids = {id(each) for each in parameters}
 
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_adaptive(optimizer) and any(
-            id(each) in ids for group in optimizer.param_groups for each in group["params"]
-        ):
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(each) in ids for group in optimizer.param_groups for each in group["params"]):
             refuse_adaptive(optimizer, graft)
 
-    return register_optimizer_step_pre_hook(check)
+    return register_optimizer_step_pre_hook(refuse)

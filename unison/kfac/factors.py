@@ -1,4 +1,8 @@
-"""Sums over tokens that Kronecker factors and diagonals are made of: pure functions of records.
+"""What K-FAC does with each parameter, and the sums over tokens that its factors are made of.
+
+Layers are found from one small pass under the capture, not from classes of modules: a matrix is
+what was multiplied with. Every rank runs such a pass; what the first one finds counts for all.
+Then `assign` says which ranks invert and apply which layer.
 
 [Note: sums, not means] Everything here is a *sum* over this rank's tokens, with the number of them
 beside it. A factor is the sum over all ranks divided by a number of all ranks, once, where it is
@@ -18,21 +22,240 @@ are, [n, n - k]; below their diagonal there is room for the other triangle [k, k
 row further down.
 """
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from unison.errors import BadInput
-from unison.kfac import linalg
 from unison.kfac.config import KFACConfig
-from unison.kfac.layers import Layer, Method, plain_record
-from unison.kfac.phases import phase
+from unison.kfac.inverse import is_half, padding_of, wide_product
 from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class Method(Enum):
+    """How a layer's curvature is held."""
+
+    KRONECKER = "kronecker"
+    DIAGONAL = "diagonal"
+    IDENTITY = "identity"  # none: the grafted optimizer's own step
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter, with the bias that is added to what it makes.
+
+    Attributes:
+        name: The parameter's canonical name, and the layer's.
+        bias: The bias's; None without one.
+        method: How its curvature is held.
+        shape: The parameter's own shape.
+        rows: d_out, or the number of elements where it is not factored.
+        columns: d_in without the bias; 1 where it is not factored.
+        is_transposed: Whether the parameter is laid out [d_in, d_out].
+        why: In words, why it is not factored; else what is left out.
+    """
+
+    name: str
+    bias: str | None
+    method: Method
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    is_transposed: bool
+    why: str = ""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return (self.name,) if self.bias is None else (self.name, self.bias)
+
+    @property
+    def d_in(self) -> int:
+        """Side of A: inputs, and 1 for the bias."""
+        return self.columns + (self.bias is not None)
+
+    @property
+    def d_out(self) -> int:
+        """Side of G."""
+        return self.rows
+
+    @property
+    def numel(self) -> int:
+        """Elements of the layer's gradient."""
+        return self.d_in * self.d_out
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {**asdict(self), "method": self.method.value, "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
+        """The inverse of `as_dict`."""
+        changed = {"method": Method(values["method"]), "shape": tuple(values["shape"])}
+        return cls(**{**values, **changed})
+
+
+def layers_of(
+    uses: Mapping[str, Sequence[Record]], shapes: Mapping[str, tuple[int, ...]], config: KFACConfig
+) -> list[Layer]:
+    """Return every parameter's layer, in the order of `shapes`.
+
+    Args:
+        uses: The records of one pass, by parameter.
+        shapes: Of all parameters.
+        config: What to factor.
+    """
+    reasons = {name: _reason(uses.get(name, ()), config) for name in shapes}
+    pairs = bias_names(shapes)
+    biases = {
+        name: pairs[name]
+        for name, reason in reasons.items()
+        if not reason and name in pairs and _belongs(uses[name], uses.get(pairs[name], ()))
+    }
+    joined = set(biases.values())
+    found = []
+    for name, shape in shapes.items():
+        why = reasons[name]
+        if not why:
+            use = next(each for each in uses[name] if isinstance(each, Product))
+            if any(isinstance(each, Lookup) for each in uses[name]):
+                why = "as a matrix; its use as a table is left out"
+            sides = use.g.shape[-1], use.a.shape[-1], use.is_transposed
+            found.append(Layer(name, biases.get(name), Method.KRONECKER, shape, *sides, why))
+        elif name not in joined:
+            is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
+            method = Method.IDENTITY if is_left else Method.DIAGONAL
+            found.append(Layer(name, None, method, shape, math.prod(shape), 1, False, why))
+    return found
+
+
+def _reason(uses: Sequence[Record], config: KFACConfig) -> str:
+    """Why a parameter is not factored, in words; nothing if it is."""
+    products = [use for use in uses if isinstance(use, Product)]
+    if config.policy in ("identity", "diagonal"):
+        return f"policy {config.policy}"
+    if not uses:
+        return "not used"
+    if not products:
+        is_table = all(isinstance(use, Lookup) for use in uses)
+        return "a table" if is_table else "not a matrix product"
+    if any(not isinstance(use, Product | Lookup) for use in uses):
+        return "used in other ways than as a matrix"
+    sides = {(use.g.shape[-1], use.a.shape[-1], use.is_transposed) for use in products}
+    if len(sides) > 1:
+        return "used as matrices of different shapes"
+    (rows, columns, _) = sides.pop()
+    if config.policy == "kronecker":
+        return ""
+    if rows * columns < config.min_layer_size:
+        return f"fewer than {config.min_layer_size} elements"
+    if max(rows, columns + 1) > config.max_factor_size:
+        return f"a side above {config.max_factor_size}"
+    return ""
+
+
+def _belongs(uses: Sequence[Record], of_bias: Sequence[Record]) -> bool:
+    """Whether a bias was added to every product of a weight, and to nothing else."""
+    products = [use for use in uses if isinstance(use, Product)]
+    added = [use for use in of_bias if isinstance(use, Dense)]
+    if not len(products) == len(added) == len(of_bias):
+        return False
+    return all(_is_sum(use.value, each.g) for each, use in zip(products, added, strict=True))
+
+
+def _is_sum(added: Tensor, g: Tensor) -> bool:
+    """Whether a bias's gradients [batch, d_out] are the sums over tokens of g, but for rounding."""
+    added, g = added.flatten(1).double(), g.double()
+    if added.shape != (len(g), g.shape[-1]):
+        return False
+    rounding = 1e-2 * float(g.abs().sum(dim=1).max()) if g.numel() else 0.0
+    return bool(((added - g.sum(dim=1)).abs() <= rounding).all())
+
+
+def plain_record(record: Any) -> Record:
+    """A record in one of the three forms; one that is made while it is read is made whole."""
+    return record if isinstance(record, Product | Lookup | Dense) else record.as_product()
+
+
+def bias_names(names: Iterable[str]) -> dict[str, str]:
+    """The bias that may belong to each weight, by its name: `c_fc.weight` has `c_fc.bias`.
+
+    >>> bias_names(["a.weight", "a.bias", "in_proj_weight", "in_proj_bias", "b.weight"])
+    {'a.weight': 'a.bias', 'in_proj_weight': 'in_proj_bias'}
+    """
+    known = set(names)
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        bias = f"{path}.{own.replace('weight', 'bias')}".lstrip(".")
+        if "weight" in own and bias in known:
+            found[name] = bias
+    return found
+
+
+# --- owners of layers -----------------------------------------------------------------------------
+#
+# One number goes from one owner per layer (least memory) to all ranks (least traffic). All of it is
+# arithmetic on sizes that every rank knows, so that all come to the same answer.
+
+
+def cost(layer: Layer) -> float:
+    """What its owner computes for it, roughly: inverses and one step's products, in flops."""
+    if layer.method is Method.KRONECKER:
+        m, n = layer.d_in, layer.d_out
+        return float(m**3 + n**3 + 2 * m * n * (m + n))
+    return float(layer.numel)
+
+
+def assign(costs: Sequence[float], num_ranks: int, owner_fraction: float) -> list[tuple[int, ...]]:
+    """Give each layer its owners, the dearest layers first, each to the ranks with least to do.
+
+    Args:
+        costs: Of each layer.
+        num_ranks: How many ranks there are.
+        owner_fraction: Share of them that own a layer: 0 for one, 1 for all.
+
+    Returns:
+        For each layer, its ranks; the first one adds up what all ranks send.
+
+    >>> assign([4.0, 1.0, 3.0], num_ranks=2, owner_fraction=0.0)
+    [(0,), (1,), (1,)]
+    """
+    num_owners = min(num_ranks, max(1, round(owner_fraction * num_ranks)))
+    load = [(0.0, rank) for rank in range(num_ranks)]
+    heapq.heapify(load)
+    owners: list[tuple[int, ...]] = [()] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+        chosen = [heapq.heappop(load) for _ in range(num_owners)]
+        # The first owner adds up the factors; let it not always be the same rank.
+        turn = index % num_owners
+        ranks = sorted(rank for _, rank in chosen)
+        owners[index] = (*ranks[turn:], *ranks[:turn])
+        for busy, rank in chosen:
+            heapq.heappush(load, (busy + costs[index], rank))
+    return owners
+
+
+def source_of(owners: Sequence[int], rank: int) -> int:
+    """From whom a rank gets a layer's step: itself where it owns it."""
+    return rank if rank in owners else owners[rank % len(owners)]
+
+
+# --- sums over tokens -----------------------------------------------------------------------------
 
 
 def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | None:
@@ -83,15 +306,15 @@ def kronecker_sums(
         [d_out, d_out]; None for one that is not wanted; the number of tokens [].
     """
     # Only what is asked for: the other side may be as large, and is not read.
-    widened = _wide_or_half if sharing == "expand" else _wide
-    a = _counted(widened(record.a), weights) if wants_a else None  # [batch, tokens, d_in]
-    g = _counted(widened(record.g), weights) if wants_g else None  # [batch, tokens, d_out]
-    batch, tokens = record.g.shape[:2]
-    like = record.g.new_zeros((), dtype=torch.promote_types(record.g.dtype, torch.float32))
-    ones = like.new_ones(batch, tokens) if weights is None else weights.to(like.dtype)
+    keeps_half = sharing == "expand"
+    a = _counted(_wide(record.a, keeps_half), weights) if wants_a else None  # [batch, tokens, d_in]
+    g = _counted(_wide(record.g, keeps_half), weights) if wants_g else None  # [..., d_out]
+    dtype = torch.promote_types(record.g.dtype, torch.float32)
+    ones = record.g.new_ones(record.g.shape[:2]) if weights is None else weights
+    ones = ones.to(dtype)  # [batch, tokens]
     if sharing == "reduce":
         lengths = ones.sum(dim=1)  # [batch]
-        ones = (lengths > 0).to(like.dtype)[:, None]
+        ones = (lengths > 0).to(dtype)[:, None]
         a = None if a is None else a.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None, None]
         g = None if g is None else g.sum(dim=1, keepdim=True)
     if a is not None and has_bias:
@@ -111,19 +334,16 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     first = records[0]
     if len(records) == 1 and isinstance(first, Lookup):
         return _squared_rows(first, is_counted)
-    batch = _batch(first)
-    total: Tensor | None = None
-    numel = torch.Size(first.shape).numel()
-    at_once = max(1, MOST_AT_ONCE // max(1, numel))
+    batch = len(first.value) if isinstance(first, Dense) else len(first.g)
+    total: Any = 0.0
+    at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
     for low in range(0, max(batch, 1), at_once):
-        part = sum(_multiplied(_samples(each, low, low + at_once)) for each in records)
-        assert isinstance(part, Tensor)
+        part: Any = sum(_multiplied(_samples(each, low, low + at_once)) for each in records)
         if is_counted is not None:
             keep = is_counted[low : low + at_once].view(-1, *([1] * len(first.shape)))
             part = torch.where(keep, part, 0.0)
         squares = part.square().sum(dim=0)
-        total = squares if total is None else total.add_(squares)
-    assert total is not None
+        total = total.add_(squares) if low else squares
     return total
 
 
@@ -151,24 +371,20 @@ def _gram(value: Tensor | None) -> Tensor | None:  # [batch, tokens, d] -> [d, d
     if value is None:
         return None
     rows = value.reshape(-1, value.shape[-1])
-    if not linalg.is_half(rows):
+    if not is_half(rows):
         return rows.T @ rows
     n = rows.shape[1]  # odd for most layers with a bias
-    rows = F.pad(rows, (0, linalg.padding_of(n, rows)))
-    return linalg.wide_product(rows.T, rows)[:n, :n]
+    rows = F.pad(rows, (0, padding_of(n, rows)))
+    return wide_product(rows.T, rows)[:n, :n]
 
 
 def _multiplied(record: Record) -> Tensor:
     """The per-sample gradients [batch, *shape] of a record, float32 at least."""
-    if not isinstance(record, Product) or not linalg.is_half(record.a):
+    if not isinstance(record, Product) or not is_half(record.a):
         return per_sample(record)
     left, right = (record.a, record.g) if record.is_transposed else (record.g, record.a)
-    found = linalg.wide_product(left.mT, right.to(left.dtype))
+    found = wide_product(left.mT, right.to(left.dtype))
     return found.reshape(len(found), *record.shape)
-
-
-def _batch(record: Record) -> int:
-    return len(record.value) if isinstance(record, Dense) else len(record.g)
 
 
 def _samples(record: Record, low: int, high: int) -> Record:
@@ -183,15 +399,11 @@ def _samples(record: Record, low: int, high: int) -> Record:
     raise AssertionError(f"no rule for {record!r}")
 
 
-def _wide_or_half(value: Tensor) -> Tensor:
-    return value if linalg.is_half(value) else _wide(value)
-
-
-def _wide(value: Tensor) -> Tensor:
+def _wide(value: Tensor, keeps_half: bool = False) -> Tensor:
+    """Float32 at least, unless products widen halves themselves."""
+    if keeps_half and is_half(value):
+        return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-# --- sums of one part of a pass -------------------------------------------------------------------
 
 
 class PartSums:
@@ -210,9 +422,8 @@ class PartSums:
     def __init__(
         self, layers: Sequence[Layer], config: KFACConfig, mask: Tensor | None, num_terms: int
     ) -> None:
-        self._layers, self._config = layers, config
-        self._mask, self._num_terms = mask, num_terms
-        self._by_parameter = {layer.name: layer for layer in layers}
+        self._config, self._mask, self._num_terms = config, mask, num_terms
+        self._layers = {layer.name: layer for layer in layers}
         self._has_g = config.fisher != "forward"
         self._is_first = True  # of several columns: inputs are counted once
         self.sums: dict[tuple[str, str], Tensor] = {}
@@ -220,7 +431,7 @@ class PartSums:
 
     def record(self, name: str, record: Record) -> None:
         """Take a use of a parameter."""
-        layer = self._by_parameter.get(name)
+        layer = self._layers.get(name)
         if layer is None or layer.method is Method.IDENTITY:
             return  # a bias comes with its weight
         record = plain_record(record)
@@ -269,10 +480,10 @@ class PartSums:
 
         The sums are gone afterwards: the capture, which knows this object, is freed late.
         """
-        return [self._vector(layer, like) for layer in self._layers]
+        return [self._vector(name, like) for name in self._layers]
 
-    def _vector(self, layer: Layer, like: Tensor) -> Tensor | None:
-        take, name = self.sums.pop, layer.name
+    def _vector(self, name: str, like: Tensor) -> Tensor | None:
+        take = self.sums.pop
         if (name, "d") in self.sums:
             values = [take((name, "d")).reshape(-1)]
         elif (name, "a") in self.sums:
@@ -338,3 +549,39 @@ def unpacked(triangle: Tensor, n: int) -> Tensor:  # -> [n, n]
 def _rows(n: int) -> int:
     """Rows of the rectangle: one more where n is even."""
     return n + (n % 2 == 0)
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+_observers: list[Callable[[str], AbstractContextManager[object]]] = []
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Be in a phase of a step, for profilers and for benchmarks that time them.
+
+    | phase | what |
+    |---|---|
+    | statistics | the pass under the capture: forward, backward, and inside of it |
+    | labels | labels drawn from the model, and their gradient |
+    | products | sums of ãã' and gg' over tokens, and diagonals |
+    | factors | sums over ranks, averages |
+    | inverses | of this rank's layers |
+    | gradients | to the owners of layers |
+    | graft | the other optimizer's step |
+    | apply | products with the inverses, lengths |
+    | write | steps to where the gradients are |
+    """
+    observed_by = _observers[-1](name) if _observers else nullcontext()
+    with record_function(f"unison.kfac: {name}"), observed_by:
+        yield
+
+
+@contextmanager
+def observed(observer: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a context for every phase inside."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)

@@ -12,151 +12,115 @@ no G: the identity stands in its place, and A alone is damped with λ.
 [Note: what may fail] A factor that is not finite, or not positive definite after damping. The first
 is an overflow in the model. The second is rounding: Cholesky tries again in float64, then with a
 growing jitter; what is left raises with the layer, the smallest eigenvalue and what to do.
+
+What is done otherwise on a GPU, and why:
+
+* Sizes that are no multiple of 8 make products several times slower there: pad them.
+* bfloat16 and float16 numbers have exact products in float32, which its matrix units add up in
+  float32: as exact as products of wide copies, and ten times as fast.
+* One factorisation leaves most of it idle: matrices go round several streams, or side by side.
+
+Each matrix is inverted by itself and in the same way, whatever others a rank has: its bits do not
+depend on who inverts it. On a GPU it is put together from products, which are faster than solves:
+
+    M = LL',  L = [P 0; Q R],  X = L⁻¹ = [P⁻¹ 0; -R⁻¹ Q P⁻¹ R⁻¹],  M⁻¹ = X'X
+
+with only the blocks of X that are not zero. All products are in full float32, also where torch may
+round the factors of others (TF32): an error of 1e-3 of the largest eigenvalue of an inverse can be
+more than all of its smallest one.
+
+Where bits need not be those of several ranks, matrices of one size go side by side, block by block,
+so that almost all is products of batches:
+
+    M = [A B'; B C],  A = PP',  Q = BP'⁻¹,  C - QQ' = RR',  L = [P 0; Q R]
+
+Only blocks of up to `BATCH_LEAF` rows are factorised and inverted as such, and Q is found with the
+inverses of those alone: with the inverse of the whole P, rounding would grow with its condition.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from copy import copy
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import Diverged
-from unison.kfac import linalg
 from unison.kfac.config import KFACConfig
 
 FIRST_JITTER, MOST_JITTERS = 1e-10, 6  # of the largest diagonal entry; each 10 times the last
+ALIGNED = 8  # elements that matrix units load at once
+LEAF = 1024  # rows up to which a triangle is solved whole
+BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
+NUM_STREAMS = 8
 
 Factors = Mapping[str, Tensor]
 """A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`."""
+
+Inverse = dict[str, Tensor]
+"""`a` (padded) and `g`, or eigenvectors `q_a` and `q_g` with `scale`, or the `scale` of a diagonal.
+
+Without `g` or `q_g` the identity is meant.
+"""
+
+T = TypeVar("T")
 
 
 class NotInvertible(Diverged):
     """A layer's curvature has no inverse; the message names the layer and the remedy."""
 
 
-class Inverse:
-    """What to multiply a layer's gradient [d_out, d_in] with.
+# --- multiplying with inverses --------------------------------------------------------------------
+
+
+def apply(inverse: Inverse, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
+    """Precondition a gradient, as some columns after others, contiguous where that costs nothing.
 
     Args:
-        tensors: `a` and `g` (inverses), or `q_a`, `q_g` and `scale` (eigenvectors), or `scale`
-            alone (diagonal). Without `g` or `q_g` the identity is meant.
+        inverse: Of a layer, or of several, stacked.
+        y: The gradient [..., d_out, d_in], or as wide as a padded `a`, with zeros after d_in.
+        columns: How many each part has; others that are left at the end are left out.
     """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._held = dict(tensors)
-        self._d_in = 0
-        if "a" in tensors:
-            self._d_in = len(tensors["a"])
-            self._held["a"] = _aligned(tensors["a"])
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """What it was made of."""
-        if "a" not in self._held:
-            return dict(self._held)
-        return {**self._held, "a": self._held["a"][..., : self._d_in, : self._d_in]}
-
-    @property
-    def width(self) -> int | None:
-        """Columns that products like best, zeros in those after d_in; None for any."""
-        return self._held["a"].shape[-1] if "a" in self._held else None
-
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether it multiplies entry by entry."""
-        return self._held.keys() == {"scale"}
-
-    @property
-    def shapes(self) -> tuple[tuple[str, torch.Size], ...]:
-        """Of what it holds: inverses of equal shapes can be `stacked`."""
-        return tuple((key, value.shape) for key, value in self._held.items())
-
-    def apply(self, y: Tensor) -> Tensor:
-        """Precondition a gradient [..., d_out, d_in or `width`], or as many as are stacked."""
-        return self.apply_parts(y, [y.shape[-1]])[0]
-
-    def apply_parts(self, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
-        """The same, some columns after others, each part contiguous where that costs nothing.
-
-        Args:
-            y: The gradient, or as many as inverses are stacked.
-            columns: How many each part has; others that are left at the end are left out.
-        """
-        held = self._held
-        if "a" not in held:
-            return _parts(self._by_eigen(y) if "q_a" in held else y * held["scale"], columns)
+    if "a" in inverse:
         # As A⁻¹Y', transposed: both are symmetric, and so both products have the sum over the
         # contiguous dimension of both sides, the one layout that is fast in TF32.
         n = y.shape[-1]
-        parts = _parts(torch.matmul(held["a"][..., :n, :n], y.mT).mT, columns)
-        return [torch.matmul(held["g"], part) for part in parts] if "g" in held else parts
-
-    def _by_eigen(self, y: Tensor) -> Tensor:
-        held = self._held
-        y = y @ held["q_a"]
-        if "q_g" in held:
-            y = held["q_g"] @ ((held["q_g"].mT @ y) * held["scale"])
+        y = torch.matmul(inverse["a"][..., :n, :n], y.mT).mT
+    elif "q_a" in inverse:
+        y = y @ inverse["q_a"]
+        if "q_g" in inverse:
+            y = inverse["q_g"] @ ((inverse["q_g"].mT @ y) * inverse["scale"])
         else:
-            y = y * held["scale"]
-        return y @ held["q_a"].mT
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return next(iter(self._held.values())).device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return sum(value.nbytes for value in self._held.values())
+            y = y * inverse["scale"]
+        y = y @ inverse["q_a"].mT
+    else:
+        y = y * inverse["scale"]
+    parts = list(y[..., : sum(columns)].split(list(columns), dim=-1))
+    return [torch.matmul(inverse["g"], part) for part in parts] if "g" in inverse else parts
 
 
-def stacked(inverses: Sequence[Inverse]) -> Inverse:
-    """One inverse for as many gradients, of equal shapes; each is a view of it afterwards."""
-    whole = copy(inverses[0])
-    whole._held = {}
-    for key, first in inverses[0]._held.items():
-        # One side after the other: only one is there twice.
-        values = [each._held[key] for each in inverses]
-        value = torch.stack(values) if len(values) > 1 else first.unsqueeze(0)
-        for place, each in enumerate(inverses):
-            each._held[key] = value[place]
-        whole._held[key] = value
-    return whole
-
-
-def _parts(y: Tensor, columns: Sequence[int]) -> list[Tensor]:
-    return list(y[..., : sum(columns)].split(list(columns), dim=-1))
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """With rows and columns of zeros where that is faster: the bias's makes most sizes odd."""
-    extra = linalg.padding_of(len(matrix), matrix)
+def align(matrix: Tensor) -> Tensor:
+    """Pad with rows and columns of zeros where that is faster: the bias makes most sizes odd."""
+    extra = padding_of(len(matrix), matrix)
     return F.pad(matrix, (0, extra, 0, extra)) if extra else matrix
 
 
+def stack(inverses: Sequence[Inverse]) -> Inverse:
+    """Make one inverse for as many gradients, of equal shapes; each is a view of it afterwards."""
+    whole = {}
+    for key, first in inverses[0].items():
+        # One side after the other: only one is there twice.
+        values = [each[key] for each in inverses]
+        whole[key] = torch.stack(values) if len(values) > 1 else first.unsqueeze(0)
+        for each, value in zip(inverses, whole[key], strict=True):
+            each[key] = value
+    return whole
+
+
 # --- many layers ----------------------------------------------------------------------------------
-
-
-class FactorStats(NamedTuple):
-    """What must be known of a factor before it is inverted.
-
-    Attributes:
-        size: Of its largest element; finite only if all are.
-        mean: Of its diagonal; of all elements of a diagonal.
-        smallest: Element of a diagonal; 0 for a matrix.
-        largest: Element of a diagonal; an upper bound of a matrix's eigenvalues, 0 where no
-            condition number is bounded.
-    """
-
-    size: float
-    mean: float
-    smallest: float
-    largest: float
 
 
 def invert(
@@ -173,60 +137,63 @@ def invert(
     Raises:
         NotInvertible: Naming a layer, the smallest eigenvalue and the remedy.
     """
-    found: dict[str, Inverse] = {}
-    jobs: list[_Job] = []
-    for name, stats in _stats_of(curvatures, config).items():
-        factors = curvatures[name]
-        _refuse_not_finite(name, stats)
-        if "d" in factors:
-            found[name] = _of_diagonal(name, factors["d"], stats["d"], config)
+    found: dict[str, Inverse] = {name: {} for name in curvatures}
+    sides, factors, dampings = [], [], []  # of those that Cholesky inverts
+    stats = _stats_of(curvatures, config)
+    for name, own in curvatures.items():
+        _refuse_not_finite(name, stats[name])
+        if "d" in own:
+            found[name] = _of_diagonal(name, own["d"], stats[name]["d"], config)
             continue
-        dampings = _dampings(stats, config)
+        damping = _dampings({side: mean for side, (_, mean, *_) in stats[name].items()}, config)
         if config.uses_eigen:
-            found[name] = _by_eigen(name, factors, dampings, config)
+            found[name] = _by_eigen(name, own, damping, config)
             continue
-        for side, factor in factors.items():
-            least = _least_damping(stats[side].largest, config)
-            jobs.append(_Job(name, side, factor, max(dampings[side], least)))
-    sides: dict[str, dict[str, Tensor]] = {}
-    for job, inverse in zip(jobs, _by_cholesky(jobs, is_together=is_together), strict=True):
-        sides.setdefault(job.name, {})[job.side] = inverse
-    return found | {name: Inverse(tensors) for name, tensors in sides.items()}
+        for side, factor in own.items():
+            least = _least_damping(stats[name][side][-1], config)
+            sides.append((name, side))
+            factors.append(factor)
+            dampings.append(max(damping[side], least))
+    inverses = _by_cholesky(sides, factors, dampings, is_together=is_together)
+    for (name, side), inverse in zip(sides, inverses, strict=True):
+        found[name][side] = align(inverse) if side == "a" else inverse
+    return found
 
 
 def _stats_of(
     curvatures: Mapping[str, Factors], config: KFACConfig
-) -> dict[str, dict[str, FactorStats]]:
-    """What is known of all factors, by layer and side; a GPU is waited for once."""
+) -> dict[str, dict[str, list[float]]]:
+    """What must be known of factors, by layer and side; a GPU is waited for once.
+
+    Returns:
+        The size of the largest element, finite only if all are; the mean of the diagonal, or of a
+        diagonal's elements; the smallest element of a diagonal, 0 for a matrix; the largest one of
+        a diagonal, an upper bound of a matrix's eigenvalues, or 0 where no condition number is
+        bounded.
+    """
     all_sides = [(side, each) for own in curvatures.values() for side, each in own.items()]
     if not all_sides:
         return {name: {} for name in curvatures}
     zero = all_sides[0][1].new_zeros(())
-    columns = [
-        linalg.largest_elements([factor for _, factor in all_sides]),
-        [(factor if side == "d" else factor.diagonal()).mean() for side, factor in all_sides],
-        [factor.min() if side == "d" and factor.numel() else zero for side, factor in all_sides],
-        [_largest(side, factor, zero, config) for side, factor in all_sides],
-    ]
-    rows = iter(torch.stack([torch.stack(each) for each in columns], dim=1).tolist())
-    return {
-        name: {side: FactorStats(*next(rows)) for side in factors}
-        for name, factors in curvatures.items()
-    }
+    is_bounded = config.max_condition_number is not None
+    rows = []
+    for (side, factor), size in zip(
+        all_sides, largest_elements([factor for _, factor in all_sides]), strict=True
+    ):
+        diagonal = factor if side == "d" else factor.diagonal()
+        smallest = largest = zero
+        if factor.numel() and side == "d":
+            smallest, largest = factor.min(), factor.max()
+        elif factor.numel() and is_bounded:
+            largest = factor.abs().sum(dim=1).max()
+        rows.append(torch.stack([size, diagonal.mean(), smallest, largest]))
+    known = iter(torch.stack(rows).tolist())
+    return {name: {side: next(known) for side in own} for name, own in curvatures.items()}
 
 
-def _largest(side: str, factor: Tensor, zero: Tensor, config: KFACConfig) -> Tensor:  # []
-    """`largest` of `FactorStats`, still on the device."""
-    if factor.numel() == 0:
-        return zero
-    if side == "d":
-        return factor.max()
-    return zero if config.max_condition_number is None else factor.abs().sum(dim=1).max()
-
-
-def _refuse_not_finite(name: str, stats: Mapping[str, FactorStats]) -> None:
-    for side, known in stats.items():
-        if math.isfinite(known.size):
+def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
+    for side, (size, *_) in stats.items():
+        if math.isfinite(size):
             continue
         if side == "d":
             raise NotInvertible(
@@ -240,26 +207,29 @@ def _refuse_not_finite(name: str, stats: Mapping[str, FactorStats]) -> None:
         )
 
 
-def _of_diagonal(name: str, diagonal: Tensor, known: FactorStats, config: KFACConfig) -> Inverse:
+def _of_diagonal(
+    name: str, diagonal: Tensor, stats: Sequence[float], config: KFACConfig
+) -> Inverse:
     damped = diagonal + config.joint_damping
-    smallest = known.smallest + config.joint_damping
+    smallest, largest = (value + config.joint_damping for value in stats[2:])
     if config.max_condition_number is not None:
-        least = (known.largest + config.joint_damping) / config.max_condition_number
+        least = largest / config.max_condition_number
         damped, smallest = damped.clamp(min=least), max(smallest, least)
     if not smallest > 0:
         raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest))
-    return Inverse({"scale": damped.reciprocal()})
+    return {"scale": damped.reciprocal()}
 
 
 # --- damping --------------------------------------------------------------------------------------
 
 
-def _dampings(known: Mapping[str, FactorStats], config: KFACConfig) -> dict[str, float]:
-    if "g" not in known:
+def _dampings(means: Mapping[str, float], config: KFACConfig) -> dict[str, float]:
+    """What is added to the diagonal of each side, from the means of their diagonals."""
+    if "g" not in means:
         return {"a": config.joint_damping, "g": 0.0}
     on_a, on_g = config.dampings
     if config.damping_form == "pi":
-        mean_a, mean_g = known["a"].mean, known["g"].mean
+        mean_a, mean_g = means["a"], means["g"]
         # A factor of zeros (a layer that no gradient reached) has no ratio to balance.
         pi = (mean_a / mean_g) ** 0.5 if mean_a > 0 and mean_g > 0 else 1.0
         return {"a": on_a * pi, "g": on_g / pi}
@@ -279,29 +249,25 @@ def _by_eigen(
     name: str, factors: Factors, dampings: Mapping[str, float], config: KFACConfig
 ) -> Inverse:
     values, vectors = {}, {}
+    is_joint = config.damping_form == "joint" and "g" in factors
     for side, factor in factors.items():
-        values[side], vectors[side] = _eigen(factor, side, name)
-    is_joint = config.damping_form == "joint"
-    for side, of_side in values.items():
+        of_side, vectors[side] = _eigen(factor, side, name)
         smallest, largest = float(of_side[0]), float(of_side[-1])
         # Negative by rounding only: a sum of squares has no negative eigenvalues.
-        of_side = of_side.clamp(min=0.0)
-        if not is_joint or "g" not in factors:
-            damping = max(dampings[side], _least_damping(largest, config))
-            of_side = of_side + damping
-            if not float(of_side[0]) > 0:
+        values[side] = of_side.clamp(min=0.0)
+        if not is_joint:
+            values[side] += max(dampings[side], _least_damping(largest, config))
+            if not float(values[side][0]) > 0:
                 raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
-        values[side] = of_side
-    held = {"q_a": vectors["a"]}
     if "g" not in factors:
-        return Inverse({**held, "scale": values["a"].reciprocal()[None, :]})
+        return {"q_a": vectors["a"], "scale": values["a"].reciprocal()[None, :]}
     products = values["g"][:, None] * values["a"][None, :]
     if is_joint:
         joint = max(config.joint_damping, _least_damping(float(products.max()), config))
         products = products + joint
         if not float(products.min()) > 0:
             raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}", float(products.min())))
-    return Inverse({**held, "q_g": vectors["g"], "scale": products.reciprocal()})
+    return {"q_a": vectors["a"], "q_g": vectors["g"], "scale": products.reciprocal()}
 
 
 def _eigen(factor: Tensor, side: str, name: str) -> tuple[Tensor, Tensor]:
@@ -320,72 +286,68 @@ def _eigen(factor: Tensor, side: str, name: str) -> tuple[Tensor, Tensor]:
 # --- Cholesky -------------------------------------------------------------------------------------
 
 
-class _Job(NamedTuple):
-    """One factor of a layer, and what is added to its diagonal."""
-
-    name: str
-    side: str
-    factor: Tensor
-    damping: float
-
-
-def _by_cholesky(jobs: Sequence[_Job], *, is_together: bool) -> list[Tensor]:
+def _by_cholesky(
+    sides: Sequence[tuple[str, str]],
+    factors: Sequence[Tensor],
+    dampings: Sequence[float],
+    *,
+    is_together: bool,
+) -> list[Tensor]:
     """(factor + damping I)⁻¹ of each, with more digits and then more damping where that fails."""
-    if not jobs:
+    if not factors:
         return []
     groups: dict[object, list[int]] = {}
-    for number, job in enumerate(jobs):
-        goes_along = is_together and linalg.is_gpu(job.factor) and len(job.factor) > 0
-        groups.setdefault(len(job.factor) if goes_along else (number,), []).append(number)
+    for number, factor in enumerate(factors):
+        goes_along = is_together and is_gpu(factor) and len(factor) > 0
+        groups.setdefault(len(factor) if goes_along else (number,), []).append(number)
     # The largest first: small ones fill what is idle at the end.
-    places = sorted(groups.values(), key=lambda own: -len(jobs[own[0]].factor))
-    with linalg.full_float32():
-        tries = [partial(_try_all, [jobs[number] for number in own]) for own in places]
-        found = linalg.side_by_side(tries, jobs[0].factor.device)
-        is_inverted = torch.cat([is_right for _, is_right in found]).tolist()
-        order = [number for own in places for number in own]
-        inverses = [each for of_group, _ in found for each in of_group]
-        done = {
-            number: inverse if is_right else _with_more(jobs[number])
-            for number, inverse, is_right in zip(order, inverses, is_inverted, strict=True)
-        }
-    return [done[number] for number in range(len(jobs))]
+    places = sorted(groups.values(), key=lambda own: -len(factors[own[0]]))
+
+    def invert_group(own: list[int]) -> tuple[Sequence[Tensor], Tensor]:
+        if len(own) == 1:
+            inverse, is_right = _try(factors[own[0]], dampings[own[0]])
+            return [inverse], is_right.reshape(1)
+        matrices = [factors[number] for number in own]
+        inverses, is_right = inverses_of_positive(matrices, [dampings[number] for number in own])
+        # Copies, since layers keep them: one of them must not keep all the others.
+        return [each.clone() for each in inverses], is_right
+
+    with full_float32():
+        jobs = [functools.partial(invert_group, own) for own in places]
+        found = side_by_side(jobs, factors[0].device)
+        is_inverted = iter(torch.cat([is_right for _, is_right in found]).tolist())
+        done = {}
+        for own, (inverses, _) in zip(places, found, strict=True):
+            for number, inverse in zip(own, inverses, strict=True):
+                if not next(is_inverted):
+                    inverse = _with_more(factors[number], dampings[number], *sides[number])
+                done[number] = inverse
+    return [done[number] for number in range(len(factors))]
 
 
-def _try_all(jobs: Sequence[_Job]) -> tuple[Sequence[Tensor], Tensor]:
-    """Inverses of factors of one size, and whether each is one."""
-    if len(jobs) == 1:
-        inverse, is_right = _try(jobs[0])
-        return [inverse], is_right.reshape(1)
-    inverses, is_right = linalg.inverses_of_positive(
-        [job.factor for job in jobs], [job.damping for job in jobs]
-    )
-    # Copies, since layers keep them: one of them must not keep all the others.
-    return [each.clone() for each in inverses], is_right
-
-
-def _try(job: _Job, dtype: torch.dtype | None = None, jitter: float = 0.0) -> tuple[Tensor, Tensor]:
+def _try(
+    factor: Tensor, damping: float, dtype: torch.dtype | None = None, jitter: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """An inverse, and whether it is one."""
-    damped = job.factor.to(dtype or job.factor.dtype, copy=True)
-    damped.diagonal().add_(job.damping + jitter)
-    inverse, is_right = linalg.inverse_of_positive(damped)
-    return inverse.to(job.factor.dtype), is_right
+    damped = factor.to(dtype or factor.dtype, copy=True)
+    damped.diagonal().add_(damping + jitter)
+    inverse, is_right = inverse_of_positive(damped)
+    return inverse.to(factor.dtype), is_right
 
 
-def _with_more(job: _Job) -> Tensor:
+def _with_more(factor: Tensor, damping: float, name: str, side: str) -> Tensor:
     """The inverse of what was not inverted at once; the GPU is waited for at every try."""
-    factor = job.factor
     largest = float(factor.diagonal().max()) if len(factor) else 0.0
     jitters = [0.0]
-    if job.damping > 0:  # else none was asked for, and jitter would be another curvature
+    if damping > 0:  # else none was asked for, and jitter would be another curvature
         jitters += [largest * FIRST_JITTER * 10.0**i for i in range(MOST_JITTERS)]
     for jitter in jitters:
         for dtype in {factor.dtype: None, torch.float64: None}:
-            inverse, is_right = _try(job, dtype, jitter)
+            inverse, is_right = _try(factor, damping, dtype, jitter)
             if bool(is_right):
                 return inverse
     smallest = float(torch.linalg.eigvalsh(factor.double())[0])
-    raise NotInvertible(_not_positive(f"{job.side.upper()} of {job.name!r}", smallest))
+    raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", smallest))
 
 
 def _not_positive(what: str, smallest: float) -> str:
@@ -393,3 +355,229 @@ def _not_positive(what: str, smallest: float) -> str:
         f"{what} cannot be inverted: its smallest eigenvalue is {smallest:.3g}. Raise damping, set "
         "max_condition_number, or collect more tokens per update"
     )
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def is_gpu(value: Tensor) -> bool:
+    """Whether a tensor is on a GPU."""
+    return value.is_cuda
+
+
+def padding_of(size: int, like: Tensor) -> int:
+    """Rows or columns of zeros with which products of this size are fast; none on a CPU."""
+    return -size % ALIGNED if is_gpu(like) else 0
+
+
+def is_half(value: Tensor) -> bool:
+    """Whether `wide_product` takes a tensor as it is."""
+    return is_gpu(value) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:  # [..., n, k], [..., k, m] -> [..., n, m]
+    """The float32 product of matrices of halves, or of batches of them."""
+    if not left.is_cuda:
+        return left.float() @ right.float()
+    product = torch.mm if left.ndim == 2 else torch.bmm
+    return product(left, right, out_dtype=torch.float32)
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], where: torch.device) -> list[T]:
+    """Do independent jobs, on a GPU in several streams; what they made can be used afterwards.
+
+    Both ends wait for each other, so that memory of one end that the other has used is free when it
+    is used again.
+    """
+    if where.type != "cuda":
+        return [job() for job in jobs]
+    main = torch.cuda.current_stream(where)
+    streams = _streams(where)[: max(1, len(jobs))]
+    for stream in streams:
+        stream.wait_stream(main)
+    found = []
+    for number, job in enumerate(jobs):
+        with torch.cuda.stream(streams[number % len(streams)]):
+            found.append(job())
+    for stream in streams:
+        main.wait_stream(stream)
+    return found
+
+
+@functools.cache
+def _streams(where: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """The same ones every time: each keeps memory of its own."""
+    return tuple(torch.cuda.Stream(where) for _ in range(NUM_STREAMS))
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """No TF32 inside, whoever allowed it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if before != "tf32":
+        yield
+        return
+    try:
+        matmul.fp32_precision = "ieee"
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+# --- one matrix -----------------------------------------------------------------------------------
+
+
+def inverse_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:  # [n, n] -> [n, n], []
+    """The inverse, and whether there is one, without waiting for the answer.
+
+    Args:
+        matrix: Symmetric; not needed afterwards.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if is_gpu(matrix):
+        inverse = gram_of_lower(invert_lower_(lower))
+    elif int(info) == 0:
+        inverse = torch.cholesky_inverse(lower)
+    else:
+        return matrix, torch.tensor(data=False)
+    return inverse, (info == 0) & torch.isfinite(largest_elements([inverse])[0])
+
+
+def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
+    """Of each tensor, the size of its largest element; finite only if all are; 0 for none.
+
+    One pass over all of them: `isfinite(...).all()` is five, for each by itself.
+    """
+    some = [value if value.numel() else value.new_zeros(1) for value in values]
+    return list(torch._foreach_norm(some, torch.inf))
+
+
+def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]
+    """The inverse of a lower triangle, in its place; what is above the diagonal is zero."""
+    n = len(lower)
+    if n <= LEAF:
+        return lower.copy_(_inverse_of_lower(lower))
+    k = _half(n)
+    invert_lower_(lower[:k, :k])
+    invert_lower_(lower[k:, k:])
+    _join_(lower, k)
+    return lower
+
+
+def _inverse_of_lower(lower: Tensor) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """The inverse of a small lower triangle."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(lower, eye, upper=False)
+
+
+def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
+    """From [P⁻¹ 0; Q R⁻¹] to the inverse of [P 0; Q R], where P has k rows."""
+    first, last, between = lower[..., :k, :k], lower[..., k:, k:], lower[..., k:, :k]
+    _multiply_into(between, last, between @ first, alpha=-1)
+
+
+def gram_of_lower(
+    x: Tensor, leaf: int | None = None, out: Tensor | None = None
+) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """X'X of a lower triangle, in `out` or new memory; up to `leaf` rows at once."""
+    n = x.shape[-1]
+    found = torch.empty_like(x) if out is None else out
+    if n <= (leaf or LEAF):
+        return _multiply_into(found, x.mT, x)
+    k = _half(n)
+    first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
+    gram_of_lower(first, leaf, found[..., :k, :k])
+    _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
+    _multiply_into(found[..., k:, :k], last.mT, between)
+    found[..., :k, k:] = found[..., k:, :k].mT
+    gram_of_lower(last, leaf, found[..., k:, k:])
+    return found
+
+
+def _multiply_into(
+    out: Tensor, left: Tensor, right: Tensor, alpha: float = 1, beta: float = 0
+) -> Tensor:
+    """Put alpha left·right + beta out in the place of `out`, a block of one matrix or of many.
+
+    `out[...] = left @ right` would make the product elsewhere and copy it.
+    """
+    add = out.addmm_ if out.ndim == 2 else out.baddbmm_
+    return add(left, right, alpha=alpha, beta=beta)
+
+
+def _half(n: int) -> int:
+    """About half of n, such that blocks begin where a GPU likes to load."""
+    return n // 2 // 64 * 64
+
+
+# --- many matrices of one size --------------------------------------------------------------------
+
+Leaves = dict[int, tuple[Tensor, Tensor]]
+"""By the first row of a block on the diagonal: the inverses of its factors, and which failed."""
+
+
+def inverses_of_positive(matrices: list[Tensor], dampings: list[float]) -> tuple[Tensor, Tensor]:
+    """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
+
+    Args:
+        matrices: Symmetric, of one size n.
+        dampings: Of each matrix.
+
+    Returns:
+        The inverses [batch, n, n]; whether each is right [batch].
+    """
+    n = len(matrices[0])
+    size = n + padding_of(n, matrices[0])
+    whole = matrices[0].new_zeros(len(matrices), size, size)
+    for place, matrix, damping in zip(whole, matrices, dampings, strict=True):
+        place[:n, :n].copy_(matrix)
+        place.diagonal()[:n].add_(damping)
+    whole.diagonal(dim1=1, dim2=2)[:, n:].fill_(1.0)
+    leaves: Leaves = {}
+    _factorise_(whole, 0, size, leaves)
+    whole.tril_()
+    _invert_factors_(whole, 0, size, leaves)
+    found = gram_of_lower(whole, BATCH_LEAF)[:, :n, :n]
+    is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
+    largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
+    return found, is_right & torch.isfinite(largest)
+
+
+def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Put the factors of the rows and columns [low, high) of [batch, n, n] in their place."""
+    block = whole[:, low:high, low:high]
+    if high - low <= BATCH_LEAF:
+        lower, info = torch.linalg.cholesky_ex(block)
+        leaves[low] = _inverse_of_lower(lower), info
+        block.copy_(lower)
+        return
+    middle = low + _half(high - low)
+    between = whole[:, middle:high, low:middle]
+    _factorise_(whole, low, middle, leaves)
+    _divide_(between, whole, low, middle, leaves)
+    whole[:, middle:high, middle:high].baddbmm_(between, between.mT, alpha=-1)
+    _factorise_(whole, middle, high, leaves)
+
+
+def _divide_(rows: Tensor, whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Multiply rows [batch, any, high - low] with the inverse of the factors there, transposed."""
+    if high - low <= BATCH_LEAF:
+        rows.copy_(rows @ leaves[low][0].mT)
+        return
+    middle = low + _half(high - low)
+    first, last = rows[:, :, : middle - low], rows[:, :, middle - low :]
+    _divide_(first, whole, low, middle, leaves)
+    last.baddbmm_(first, whole[:, middle:high, low:middle].mT, alpha=-1)
+    _divide_(last, whole, middle, high, leaves)
+
+
+def _invert_factors_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Put the inverse of the factors' rows and columns [low, high) in their place."""
+    if high - low <= BATCH_LEAF:
+        whole[:, low:high, low:high].copy_(leaves[low][0])
+        return
+    middle = low + _half(high - low)
+    _invert_factors_(whole, low, middle, leaves)
+    _invert_factors_(whole, middle, high, leaves)
+    _join_(whole[:, low:high, low:high], middle - low)

@@ -19,25 +19,21 @@ from unison.capture.torch_compile import uncompile, unwrapped
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
-from unison.kfac.factors import vector_size
-from unison.kfac.fisher import Sampled, refuse_missing
-from unison.kfac.layers import Assignment, Layer, Method, assign, cost, without_curvature
-from unison.kfac.passes import Collector, CompiledStatistics, Pass, PassRecorder, refuse_private
-from unison.kfac.phases import phase
-from unison.kfac.precondition import Routes, StackedPreconditioner
-from unison.kfac.state import (
-    Graft,
-    LayerState,
-    counts_of,
-    gathered_state,
-    invert_layers,
-    load_into,
-    open_layers,
-    read_layers,
-    save_layers,
+from unison.kfac.factors import Layer, Method, assign, cost, layers_of, phase, vector_size
+from unison.kfac.fisher import (
+    Collector,
+    CompiledStatistics,
+    Pass,
+    PassRecorder,
+    Sampled,
+    refuse_missing,
+    refuse_private,
 )
+from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
 from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of
 from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
+from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
+from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 
 
 class KFAC:
@@ -110,6 +106,7 @@ class KFAC:
         self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
+        self._owners: list[tuple[int, ...]] = []
         self._graft = Graft(config)
         # The module has hooks that ask; they must not keep this object.
         own = weakref.ref(self)
@@ -154,15 +151,8 @@ class KFAC:
                 f"no forward pass to draw labels for ({why}); call the module, then "
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
-        return Sampled(
-            self._recorder.current,
-            logits,
-            mask,
-            self.config,
-            self.num_steps,
-            divisor,
-            self._passes,
-        )
+        current = self._recorder.current
+        return Sampled(current, logits, mask, self.config, self.num_steps, divisor, self._passes)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -195,7 +185,7 @@ class KFAC:
             self._invert()
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
-            self._take_layers(without_curvature(self._shapes, self.config))
+            self._take_layers(layers_of({}, self._shapes, self.config))
 
     def _precondition(self) -> None:
         with phase("gradients"):
@@ -213,7 +203,9 @@ class KFAC:
         assert self._optimizer is not None
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         for index, layer in enumerate(self.layers):
-            for name in layer.parameters if self._is_first_owner(index) else ():
+            for name in (
+                layer.parameters if self._owners[index][0] == self._adapter.ranks.rank else ()
+            ):
                 if name in steps:
                     step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
                     products[index] += step.double() @ gradient.double()
@@ -242,7 +234,7 @@ class KFAC:
                 self._is_ordered = bool(edges)
                 has_g = self.config.fisher != "forward"
                 sizes = [vector_size(each, has_g=has_g) for each in self.layers]
-                sums = OwnerSums(sizes, self._assignment.owners, ranks, like, edges)
+                sums = OwnerSums(sizes, self._owners, ranks, like, edges)
                 compiled = None
                 if backend is not None and not is_plain:  # on any rank
                     compiled = self._compiled_by(backend)
@@ -254,7 +246,9 @@ class KFAC:
             self._recorder.is_paused = False
         with phase("factors"):
             totals = sums.finish()
-            counts = counts_of(totals.values())
+            # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
+            ends = [total[-2:] for total in totals.values()]
+            counts = torch.stack(ends).tolist() if ends else []
             for (index, total), own in zip(totals.items(), counts, strict=True):
                 self._states[index].update(total, *own)
         self._last_update = self.num_steps
@@ -288,21 +282,18 @@ class KFAC:
         self.layers = layers
         ranks = self._adapter.ranks
         costs = [cost(layer) for layer in layers]
-        self._assignment: Assignment = assign(costs, ranks.size, self.config.owner_fraction)
-        self._routes = Routes(self._adapter, layers, self._assignment)
+        self._owners = assign(costs, ranks.size, self.config.owner_fraction)
+        self._routes = Routes(self._adapter, layers, self._owners)
         self._states = {
             index: LayerState(layer, self.config, self._graft)
             for index, layer in enumerate(layers)
-            if self._assignment.owns(ranks.rank, index)
+            if ranks.rank in self._owners[index]
         }
-        self._preconditioner = StackedPreconditioner(self._states.values(), self._graft)
+        self._preconditioner = Preconditioner(self._states.values(), self._graft)
 
     @property
     def _is_together(self) -> bool:  # layers of equal shape are; see precondition.py
         return self._adapter.ranks.size == 1 and not self._is_ordered
-
-    def _is_first_owner(self, index: int) -> bool:
-        return self._assignment.owners[index][0] == self._adapter.ranks.rank
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -319,9 +310,28 @@ class KFAC:
         return {**totals, "total": sum(totals.values())}
 
     def __repr__(self) -> str:
+        """Method, size, owners and bytes of every layer."""
         if not self.layers:
             return f"KFAC({self.config}; layers are found at the first step)"
-        return _table(self.layers, self._assignment, self._states, self.memory_usage())
+        rows = [("layer", "method", "size", "owner", "bytes here", "")]
+        for index, layer in enumerate(self.layers):
+            is_factored, own = layer.method is Method.KRONECKER, self._owners[index]
+            state, everyone = self._states.get(index), self._adapter.ranks.size
+            rows.append(
+                (
+                    layer.name if layer.bias is None else f"{layer.name} + bias",
+                    layer.method.value,
+                    f"G {layer.d_out} x A {layer.d_in}" if is_factored else f"{layer.numel}",
+                    "all" if len(own) == everyone else ", ".join(map(str, sorted(own))),
+                    "-" if state is None else _size(sum(state.nbytes.values())),
+                    layer.why,
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [map(str.ljust, row, widths) for row in rows]
+        lines = [f"  {'  '.join(each).rstrip()}" for each in cells]
+        used = ", ".join(f"{what} {_size(count)}" for what, count in self.memory_usage().items())
+        return "\n".join(["KFAC(", *lines, f"  here: {used}", ")"])
 
     # --- storage ---------------------------------------------------------------------------------
 
@@ -331,11 +341,16 @@ class KFAC:
         Its layers are stored by name, so that any number of ranks, sharded in any way, loads it.
         `save` does the same without any rank having it whole.
         """
-        layers: list[dict[str, Any]] = []
-        if self.layers:
-            layers = gathered_state(
-                self.layers, self._assignment.owners, self._states, self._adapter.ranks
-            )
+        ranks = self._adapter.ranks
+        layers = []
+        for index, layer in enumerate(self.layers):
+            first = self._owners[index][0]
+            tensors = {}
+            if first == ranks.rank:
+                own = self._states[index].tensors()
+                tensors = {key: each.cpu().clone() for key, each in own.items()}
+            tensors = broadcast_object(ranks, first, tensors)
+            layers.append({"layer": layer.as_dict(), "tensors": tensors})
         return {**self._progress(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,7 +360,15 @@ class KFAC:
             BadInput: If it is of another model.
         """
         self._take_stored([each["layer"] for each in state["layers"]])
-        load_into(self._states, dict(enumerate(state["layers"])), self._routes.like)
+        for index, own in self._states.items():
+            stored = state["layers"][index]["tensors"].items()
+            # Copies where layers compute; single numbers stay on the host.
+            own.load(
+                {
+                    key: each.to(self._device if each.ndim else "cpu", copy=True)
+                    for key, each in stored
+                }
+            )
         self._go_on(state)
 
     def save(self, folder: str | Path) -> None:
@@ -358,9 +381,18 @@ class KFAC:
             BadInput: On every rank, if something else has the name.
             CheckpointFailed: On every rank, if any could not write.
         """
-        first = [state for i, state in self._states.items() if self._is_first_owner(i)]
+        from unison.shard.state.checkpoint import write_folder
+
+        ranks, parts = self._adapter.ranks, {}
+        for index, state in self._states.items():
+            if self._owners[index][0] == ranks.rank:
+                for key, each in state.tensors().items():
+                    part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
+                    parts[f"kfac/{state.layer.name}/{key}"] = part
+        mine = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
+        tensors = {key: each for own in gather_objects(ranks, mine) for key, each in own.items()}
         extra = {**self._progress(), "layers": [each.as_dict() for each in self.layers]}
-        save_layers(Path(folder), first, extra, self._adapter.ranks)
+        write_folder(Path(folder), parts, tensors, ranks, optimizer=None, extra=extra)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote on any number of ranks, each reads its layers; a collective.
@@ -369,12 +401,33 @@ class KFAC:
             BadInput: On every rank, if it is damaged or of another model.
             CheckpointFailed: On every rank, if any could not read.
         """
-        manifest = open_layers(Path(folder), self._adapter.ranks)
+        from unison.shard.state.files import read_parts
+
+        folder, ranks = Path(folder), self._adapter.ranks
+
+        def read() -> Manifest:
+            settle(folder)
+            manifest = read_manifest(folder)
+            if "layers" not in manifest.extra:
+                raise BadInput(f"{folder} holds no curvature: it was not written by KFAC.save")
+            return manifest
+
+        manifest = from_rank_0(ranks, read)
         self._take_stored(manifest.extra["layers"])
-        found = read_layers(
-            Path(folder), manifest, self._states, self._routes.like, self._adapter.ranks
-        )
-        load_into(self._states, found, self._routes.like)
+        found: list[dict[str, Tensor]] = []
+        parts: dict[str, FlatPart] = {}
+        for state in self._states.values():
+            prefix, tensors = f"kfac/{state.layer.name}/", {}
+            for key, saved in manifest.tensors.items():
+                if key.startswith(prefix):
+                    device = self._device if saved.shape else "cpu"  # numbers stay on the host
+                    value = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+                    tensors[key.removeprefix(prefix)] = value
+                    parts[key] = FlatPart(saved.shape, 0, value.view(-1))
+            found.append(tensors)
+        read_parts(folder, parts, manifest, ranks)
+        for state, tensors in zip(self._states.values(), found, strict=True):
+            state.load(tensors)
         self._go_on(manifest.extra)
 
     def _progress(self) -> dict[str, int | None]:
@@ -422,47 +475,6 @@ def _adapter_of(module: nn.Module) -> ParallelAdapter:
     adapter = adapter_of(module)
     adapter.params = [each for each in adapter.params if each.parameter.requires_grad]
     return adapter
-
-
-# --- how it shows itself --------------------------------------------------------------------------
-
-
-def _table(
-    layers: Sequence[Layer],
-    assignment: Assignment,
-    states: Mapping[int, LayerState],
-    usage: Mapping[str, int],
-) -> str:
-    """Method, size, owners and bytes of every layer.
-
-    Args:
-        layers: All layers.
-        assignment: Who owns them.
-        states: Of those that this rank owns.
-        usage: Bytes that it holds of all of them, by what for.
-    """
-    rows = [("layer", "method", "size", "owner", "bytes here", "")]
-    for index, layer in enumerate(layers):
-        own = assignment.owners[index]
-        whose = "all" if len(own) == assignment.num_ranks else ", ".join(map(str, sorted(own)))
-        size = _size(sum(states[index].nbytes.values())) if index in states else "-"
-        name = layer.name if layer.bias is None else f"{layer.name} + bias"
-        rows.append((name, layer.method.value, _sides(layer), whose, size, layer.why))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]
-        ).rstrip()
-        for row in rows
-    ]
-    total = ", ".join(f"{what} {_size(count)}" for what, count in usage.items())
-    return "\n".join(["KFAC(", *(f"  {line}" for line in lines), f"  here: {total}", ")"])
-
-
-def _sides(layer: Layer) -> str:
-    if layer.method is Method.KRONECKER:
-        return f"G {layer.d_out} x A {layer.d_in}"
-    return f"{layer.numel}"
 
 
 def _size(count: int) -> str:

@@ -6,6 +6,16 @@ sends back what each of them holds of the step: as many bytes as a gradient's re
 gather. Where every rank has whole gradients the first half is nothing, and where every rank owns
 every layer the second is.
 
+[Note: exact averages] Factors are averaged as F ← βF + (1 - β)F_new from zero, and divided by the
+weight that was given out, w ← βw + (1 - β), where they are used: exactly the weighted mean of all
+updates, with no trace of where it began.
+
+Grafting takes the step length of an optimizer that is easy to tune, in the direction of another.
+K-FAC's own step is as long as its curvature says, which is fragile where the curvature is rough. A
+grafted step has the norm that Adam's (or SGD's) step of the same layer would have. Measured in the
+reference notes: K-FAC with Adam's length needed fewer steps than tuned AdamW, K-FAC with its own
+never did.
+
 [Note: who goes together] A GPU is mostly idle in the product of one layer, and busy in that of
 twelve. But how many layers of a shape a rank has depends on the number of ranks, and a product's
 bits may depend on how many are computed with it. So layers go together where one process has all of
@@ -15,17 +25,398 @@ same code.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unison.errors import BadInput
 from unison.kernels import multi_tensor
-from unison.kfac.inverse import stacked
-from unison.kfac.layers import Assignment, Layer
-from unison.kfac.phases import phase
-from unison.kfac.state import Graft, LayerState, Values
+from unison.kfac.config import KFACConfig
+from unison.kfac.factors import Layer, Method, phase, source_of, triangle_size, unpacked
+from unison.kfac.inverse import Inverse, align, apply, invert, is_gpu, stack
 from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
-from unison.parallel.exchange import swap
+from unison.parallel.exchange import buckets, swap
+
+BYTES_AT_ONCE = 2 << 30  # of factors that are being inverted
+
+Values = dict[str, Tensor]  # by parameter
+
+# --- what an owner remembers of a layer -----------------------------------------------------------
+
+
+class LayerState:
+    """One layer on one of its owners: averaged factors, and their inverse.
+
+    Args:
+        layer: The layer.
+        config: For the decay of averages.
+        graft: The optimizer that is grafted, with what it remembers of all layers.
+
+    Attributes:
+        layer: The layer.
+        inverse: Of the damped curvature; None before the first, and for a layer without curvature.
+    """
+
+    def __init__(self, layer: Layer, config: KFACConfig, graft: "Graft") -> None:
+        self.layer, self._decay, self._graft = layer, config.decay, graft
+        self._averages: dict[str, Tensor] = {}  # "a", "g" or "d", not yet divided by the weight
+        self._weight = 0.0
+        self.inverse: Inverse | None = None
+
+    def update(self, vector: Tensor, num_tokens: float, num_labels: float) -> None:
+        """Average new factors in; nothing if there were no labels.
+
+        Args:
+            vector: The sums of all ranks, and after them the two numbers.
+            num_tokens: Tokens that the layer saw; means nothing for a diagonal.
+            num_labels: Labels that the loss was made of.
+        """
+        if num_labels == 0:
+            return
+        layer = self.layer
+        if layer.method is Method.DIAGONAL:
+            sums = {"d": vector[:-1]}
+        else:
+            a, g = vector[:-2].tensor_split([triangle_size(layer.d_in)])
+            sums = {"a": unpacked(a, layer.d_in)}
+            if len(g):
+                sums["g"] = unpacked(g, layer.d_out)
+        for side, value in sums.items():
+            # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
+            divisor = max(num_tokens, 1.0) if side == "a" else num_labels
+            share = (1 - self._decay) / divisor
+            before = self._averages.get(side)
+            if before is None:
+                self._averages[side] = value * share
+            else:
+                before.mul_(self._decay).add_(value, alpha=share)
+        self._weight = self._decay * self._weight + (1 - self._decay)
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The factors as they are inverted: `a` and `g`, or `d`; nothing before the first."""
+        return _factors_of([self])[0]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that it holds, by what for."""
+        held = {
+            "factors": self._averages,
+            "inverses": self.inverse or {},
+            "grafting": self._graft.tensors(self.layer.parameters),
+        }
+        return {what: sum(each.nbytes for each in own.values()) for what, own in held.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything it remembers, by name; without padding."""
+        found = {f"average.{side}": value for side, value in self._averages.items()}
+        for key, value in (self.inverse or {}).items():
+            d_in = self.layer.d_in
+            found[f"inverse.{key}"] = value[:d_in, :d_in] if key == "a" else value
+        found["weight"] = torch.tensor(self._weight, dtype=torch.float64)
+        grafted = self._graft.tensors(self.layer.parameters)
+        return found | {f"graft.{key}": each for key, each in grafted.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `tensors`; the values are taken over."""
+        groups: dict[str, dict[str, Tensor]] = {"average": {}, "inverse": {}, "graft": {}}
+        for key, value in tensors.items():
+            kind, _, rest = key.partition(".")
+            if rest:
+                groups[kind][rest] = align(value) if key == "inverse.a" else value
+        self._weight = float(tensors["weight"])
+        self._averages = groups["average"]
+        self.inverse = groups["inverse"] or None
+        self._graft.load(groups["graft"])
+
+
+def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_together: bool) -> None:
+    """Make the inverses of some layers anew, those of one size together or each by itself.
+
+    Raises:
+        NotInvertible: Naming the first layer that has none, and the remedy.
+    """
+    known = [state for state in states if state._averages]
+    # Copies of the factors of a group are held meanwhile.
+    for group in buckets(known, lambda state: state.nbytes["factors"], BYTES_AT_ONCE):
+        curvatures = {}
+        for state, factors in zip(group, _factors_of(group), strict=True):
+            layer = state.layer
+            if "d" in factors:
+                factors = {"d": factors["d"].reshape(layer.d_out, layer.d_in)}
+            curvatures[layer.name] = factors
+        inverses = invert(curvatures, config, is_together=is_together)
+        for state in group:
+            state.inverse = inverses[state.layer.name]
+
+
+def _factors_of(states: Sequence[LayerState]) -> list[dict[str, Tensor]]:
+    """The factors of some layers; on a GPU few launches for all of them."""
+    averages = [value for state in states for value in state._averages.values()]
+    weights = [state._weight for state in states for _ in state._averages]
+    divided = iter(torch._foreach_div(averages, weights) if averages else ())
+    return [{side: next(divided) for side in state._averages} for state in states]
+
+
+# --- the grafted optimizer ------------------------------------------------------------------------
+
+
+class Graft:
+    """The optimizer whose step length is taken: Adam, SGD, or none.
+
+    Adam without its learning rate is m̂ / (√v̂ + ε); m̂, the averaged gradient, is preconditioned. So
+    a layer without curvature takes exactly Adam's step, and one with curvature averages as Adam
+    does. Momentum in the optimizer behind would average twice: set `betas=(0, ...)` for that. SGD's
+    step is the gradient.
+    """
+
+    def __init__(self, config: KFACConfig) -> None:
+        self._kind, self._eps = config.graft, config.eps
+        self._beta1, self._beta2 = config.betas
+        self._counts: dict[str, int] = {}
+        self._m: Values = {}
+        self._v: Values = {}
+
+    def step(self, gradients: Mapping[str, Tensor]) -> tuple[Values | None, Values]:
+        """Its own step (None for none), and what is to be preconditioned."""
+        if self._kind != "adam":
+            values = dict(gradients)
+            return (values if self._kind == "sgd" else None), values
+        by_count: dict[int, list[str]] = defaultdict(list)  # one, unless some had no gradient
+        for name, gradient in gradients.items():
+            if name not in self._m:
+                self._m[name] = torch.zeros_like(gradient)
+                self._v[name] = torch.zeros_like(gradient)
+            self._counts[name] = self._counts.get(name, 0) + 1
+            by_count[self._counts[name]].append(name)
+        steps: Values = {}
+        averages: Values = {}
+        for count, names in by_count.items():
+            own = [gradients[name] for name in names]
+            m, v = [self._m[name] for name in names], [self._v[name] for name in names]
+            adam = self._fused if is_gpu(own[0]) else self._foreach
+            of_names, mean = adam(own, m, v, count)
+            averages.update(zip(names, mean, strict=True))
+            steps.update(zip(names, of_names, strict=True))
+        return steps, averages
+
+    def _foreach(
+        self, own: list[Tensor], m: list[Tensor], v: list[Tensor], count: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Adam's steps, and what is preconditioned."""
+        torch._foreach_lerp_(m, own, 1 - self._beta1)
+        torch._foreach_mul_(v, self._beta2)
+        torch._foreach_addcmul_(v, own, own, value=1 - self._beta2)
+        mean = torch._foreach_div(m, 1 - self._beta1**count)
+        scale = torch._foreach_div(v, 1 - self._beta2**count)
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, self._eps)
+        return torch._foreach_div(mean, scale), mean
+
+    def _fused(
+        self, own: list[Tensor], m: list[Tensor], v: list[Tensor], count: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The same in one pass over memory, by torch's own Adam: steps of rate -1 from zeros.
+
+        Averages are not divided by 1 - β₁ᵗ there: what is preconditioned gets another length.
+        """
+        steps = [torch.empty_like(each) for each in own]
+        torch._foreach_zero_(steps)
+        number = torch.full((), float(count), dtype=torch.float32, device=own[0].device)
+        betas = {"beta1": self._beta1, "beta2": self._beta2, "eps": self._eps}
+        others = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
+        counts = [number] * len(steps)
+        torch._fused_adam_(steps, own, m, v, [], counts, lr=-1.0, **betas, **others)
+        return steps, m
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What it remembers of some parameters, for a checkpoint."""
+        found = {}
+        for name in names:
+            if name in self._m:
+                found[f"m.{name}"], found[f"v.{name}"] = self._m[name], self._v[name]
+                found[f"count.{name}"] = torch.tensor(self._counts[name])
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave."""
+        if tensors and self._kind != "adam":
+            raise BadInput(
+                f"the state is of a run with another `graft`: it holds {sorted(tensors)[0]!r}"
+            )
+        for key, value in tensors.items():
+            kind, _, name = key.partition(".")
+            match kind:
+                case "m":
+                    self._m[name] = value
+                case "v":
+                    self._v[name] = value
+                case "count":
+                    self._counts[name] = int(value)
+                case _:
+                    raise BadInput(f"expected the state of Adam, found {key!r}")
+
+
+# --- steps, on the owner --------------------------------------------------------------------------
+
+
+class Preconditioner:
+    """Makes the steps of some layers, with few and large operations.
+
+    Layers are sorted into stacks once per update of the inverses: `_plan` has a stack per kind of
+    factored layer, the layers with a diagonal, and those without curvature.
+
+    Args:
+        states: Of the layers.
+        graft: The optimizer whose step length is taken.
+
+    Attributes:
+        stacks: The factored layers that share a product, each with its inverse for all of them.
+    """
+
+    def __init__(self, states: Iterable[LayerState], graft: Graft) -> None:
+        self._states, self._graft = list(states), graft
+        self._planned_for: list[Any] = []
+        self.stacks: list[tuple[list[Layer], Inverse]] = []
+
+    def steps(self, gradients: Mapping[str, Tensor], *, is_together: bool) -> Values:
+        """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
+
+        A layer without curvature takes the grafted optimizer's own step, to the bit.
+
+        Args:
+            gradients: Of the layers' parameters, whole; a layer that is missing has none on any
+                rank.
+            is_together: Whether layers of equal shape share a product; see the note above.
+        """
+        with phase("graft"):
+            own, source = self._graft.step(gradients)
+        with phase("apply"):
+            states = [each for each in self._states if each.layer.name in gradients]
+            self.plan(states, is_together=is_together)
+            values = source if own is None else own
+            steps = {name: values[name] for name in self._uncurved}
+            directions = self._directions(source)
+            if own is not None:
+                self._stretch_(directions, own)
+        return steps | directions
+
+    def plan(self, states: Sequence[LayerState], *, is_together: bool) -> None:
+        """Sort layers into stacks; nothing if these inverses are in stacks already.
+
+        Args:
+            states: Of the layers; their inverses are views of their stack's afterwards.
+            is_together: Whether layers of equal shape share a stack.
+        """
+        made_of = [is_together, *(state.inverse for state in states)]
+        if len(made_of) == len(self._planned_for) and all(
+            a is b for a, b in zip(made_of, self._planned_for, strict=True)
+        ):
+            return
+        self.stacks, self._planned_for = [], made_of  # the old stacks go first
+        self._uncurved: list[str] = []  # parameters of layers without an inverse
+        self._diagonals: Values = {}  # what to multiply parameters with, of their shape
+        groups: dict[object, list[LayerState]] = defaultdict(list)
+        for state in states:
+            layer, inverse = state.layer, state.inverse
+            if inverse is None:
+                self._uncurved += layer.parameters
+            elif inverse.keys() == {"scale"}:
+                self._diagonals[layer.name] = inverse["scale"].reshape(layer.shape)
+            else:
+                shapes = tuple((key, value.shape) for key, value in inverse.items())
+                sides = (layer.rows, layer.columns, layer.bias is None, layer.is_transposed)
+                groups[(shapes, sides) if is_together else layer.name].append(state)
+        for group in groups.values():
+            inverses = [state.inverse for state in group if state.inverse is not None]
+            self.stacks.append(([state.layer for state in group], stack(inverses)))
+        layers = [layer for of_stack, _ in self.stacks for layer in of_stack]
+        self._weights = [layer.name for layer in layers] + list(self._diagonals)
+        self._biases = [layer.bias for layer in layers if layer.bias is not None]
+        places = [place for place, layer in enumerate(layers) if layer.bias is not None]
+        tensors = (each for state in states for each in (state.inverse or {}).values())
+        where = next((each.device for each in tensors), None)
+        # Where in `_weights` those are that the biases belong to.
+        self._places_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
+
+    def _directions(self, source: Values) -> Values:
+        """What is preconditioned, by parameter: new memory."""
+        matrices: list[Tensor] = []
+        views: Values = {}
+        for layers, inverse in self.stacks:
+            first, like = layers[0], source[layers[0].name]
+            width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
+            whole = like.new_empty(len(layers), first.d_out, width)
+            whole[:, :, first.d_in :].zero_()  # the columns of padding
+            matrices.append(whole)
+            bias = whole[:, :, first.columns : first.d_in]
+            views.update(_by_parameter(layers, [whole[:, :, : first.columns], bias]))
+        if views:
+            values = [source[name].reshape(view.shape) for name, view in views.items()]
+            torch._foreach_copy_(list(views.values()), values)
+        found: Values = {}
+        for (layers, inverse), whole in zip(self.stacks, matrices, strict=True):
+            columns = [layers[0].columns, layers[0].d_in - layers[0].columns]
+            found.update(_by_parameter(layers, apply(inverse, whole, columns)))
+        if self._diagonals:
+            own = [source[name] for name in self._diagonals]
+            scaled = torch._foreach_mul(own, list(self._diagonals.values()))
+            found.update(zip(self._diagonals, scaled, strict=True))
+        return found
+
+    def _stretch_(self, directions: Values, others: Values) -> None:
+        """Make each layer's direction, in its place, as long as another step; zeros stay zeros.
+
+        Norms are added up in float64. What is computed of one layer does not depend on the others:
+        roots, products and sums of two numbers are rounded in one way only.
+
+        Args:
+            directions: Of the layers with an inverse, by parameter.
+            others: Of each, what to be as long as.
+        """
+        names = self._weights + self._biases
+        if not names:
+            return
+        own = [directions[name] for name in names]
+        # All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
+        compared = own + [others[name] for name in names]
+        norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64)).view(2, -1)
+        # A layer has at most one bias, so that no order of sums is left open.
+        squares, of_biases = norms.square().split([len(self._weights), len(self._biases)], dim=1)
+        lengths, wanted = squares.index_add(1, self._places_of_biases, of_biases).sqrt()
+        scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
+        scales = torch.cat([scales, scales[self._places_of_biases]])
+        multiply_all_(own, scales.to(own[0].dtype))
+
+
+def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
+    """By parameter, the columns of weights as matrices, and of biases flat.
+
+    Args:
+        layers: Of one stack.
+        parts: The columns of weights, and of biases if there are some [layers, d_out, columns].
+    """
+    weights, biases = parts
+    if layers[0].is_transposed:
+        weights = weights.mT
+    found = {layer.name: each for layer, each in zip(layers, weights, strict=True)}
+    for layer, each in zip(layers, biases, strict=True):
+        if layer.bias is not None:
+            found[layer.bias] = each[:, 0]
+    return found
+
+
+def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
+    """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
+    flat = [value.view(1, -1) for value in values if value.is_contiguous()]
+    if len(flat) == len(values) and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
+        multi_tensor.combine(flat, scales[:, None], flat)  # one launch for all
+    else:
+        torch._foreach_mul_(list(values), list(scales.unbind()))
+
+
+# --- gradients to owners, steps back --------------------------------------------------------------
 
 
 class Routes:
@@ -34,17 +425,19 @@ class Routes:
     Args:
         adapter: Holds the parameters.
         layers: What is preconditioned.
-        assignment: By whom.
+        owners: The ranks that own each layer.
+
+    Attributes:
+        like: Of the dtype and on the device that factors and steps are computed in.
     """
 
     def __init__(
-        self, adapter: ParallelAdapter, layers: Sequence[Layer], assignment: Assignment
+        self,
+        adapter: ParallelAdapter,
+        layers: Sequence[Layer],
+        owners: Sequence[tuple[int, ...]],
     ) -> None:
-        self._ranks, self._num_places, self._assignment = (
-            adapter.ranks,
-            adapter.num_places,
-            assignment,
-        )
+        self._ranks, self._num_places, self._owners = adapter.ranks, adapter.num_places, owners
         dtype = torch.float32
         for each in adapter.params:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
@@ -54,7 +447,8 @@ class Routes:
 
     def _owned_by(self, rank: int) -> list[list[ShardedParam]]:
         """The parameters of the layers that a rank owns."""
-        return [own for i, own in enumerate(self._params) if self._assignment.owns(rank, i)]
+        layers = zip(self._params, self._owners, strict=True)
+        return [params for params, owners in layers if rank in owners]
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of the layers that this rank owns; a collective if they are cut.
@@ -99,7 +493,7 @@ class Routes:
         """
         ranks, size = self._ranks, self._num_places
         me, place = ranks.rank, ranks.rank % size
-        if self._assignment.is_replicated:
+        if all(len(own) == ranks.size for own in self._owners):
             mine = self._sent(me, me)
             write_gradients((each, self._part(steps, each, place)) for each in mine)
             return
@@ -115,8 +509,8 @@ class Routes:
 
     def _sent(self, source: int, target: int) -> list[ShardedParam]:
         """The parameters whose steps one rank gets from another."""
-        layers = enumerate(self._params)
-        return [p for i, own in layers if self._assignment.source(target, i) == source for p in own]
+        layers = zip(self._params, self._owners, strict=True)
+        return [p for own, owners in layers if source_of(owners, target) == source for p in own]
 
     def _part(self, steps: Mapping[str, Tensor], each: ShardedParam, place: int) -> Tensor:
         start, stop = each.ranges[place]
@@ -129,202 +523,3 @@ class Routes:
 def _length(each: ShardedParam, place: int) -> int:
     start, stop = each.ranges[place]
     return stop - start
-
-
-# --- on the owner ---------------------------------------------------------------------------------
-
-
-class Stack:
-    """Factored layers of one shape, with inverses of one kind.
-
-    Args:
-        states: Of the layers; their inverses are views of the stack's afterwards.
-    """
-
-    def __init__(self, states: Sequence[LayerState]) -> None:
-        self.layers = [state.layer for state in states]
-        first = self.layers[0]
-        self._inverse = stacked([state.inverse for state in states if state.inverse is not None])
-        self._shape = len(states), first.d_out, self._inverse.width or first.d_in
-
-    def matrices(self, like: Tensor) -> tuple[Tensor, Values]:
-        """Memory for the layers' gradients, and the views of it that parameters have.
-
-        Returns:
-            The matrices [layers, d_out, width], zeros after d_in, else not yet written; views of
-            the parameters' elements: of weights as matrices, of biases flat.
-        """
-        d_in, columns = self.layers[0].d_in, self.layers[0].columns
-        whole = like.new_empty(self._shape)
-        if self._shape[2] > d_in:
-            whole[:, :, d_in:].zero_()
-        return whole, self._by_name([whole[:, :, :columns], whole[:, :, columns:d_in]])
-
-    def apply(self, whole: Tensor) -> Values:
-        """Precondition the matrices [layers, d_out, width]: the directions, by parameter.
-
-        Weights come as matrices, as `matrices` has them, and biases flat.
-        """
-        d_in, columns = self.layers[0].d_in, self.layers[0].columns
-        return self._by_name(self._inverse.apply_parts(whole, [columns, d_in - columns]))
-
-    def _by_name(self, parts: Sequence[Tensor]) -> Values:
-        """By parameter: the columns of weights, and of biases where there are some."""
-        weights, biases = parts
-        if self.layers[0].is_transposed:
-            weights = weights.mT
-        found = {layer.name: each for layer, each in zip(self.layers, weights, strict=True)}
-        for layer, each in zip(self.layers, biases, strict=True):
-            if layer.bias is not None:
-                found[layer.bias] = each[:, 0]
-        return found
-
-
-class StackPlan:
-    """Which of some layers go together; right as long as they have the same inverses.
-
-    Args:
-        states: Of the layers.
-        is_together: Whether layers of equal shape share a stack; see the note above.
-
-    Attributes:
-        uncurved: Names of parameters of layers without an inverse.
-        stacks: Of the factored layers.
-        diagonals: Names of the parameters with a diagonal.
-        scales: What to multiply them with, each of the parameter's shape.
-        weights: Names of the parameters that layers with an inverse are called after, in order:
-            those of the stacks, then `diagonals`.
-        biases: Names of the biases that belong to some of them.
-        owners_of_biases: The places in `weights` that the biases belong to.
-    """
-
-    def __init__(self, states: Sequence[LayerState], *, is_together: bool) -> None:
-        self._inverses, self._is_together = [each.inverse for each in states], is_together
-        self.uncurved: list[str] = []
-        self.diagonals: list[str] = []
-        self.scales: list[Tensor] = []
-        groups: dict[object, list[LayerState]] = defaultdict(list)
-        for state in states:
-            layer, inverse = state.layer, state.inverse
-            if inverse is None:
-                self.uncurved += layer.parameters
-            elif inverse.is_diagonal:
-                self.diagonals.append(layer.name)
-                self.scales.append(inverse.tensors["scale"].reshape(layer.shape))
-            else:
-                has_bias = layer.bias is not None
-                sides = (layer.rows, layer.columns, has_bias, layer.is_transposed)
-                groups[(inverse.shapes, sides) if is_together else layer.name].append(state)
-        self.stacks = [Stack(group) for group in groups.values()]
-        layers = [layer for stack in self.stacks for layer in stack.layers]
-        self.weights = [layer.name for layer in layers] + self.diagonals
-        self.biases = [layer.bias for layer in layers if layer.bias is not None]
-        places = [place for place, layer in enumerate(layers) if layer.bias is not None]
-        where = next((each.device for each in self._inverses if each is not None), None)
-        self.owners_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
-
-    def is_of(self, states: Sequence[LayerState], *, is_together: bool) -> bool:
-        """Whether it would be made of these states as it is."""
-        return (
-            self._is_together == is_together
-            and len(self._inverses) == len(states)
-            and all(a is b.inverse for a, b in zip(self._inverses, states, strict=True))
-        )
-
-
-class StackedPreconditioner:
-    """Makes the steps of some layers, with few and large operations.
-
-    Args:
-        states: Of the layers.
-        graft: The optimizer whose step length is taken.
-    """
-
-    def __init__(self, states: Iterable[LayerState], graft: Graft) -> None:
-        self._states, self._graft = list(states), graft
-        self._plan = StackPlan([], is_together=False)
-
-    def steps(self, gradients: Mapping[str, Tensor], *, is_together: bool) -> Values:
-        """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
-
-        A layer without curvature takes the grafted optimizer's own step, to the bit.
-
-        Args:
-            gradients: Of the layers' parameters, whole; a layer that is missing has none on any
-                rank.
-            is_together: Whether layers of equal shape share a product; see the note above.
-        """
-        with phase("graft"):
-            own, source = self._graft.step(gradients)
-        with phase("apply"):
-            plan = self._plan_of(gradients, is_together=is_together)
-            values = source if own is None else own
-            steps = {name: values[name] for name in plan.uncurved}
-            directions = _directions(plan, source)
-            if own is not None:
-                _stretch_(plan, directions, own)
-            steps.update(directions)
-        return steps
-
-    def _plan_of(self, gradients: Mapping[str, Tensor], *, is_together: bool) -> StackPlan:
-        """The same one as long as inverses are; stacks are made once per update."""
-        states = [each for each in self._states if each.layer.name in gradients]
-        if not self._plan.is_of(states, is_together=is_together):
-            self._plan = StackPlan([], is_together=False)  # let the old stacks go first
-            self._plan = StackPlan(states, is_together=is_together)
-        return self._plan
-
-
-def _directions(plan: StackPlan, source: Values) -> Values:
-    """What is preconditioned, by parameter: new memory."""
-    matrices: list[Tensor] = []
-    views: Values = {}
-    for stack in plan.stacks:
-        whole, of_stack = stack.matrices(source[stack.layers[0].name])
-        matrices.append(whole)
-        views.update(of_stack)
-    if views:
-        values = [source[name].reshape(view.shape) for name, view in views.items()]
-        torch._foreach_copy_(list(views.values()), values)
-    found: Values = {}
-    for stack, whole in zip(plan.stacks, matrices, strict=True):
-        found.update(stack.apply(whole))
-    if plan.diagonals:
-        diagonals = torch._foreach_mul([source[name] for name in plan.diagonals], plan.scales)
-        found.update(zip(plan.diagonals, diagonals, strict=True))
-    return found
-
-
-def _stretch_(plan: StackPlan, directions: Values, others: Values) -> None:
-    """Make each layer's direction, in its place, as long as another step; zeros stay zeros.
-
-    Norms are added up in float64. What is computed of one layer does not depend on the others:
-    roots, products and sums of two numbers are rounded in one way only.
-
-    Args:
-        plan: Which layer is where.
-        directions: Of the layers with an inverse, by parameter.
-        others: Of each, what to be as long as.
-    """
-    names = plan.weights + plan.biases
-    if not names:
-        return
-    own = [directions[name] for name in names]
-    # All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
-    compared = own + [others[name] for name in names]
-    norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64)).view(2, -1)
-    # A layer has at most one bias, so that no order of sums is left open.
-    squares, of_biases = norms.square().split([len(plan.weights), len(plan.biases)], dim=1)
-    lengths, wanted = squares.index_add(1, plan.owners_of_biases, of_biases).sqrt()
-    scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
-    scales = torch.cat([scales, scales[plan.owners_of_biases]])
-    multiply_all_(own, scales.to(own[0].dtype))
-
-
-def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
-    """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
-    flat = [value.view(1, -1) for value in values if value.is_contiguous()]
-    if len(flat) == len(values) and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
-        multi_tensor.combine(flat, scales[:, None], flat)  # one launch for all
-    else:
-        torch._foreach_mul_(list(values), list(scales.unbind()))

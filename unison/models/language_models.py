@@ -1,73 +1,201 @@
-"""The built-in language models: what they share, two families, and how one is built and stored.
+"""The built-in language models: shapes and presets, two families, how one is built and stored.
 
-Every parameter knows its init: `named_inits` collects the descriptions of a whole model by the
-names of parameters, and `initialize` draws the values from them. A value depends on the seed, the
-parameter's name and the element's index; not on the order of construction, not on the device, not
-on other parameters. On disk a model is its config as JSON beside its parameters as safetensors;
-never a pickle.
+The layers are torch's own. What a model adds is `init_of`: a description of what each parameter
+starts from, by its name. `named_inits` collects the descriptions, and `initialize` draws the values
+from them. A value depends on the seed, the parameter's name and the element's index; not on the
+order of construction, not on the device, not on other parameters. On disk a model is its config as
+JSON beside its parameters as safetensors; never a pickle.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unison import check
 from unison.errors import BadInput
-from unison.kernels.cross_entropy import linear_cross_entropy
-from unison.models.config import ModelConfig, preset
-from unison.models.layers import (
-    Embedding,
-    LayerNorm,
-    Norm,
-    Projection,
-    RMSNorm,
-    causal_attention,
-    split_heads,
-    truncated_at_3_std,
+from unison.kernels.available import takes
+from unison.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    linear_cross_entropy,
+    sample_means,
+    statistics,
 )
 from unison.rng import Key, fill_
-from unison.rng.inits import Init, Normal
+from unison.rng.inits import Constant, Init, Normal, TruncatedNormal
 
+FAMILIES = ("decoder", "gpt2")
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
 
 WEIGHT_STD = 0.02  # of the GPT-2 family
 POSITION_STD = 0.01
 
+# ---- shapes --------------------------------------------------------------------------------------
 
-class LanguageModelHead(Projection):
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one language model; two models with equal configs have equal parameters.
+
+    Attributes:
+        family: `"decoder"` (RoPE, RMSNorm, SwiGLU, no biases) or `"gpt2"` (learned positions,
+            LayerNorm, GELU, biases).
+        vocab_size: Rows of the embedding table and of the output head.
+        context_length: The longest row of tokens the model takes.
+        d_model: Width of the residual stream.
+        num_layers: Number of blocks.
+        num_heads: Attention heads per block; must divide `d_model`.
+        d_ff: Hidden width of the feed-forward part.
+        dropout: Probability of dropping an element of a sublayer's output.
+        tie_head: Whether the output head is the embedding table itself.
+        rope_theta: Base of the rotary frequencies (`"decoder"` only).
+        norm_eps: The constant added inside the normalisations.
+    """
+
+    family: str
+    vocab_size: int
+    context_length: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    d_ff: int
+    dropout: float = 0.0
+    tie_head: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check.one_of(FAMILIES, family=self.family)
+        check.positive(
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            d_ff=self.d_ff,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+        )
+        check.probability(dropout=self.dropout)
+        if self.d_model % self.num_heads:
+            raise BadInput(
+                f"num_heads must divide d_model, found num_heads={self.num_heads} and "
+                f"d_model={self.d_model}"
+            )
+        if self.family == "decoder" and (self.d_model // self.num_heads) % 2:
+            raise BadInput(
+                f"rotary positions need an even head width, found d_model / num_heads = "
+                f"{self.d_model // self.num_heads}"
+            )
+
+
+def _shape(family: str, d_model: int, num_layers: int, num_heads: int, **more: Any) -> ModelConfig:
+    shape: dict[str, Any] = {"d_model": d_model, "num_layers": num_layers, "num_heads": num_heads}
+    return ModelConfig(family=family, **shape, **more)
+
+
+def _gpt2(d_model: int, num_layers: int, num_heads: int, context_length: int) -> ModelConfig:
+    sizes: dict[str, Any] = {"vocab_size": 50_257, "context_length": context_length}
+    sizes |= {"d_ff": 4 * d_model, "tie_head": True}
+    return _shape("gpt2", d_model, num_layers, num_heads, **sizes)
+
+
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "tiny": _shape("decoder", 128, 4, 4, d_ff=448, vocab_size=258, context_length=256),
+        "small": _shape("decoder", 512, 2, 8, d_ff=1344, vocab_size=1000, context_length=128),
+        "gpt2": _gpt2(768, 12, 12, 1024),
+        "gpt2-large": _gpt2(1280, 36, 20, 1024),
+        "gpt2-xl": _gpt2(1600, 48, 25, 1024),
+        "13b": _gpt2(5120, 40, 40, 2048),
+        "175b": _gpt2(12_288, 96, 96, 2048),
+        "1t": _gpt2(25_600, 128, 160, 2048),
+    }
+)
+
+
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """Return the named preset, with some of its fields replaced.
+
+    >>> preset("small").d_model
+    512
+    >>> preset("gpt2", num_layers=2, dropout=0.1).num_layers
+    2
+
+    Raises:
+        BadInput: If there is no such preset or no such field.
+    """
+    check.one_of(PRESETS, preset=name)
+    known = [field.name for field in fields(ModelConfig)]
+    for override in overrides:
+        check.one_of(known, field=override)
+    return replace(PRESETS[name], **overrides)
+
+
+# ---- what both families share --------------------------------------------------------------------
+
+
+class LanguageModelHead(nn.Linear):
     """The last layer: logits of every token, or with labels the loss of every sample.
 
     Both are this module's own forward, so that whoever watches or gathers the parameters of a
     module does so for either.
     """
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:  # noqa: A002
         """Return logits [batch, tokens, vocab], or losses [batch] that never hold them.
 
         Args:
-            x: Hidden states [batch, tokens, d_model].
+            input: Hidden states [batch, tokens, d_model].
             labels: The token after each position [batch, tokens], -100 where none counts.
         """
         if labels is None:
-            return super().forward(x)
-        return linear_cross_entropy(x, self.weight, labels, bias=self.bias, reduction="sample_mean")
+            return super().forward(input)
+        return linear_cross_entropy(
+            input, self.weight, labels, bias=self.bias, reduction="sample_mean"
+        )
 
 
 class LanguageModel(nn.Module):
     """Base of the built-in models: token ids [batch, tokens] in, logits out."""
 
-    token_embeddings: Embedding
+    token_embeddings: nn.Embedding
     lm_head: LanguageModelHead
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+
+    def init_of(self, name: str, parameter: Tensor) -> Init:
+        """Return what a parameter starts from."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Tie the head, and draw all parameters from torch's global generator.
+
+        This serves a model built by hand, as `nn.Linear` would do. `initialize` fills parameters
+        with values that depend on the seed and the parameter's name only.
+        """
+        self.tie_head_if_asked()
+        for name, parameter in self.named_parameters():
+            match self.init_of(name, parameter):
+                case Constant(value=value):
+                    parameter.fill_(value)
+                case Normal(mean=mean, std=std):
+                    parameter.normal_(mean, std)
+                case TruncatedNormal(mean=mean, std=std, low=low, high=high):
+                    nn.init.trunc_normal_(parameter, mean, std, low, high)
+                case init:
+                    raise AssertionError(f"no rule for {init}")
 
     def tie_head_if_asked(self) -> None:
         """Make the head's weight the embedding table itself, when the config says so."""
@@ -114,7 +242,7 @@ class Block(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        norm: type[Norm],
+        norm: Callable[..., nn.Module],
         attention: Callable[[ModelConfig], nn.Module],
         feed_forward: Callable[[ModelConfig], nn.Module],
     ) -> None:
@@ -129,6 +257,27 @@ class Block(nn.Module):
         """Run one block; `positions` is what the attention takes besides."""
         x = x + self.dropout(self.attn(self.ln1(x), *positions))
         return x + self.dropout(self.ffn(self.ln2(x)))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to the past and the present, and join the heads.
+
+    Args:
+        q: Queries [batch, heads, tokens, d_head].
+        k: Keys, of the same shape.
+        v: Values, of the same shape.
+
+    Returns:
+        [batch, tokens, heads * d_head].
+    """
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[batch, tokens, heads * d_head] -> [batch, heads, tokens, d_head]."""
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, num_heads, width // num_heads).transpose(1, 2)
 
 
 # ---- the decoder family: rotary positions, RMSNorm, SwiGLU, no biases ----------------------------
@@ -177,10 +326,10 @@ class RotaryAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.q_proj = Projection(config.d_model, config.d_model, bias=False)
-        self.k_proj = Projection(config.d_model, config.d_model, bias=False)
-        self.v_proj = Projection(config.d_model, config.d_model, bias=False)
-        self.output_proj = Projection(config.d_model, config.d_model, bias=False)
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.output_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # [batch, tokens, d_model]
         """Attend within each row."""
@@ -195,9 +344,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = Projection(config.d_model, config.d_ff, bias=False)
-        self.w2 = Projection(config.d_ff, config.d_model, bias=False)
-        self.w3 = Projection(config.d_model, config.d_ff, bias=False)
+        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Apply the gated feed-forward part to every token."""
@@ -213,18 +362,24 @@ class DecoderLM(LanguageModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.token_embeddings = Embedding(
-            config.vocab_size, config.d_model, init=truncated_at_3_std(1.0)
-        )
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.positional_encoder = RotaryEmbedding(
             config.context_length, config.d_model // config.num_heads, config.rope_theta
         )
         self.layers = nn.ModuleList(
-            Block(config, RMSNorm, RotaryAttention, SwiGLU) for _ in range(config.num_layers)
+            Block(config, nn.RMSNorm, RotaryAttention, SwiGLU) for _ in range(config.num_layers)
         )
-        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.ln_final = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
-        self.tie_head_if_asked()
+        self.reset_parameters()
+
+    def init_of(self, name: str, parameter: Tensor) -> Init:
+        """Glorot's variance for matrices; normals are cut at three standard deviations."""
+        if parameter.ndim == 1:
+            return Constant(value=1.0)
+        std = math.sqrt(2 / sum(parameter.shape))
+        std = 1.0 if name == "token_embeddings.weight" else std
+        return TruncatedNormal(std=std, low=-3 * std, high=3 * std)
 
     def reset_buffers(self) -> None:
         """Compute the rotary tables."""
@@ -242,11 +397,6 @@ class DecoderLM(LanguageModel):
 # ---- the GPT-2 family: learned positions, LayerNorm, GELU, biases, optionally tied ---------------
 
 
-def _residual_init(config: ModelConfig) -> Normal:
-    """Projections onto the residual stream start smaller, so that its variance does not grow."""
-    return Normal(std=WEIGHT_STD / math.sqrt(2 * config.num_layers))
-
-
 class SelfAttention(nn.Module):
     """Causal multi-head attention with one joint projection for queries, keys and values."""
 
@@ -254,8 +404,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         d = config.d_model
         self.num_heads = config.num_heads
-        self.qkv_proj = Projection(d, 3 * d, init=Normal(std=WEIGHT_STD), bias=True)
-        self.output_proj = Projection(d, d, init=_residual_init(config), bias=True)
+        self.qkv_proj = nn.Linear(d, 3 * d)
+        self.output_proj = nn.Linear(d, d)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Attend within each row."""
@@ -268,9 +418,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        d, d_ff = config.d_model, config.d_ff
-        self.w1 = Projection(d, d_ff, init=Normal(std=WEIGHT_STD), bias=True)
-        self.w2 = Projection(d_ff, d, init=_residual_init(config), bias=True)
+        self.w1 = nn.Linear(config.d_model, config.d_ff)
+        self.w2 = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, d_model]
         """Apply the feed-forward part to every token."""
@@ -282,21 +431,25 @@ class GPT2LM(LanguageModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.token_embeddings = Embedding(
-            config.vocab_size, config.d_model, init=Normal(std=WEIGHT_STD)
-        )
-        self.position_embeddings = Embedding(
-            config.context_length, config.d_model, init=Normal(std=POSITION_STD)
-        )
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embeddings = nn.Embedding(config.context_length, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
-            Block(config, LayerNorm, SelfAttention, FeedForward) for _ in range(config.num_layers)
+            Block(config, nn.LayerNorm, SelfAttention, FeedForward)
+            for _ in range(config.num_layers)
         )
-        self.ln_final = LayerNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = LanguageModelHead(
-            config.d_model, config.vocab_size, init=Normal(std=WEIGHT_STD), bias=False
-        )
-        self.tie_head_if_asked()
+        self.ln_final = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def init_of(self, name: str, parameter: Tensor) -> Init:
+        """Projections onto the residual stream start smaller: its variance must not grow."""
+        if parameter.ndim == 1:
+            return Constant(value=0.0 if name.endswith("bias") else 1.0)
+        if name == "position_embeddings.weight":
+            return Normal(std=POSITION_STD)
+        is_residual = name.endswith(("output_proj.weight", "w2.weight"))
+        return Normal(std=WEIGHT_STD / math.sqrt(2 * self.config.num_layers if is_residual else 1))
 
     def hidden_states(self, token_ids: Tensor) -> Tensor:  # -> [batch, tokens, d_model]
         """Return what goes into the head."""
@@ -319,15 +472,13 @@ def named_inits(model: nn.Module) -> dict[str, Init]:
         BadInput: If a parameter has no description.
     """
     inits: dict[str, Init] = {}
-    for name, _ in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        described = getattr(model.get_submodule(path), "inits", {})
-        if leaf not in described:
+    for name, parameter in model.named_parameters():
+        if not isinstance(model, LanguageModel):
             raise BadInput(
-                f"parameter {name!r} has no described init: register it with "
-                f"Described.add_parameter(name, shape, init)"
+                f"parameter {name!r} has no described init: derive the model from LanguageModel, "
+                "and describe it in init_of(name, parameter)"
             )
-        inits[name] = described[leaf]
+        inits[name] = model.init_of(name, parameter)
     return inits
 
 
@@ -434,3 +585,47 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> LanguageM
             parameter.copy_(tensors[name])
     model.reset_buffers()
     return model
+
+
+# ---- losses that keep samples apart --------------------------------------------------------------
+
+
+def per_sample_loss(
+    logits: Tensor,  # [batch, tokens, vocab]
+    labels: Tensor,  # [batch, tokens]
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # [batch]
+    """Mean cross-entropy of each sample over its own counted tokens, in nats.
+
+    The usual mean over all tokens of a batch couples samples through its denominator: a long sample
+    makes the others weigh less. Here a sample's loss depends on that sample alone, which per-sample
+    clipping needs. A sample without counted tokens has loss 0.
+
+    `unison.linear_cross_entropy(..., reduction="sample_mean")` is the same from hidden states,
+    without the logits.
+    """
+    return sample_means(_token_losses(logits, labels, ignore_index), labels, ignore_index)
+
+
+def token_loss_sums(
+    logits: Tensor,  # [batch, tokens, vocab]
+    labels: Tensor,  # [batch, tokens]
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # [batch]
+    """Sum of the cross-entropy of each sample over its counted tokens, in nats."""
+    return _token_losses(logits, labels, ignore_index).sum(dim=1)
+
+
+def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    # A compiler makes one kernel of what is below. Without one, ours reads the logits once, where
+    # torch would copy them to float32 and keep a copy of their logarithms besides.
+    if not torch.compiler.is_compiling() and type(logits) is Tensor and takes(logits):
+        return statistics(logits.flatten(0, 1), labels.flatten(), ignore_index)[1].view_as(labels)
+    precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).to(precise),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    return losses.view(labels.shape)

@@ -21,8 +21,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import sampling as samplings
 from unison.privacy.mechanism import Release
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
-from unison.rng.secure import DRAW_DISTANCE
-from unison.rng.streams import drawn_probability
+from unison.rng.streams import DRAW_DISTANCE, drawn_probability
 
 if TYPE_CHECKING:
     import dp_accounting

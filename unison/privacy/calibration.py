@@ -27,7 +27,7 @@ from unison.privacy.accounting import (
 )
 from unison.privacy.mechanism import Mechanism, Release, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
-from unison.rng.secure import DRAW_DISTANCE
+from unison.rng.streams import DRAW_DISTANCE
 
 _MAX_AHEAD = 1 << 17
 _MOST_NOISE_MULTIPLIER = 2.0**20

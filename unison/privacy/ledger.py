@@ -38,7 +38,7 @@ from unison.privacy.accounting import (
 )
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.sampling import KINDS
-from unison.rng.keys import FROM_SEED, FROM_SYSTEM
+from unison.rng.streams import FROM_SEED, FROM_SYSTEM
 
 FORMAT = "unison-ledger/2"
 _FORMAT_1 = "unison-ledger/1"  # its sessions do not say where their key comes from

@@ -27,7 +27,7 @@ from unison.errors import BadInput
 from unison.privacy import sampling as samplings
 from unison.privacy.sampling import Sampling
 from unison.rng import noise_spacing
-from unison.rng.secure import GRID_BITS
+from unison.rng.streams import GRID_BITS
 
 # The spacing of the secure noise's grid is a power of two below this part of the noise's std.
 GRID_SPACING = 2.0 ** (1 - GRID_BITS)

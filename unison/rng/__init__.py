@@ -4,22 +4,21 @@ from unison.kernels.random import Cipher
 from unison.rng.draw_mode import draws_by_sample
 from unison.rng.draws import BatchDraws
 from unison.rng.inits import fill_
-from unison.rng.keys import Key, NoiseClock
-from unison.rng.secure import (
-    add_noise_,
-    grid_sensitivity,
-    noise_spacing,
-    round_to_grid,
-    secure_normal,
-)
 from unison.rng.streams import (
     Box,
+    Key,
+    NoiseClock,
     Permutation,
     Stream,
+    add_noise_,
     bernoulli,
+    grid_sensitivity,
     integers,
+    noise_spacing,
     normal,
     poisson_sample,
+    round_to_grid,
+    secure_normal,
     truncated_normal,
     uniform,
     words,

@@ -34,7 +34,7 @@ from unison.rng.draws import (
     dropout_arguments,
     generator_states,
 )
-from unison.rng.keys import Key
+from unison.rng.streams import Key
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels import random
-from unison.rng.keys import Key
-from unison.rng.streams import MAX_ELEMENTS, Stream
+from unison.rng.streams import MAX_ELEMENTS, Key, Stream
 
 Join = Callable[[list[Any]], Any]
 """Makes one value of one per granule."""

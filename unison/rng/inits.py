@@ -15,8 +15,7 @@ from torch import Tensor
 from unison import check
 from unison.errors import BadInput
 from unison.rng import streams
-from unison.rng.keys import Key
-from unison.rng.streams import Box, Permutation, Stream
+from unison.rng.streams import Box, Key, Permutation, Stream
 
 
 @dataclass(frozen=True, kw_only=True)

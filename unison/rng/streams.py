@@ -1,27 +1,286 @@
-"""Streams, the boxes of elements that a rank asks of them, and the distributions of the elements.
+"""Random numbers as functions of (key, stream, step, element): keys, streams, distributions.
+
+Everything random in unison hangs on a root key. A key made from entropy is secret: it never shows
+in a repr, cannot be copied, pickled or saved, and dies with its process; a fork may not use it,
+since both would draw the same noise. A key made from a seed is for experiments that must be
+repeated; it says so, and nothing private may rest on it. `NoiseClock` hands out the keys of secure
+noise: a step is used once in a process, never twice.
 
 Every distribution takes a stream and what to fill: a `Box` (or a shape, for the whole tensor), and
 returns a tensor of the box's shape; or `out=`, filled in place. Elements consume a fixed number of
 words each, so no element's value depends on another's.
+
+Noise for privacy (`secure_normal`) is ChaCha20's, with as many random bits as a value needs, on a
+fixed grid. Floating-point noise added to a floating-point sum leaks through the low-order bits
+(Mironov 2012): which sums are reachable depends on the data. Here noise and sum are both multiples
+of one public spacing, so they add without rounding and the result's low-order bits say nothing.
+docs/rng.md ("Secure normals") has the argument and the bounds.
 """
 
+import hashlib
+import hmac
 import math
+import os
+import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unison import check
 from unison.errors import BadInput
 from unison.kernels.permutation import Network, permute
-from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows, normal_of_rank
-from unison.rng.keys import Key
+from unison.kernels.random import (
+    ROUND_MAGIC,
+    Cipher,
+    Distribution,
+    Recipe,
+    fill_rows,
+    normal_of_rank,
+    secure_floats,
+)
 
+KEY_BYTES = 32
+FROM_SYSTEM, FROM_SEED = "operating system", "seed"  # where a key may come from
+_PERSON = b"unison.rng.v1"  # domain of the hash; at most 16 bytes
 MAX_ELEMENTS = 1 << 63
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+class Key:
+    """A root key of 256 bits. Make one with `from_entropy`, `from_seed` or `shared`.
+
+    Guarantees:
+        `repr`, `str` and error messages never hold the bytes. Copying, pickling and `torch.save`
+        raise `TypeError`, so a key cannot slip into a checkpoint. Comparison takes the same time
+        wherever two keys differ. A secret key is of use in the process that made it, and raises
+        in its forks.
+    """
+
+    __slots__ = ("_bytes", "_is_reproducible", "_process")
+
+    def __init__(self, secret: bytes, *, is_reproducible: bool) -> None:
+        if len(secret) != KEY_BYTES:
+            raise BadInput(f"expected a key of {KEY_BYTES} bytes, found {len(secret)}")
+        self._bytes = bytes(secret)
+        self._is_reproducible = is_reproducible
+        self._process = os.getpid()
+
+    @classmethod
+    def from_entropy(cls) -> "Key":
+        """Return a fresh secret key from the operating system."""
+        return cls(os.urandom(KEY_BYTES), is_reproducible=False)
+
+    @classmethod
+    def from_seed(cls, seed: int) -> "Key":
+        """Return the key of a seed: the same everywhere, and therefore not secret.
+
+        >>> Key.from_seed(1) == Key.from_seed(1), Key.from_seed(1) == Key.from_seed(2)
+        (True, False)
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise BadInput(f"expected an integer seed, found {seed!r}")
+        digest = _hash(b"\0" * KEY_BYTES, b"seed", str(seed).encode(), size=KEY_BYTES)
+        return cls(digest, is_reproducible=True)
+
+    @classmethod
+    def shared(cls, group: dist.ProcessGroup | None = None) -> "Key":
+        """Return one fresh secret key on every rank of `group`, drawn on its first rank.
+
+        Every rank of the group must call it: it is a collective. Without an initialised process
+        group it is `from_entropy`.
+        """
+        return cls.from_entropy().agree(group)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Return whether the key comes from a seed, so that anyone can make it again."""
+        return self._is_reproducible
+
+    @property
+    def origin(self) -> str:
+        """Where the key comes from: `"operating system"`, or `"seed"`.
+
+        >>> Key.from_seed(1).child("noise").origin, Key.from_entropy().origin
+        ('seed', 'operating system')
+        """
+        return FROM_SEED if self._is_reproducible else FROM_SYSTEM
+
+    def agree(self, group: dist.ProcessGroup | None = None) -> "Key":
+        """Return the key that the group's first rank holds, on every rank (a collective).
+
+        The bytes travel over the group's own backend, as the gradients do.
+        """
+        self.check_process()
+        return Key(_broadcast(self._bytes, group), is_reproducible=self._is_reproducible)
+
+    def check_process(self) -> None:
+        """Make sure that a secret key is used where it was made, and in no fork of that process.
+
+        Forks hold the same bytes and count the same steps: they would draw the same noise, and the
+        difference of what they release would have none.
+
+        Raises:
+            BadInput: In a fork.
+        """
+        if not self._is_reproducible and os.getpid() != self._process:
+            raise BadInput(
+                f"a secret key of process {self._process} was used in process {os.getpid()}, a "
+                "fork of it, which would draw the same noise a second time. Call make_private (or "
+                "make the key) in the process that trains, after the fork"
+            )
+
+    def derive(self, *parts: str | int | bytes, size: int = KEY_BYTES) -> bytes:
+        """Return `size` bytes that depend on the key and on every part, by keyed BLAKE2b.
+
+        Parts are length-prefixed and typed before they are hashed, so no two lists collide:
+
+        >>> key = Key.from_seed(0)
+        >>> key.derive("ab", "c") == key.derive("a", "bc")
+        False
+        """
+        self.check_process()
+        encoded = []
+        for part in parts:
+            if isinstance(part, bytes):
+                encoded.append(b"b" + part)
+            elif isinstance(part, str):
+                encoded.append(b"s" + part.encode())
+            elif isinstance(part, int):
+                encoded.append(b"i" + str(int(part)).encode())
+            else:
+                raise BadInput(f"expected a name, number or bytes, found {part!r}")
+        return _hash(self._bytes, *encoded, size=size)
+
+    def child(self, *parts: str | int | bytes) -> "Key":
+        """Return a key derived from this one, for another purpose."""
+        return Key(self.derive("child", *parts), is_reproducible=self._is_reproducible)
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that tell keys apart and reveal nothing else about them."""
+        return self.derive("fingerprint", size=16)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Key):
+            return NotImplemented
+        same_kind = self._is_reproducible == other._is_reproducible
+        return hmac.compare_digest(self._bytes, other._bytes) and same_kind
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __repr__(self) -> str:
+        origin = "seed, not secret" if self._is_reproducible else "entropy"
+        return f"Key(from {origin}; bytes withheld)"
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "a Key cannot be copied, pickled or saved: a stored key would let whoever reads the "
+            "file subtract the noise. Pass the key object itself; after a restart make a new one "
+            "with Key.from_entropy() or Key.shared(), or use Key.from_seed(seed) and store the seed"
+        )
+
+    __copy__ = __deepcopy__ = __getstate__ = __reduce__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+
+
+def _broadcast(secret: bytes, group: dist.ProcessGroup | None) -> bytes:
+    if not (dist.is_available() and dist.is_initialized()):
+        return secret
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    buffer = torch.tensor(list(secret), dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+    agreed = bytes(buffer.tolist())
+    buffer.zero_()
+    return agreed
+
+
+def _hash(secret: bytes, *parts: bytes, size: int) -> bytes:
+    digest = hashlib.blake2b(key=secret, digest_size=size, person=_PERSON)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+# --- the clock of secure noise --------------------------------------------------------------------
+
+_last_steps: dict[tuple[bytes, str], int] = {}
+_lock = threading.Lock()
+
+
+class NoiseClock:
+    """Hands out the key of each step, and refuses a step that was used before.
+
+    Two releases under one noise value differ by the data alone: subtracting them removes the noise.
+    Loading an old checkpoint would replay its steps, so the record of used steps lives in the
+    process, outside anything a checkpoint holds.
+
+    Guarantees:
+        For a secret key, no two calls of `advance` in one process get the same (key, purpose,
+        step), whichever clock objects make them. For a key from a seed the rule holds for each
+        clock object: repeating a run in one process is what such keys are for.
+
+    Args:
+        key: Root key of the noise.
+        purpose: Names an independent use of the same key, such as "noise" or "sampling".
+    """
+
+    def __init__(self, key: Key, purpose: str = "noise") -> None:
+        self.purpose = purpose
+        self._own: dict[tuple[bytes, str], int] = {}
+        self._set_key(key)
+
+    def _set_key(self, key: Key) -> None:
+        self._key = key.child("clock", self.purpose)
+        self._steps = self._own if key.is_reproducible else _last_steps
+        self._id = (self._key.fingerprint(), self.purpose)
+
+    @property
+    def last_step(self) -> int | None:
+        """The largest step used so far, or None."""
+        return self._steps.get(self._id)
+
+    def advance(self, step: int) -> Key:
+        """Mark `step` as used and return the key for its streams.
+
+        Raises:
+            BadInput: `step` is not above the last one used in this process, or the process is a
+                fork of the one that made a secret key.
+        """
+        self._key.check_process()
+        with _lock:
+            last = self._steps.get(self._id)
+            if last is not None and step <= last:
+                raise BadInput(
+                    f"{self.purpose} of step {step} was already drawn in this process (last step "
+                    f"{last}); drawing it again would let two releases be subtracted. Remedy: go "
+                    f"on from step {last + 1}, or call renew() on every rank after loading an "
+                    "older state"
+                )
+            self._steps[self._id] = step
+        return self._key
+
+    def renew(self, group: dist.ProcessGroup | None = None) -> None:
+        """Mix fresh entropy into the key, so that steps may count from anywhere again.
+
+        A collective: every rank of `group` calls it, and all agree on the entropy. The key is
+        secret afterwards, even if it came from a seed, and the run can no longer be repeated.
+        """
+        secret = self._key.derive("renewed", _broadcast(os.urandom(16), group))
+        self._set_key(Key(secret, is_reproducible=False))
+
+    def __repr__(self) -> str:
+        return f"NoiseClock(purpose={self.purpose!r}, last_step={self.last_step})"
+
+
+# --- streams --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +322,7 @@ class Box:
         """Return the flat range [start, stop) of a tensor of `total` elements."""
         return cls((stop if total is None else total,), (start,), (stop,))
 
-    @property
+    @cached_property
     def sides(self) -> tuple[int, ...]:
         """Shape of the box itself."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
@@ -79,19 +338,16 @@ class Box:
         """
         if self.numel() == 0:
             return torch.empty(0, dtype=torch.int64), 0
-        run, stride, dim = 1, 1, len(self.shape)
-        while dim > 0:
+        dim, run, stride = len(self.shape), 1, 1  # dims from `dim` on form a run of one element
+        while dim > 0 and run == stride:
             dim -= 1
-            run = self.sides[dim] * stride
-            stride *= self.shape[dim]
-            if self.sides[dim] != self.shape[dim]:
-                break
+            run, stride = run * self.sides[dim], stride * self.shape[dim]
         # Here dims `dim` and after form one run; `stride` is the stride of dim - 1.
-        inner = math.prod(self.shape[dim + 1 :])
-        starts = torch.tensor([self.start[dim] * inner if self.shape else 0], dtype=torch.int64)
+        first = self.start[dim] * (stride // self.shape[dim]) if self.shape else 0
+        starts = torch.tensor([first], dtype=torch.int64)
         for d in range(dim - 1, -1, -1):
             steps = torch.arange(self.start[d], self.stop[d], dtype=torch.int64) * stride
-            starts = (steps[:, None] + starts).view(-1)
+            starts = (steps[:, None] + starts[None, :]).view(-1)
             stride *= self.shape[d]
         return starts, run
 
@@ -126,8 +382,7 @@ class Stream:
         secret = self.key.derive(
             "stream", self.cipher.name, self.purpose, self.name, self.step, size=4 * count
         )
-        words = tuple(int.from_bytes(secret[4 * i : 4 * i + 4], "little") for i in range(count))
-        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "words", struct.unpack(f"<{count}I", secret))
 
     def _refuse(self, *_: object) -> None:
         raise TypeError(
@@ -364,6 +619,134 @@ def _rank_of(x: float) -> int:
         else:
             low = middle + 1
     return low
+
+
+# --- secure normals -------------------------------------------------------------------------------
+
+GRID_BITS = 20
+MAX_MAGNITUDE = 10.25  # no |z| exceeds the quantile of 2^-80, 10.22
+# Total variation between one value and a normal one rounded to the grid, for spacings of 2^-20
+# standard deviations or more (`draw_distance` in bench/make_normal_table.py computes the bound, and
+# docs/rng.md proves it). Finer ones have proportionally more, and so an end.
+DRAW_DISTANCE = 2.0**-75
+_MAX_SCALE = 2.0**31
+_MAX_INTEGER = {torch.float32: 2.0**24, torch.float64: 2.0**51}
+_CHUNK = 1 << 22
+
+
+def noise_spacing(std: float) -> float:
+    """Return the spacing of the noise grid: a power of two in [2^-20, 2^-19) · std.
+
+    A function of the public `std` alone. At this spacing every noise value is exact in float32.
+
+    >>> noise_spacing(1.0) == 2.0**-20, noise_spacing(1.5) == 2.0**-19
+    (True, True)
+    """
+    check.positive(std=std)
+    mantissa, exponent = math.frexp(std)  # std = mantissa · 2^exponent, mantissa in [1/2, 1)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5) - GRID_BITS)
+
+
+def grid_sensitivity(clip_norm: float, spacing: float, num_elements: int) -> float:
+    """Return the L2 sensitivity of a clipped sum after it is rounded to the grid.
+
+    Rounding moves each coordinate of either neighbour's sum by at most spacing / 2, so their
+    difference grows by at most spacing · sqrt(num_elements).
+    """
+    check.positive(clip_norm=clip_norm, spacing=spacing)
+    return clip_norm + spacing * math.sqrt(num_elements)
+
+
+def secure_normal(
+    stream: Stream,
+    where: Where,
+    std: float,
+    *,
+    spacing: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return normal noise of mean 0 on the grid of multiples of `spacing`.
+
+    Guarantees:
+        A value differs from a normal one that is rounded to the nearest multiple of `spacing` with
+        probability `DRAW_DISTANCE` at most, times how often the spacing goes into 2^-20 · std if
+        that is more than once; ChaCha20 is taken for random. Every value is an exact multiple of
+        `spacing`; float32 and float64 hold the same values. The noise does not depend on any data,
+        so it may be drawn at any time, on any CUDA stream.
+
+    Args:
+        stream: Must use `Cipher.CHACHA20`.
+        where: Box or shape.
+        std: Standard deviation of the noise.
+        spacing: A power of two, at least 2^-31 · std; `noise_spacing(std)` unless given. Finer
+            grids than that need float64.
+        dtype: float32 or float64; bfloat16 and float16 cannot hold the grid.
+        device: Where to put the result.
+        out: Tensor to fill instead.
+    """
+    if stream.cipher is not Cipher.CHACHA20:
+        raise BadInput(f"secure noise needs a stream of Cipher.CHACHA20, found {stream!r}")
+    spacing = noise_spacing(std) if spacing is None else spacing
+    dtype = out.dtype if out is not None else dtype
+    check.positive(std=std, spacing=spacing)
+    if math.frexp(spacing)[0] != 0.5:
+        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
+    if dtype not in _MAX_INTEGER:
+        raise BadInput(f"secure noise needs float32 or float64 to hold its grid, found {dtype}")
+    if std / spacing * MAX_MAGNITUDE >= _MAX_INTEGER[dtype]:
+        raise BadInput(
+            f"{dtype} cannot hold noise of {std=} on a grid of {spacing=}: use a wider spacing "
+            "or float64"
+        )
+    if std / spacing > _MAX_SCALE:
+        raise BadInput(
+            f"noise of {std=} is not known well enough on a grid of {spacing=}: use a spacing of "
+            f"at least {std / _MAX_SCALE:.3g}"
+        )
+    floats = secure_floats(std, spacing)
+    return fill(stream, where, Distribution.SECURE_NORMAL, dtype, device, out, floats)
+
+
+def round_to_grid(tensor: Tensor, spacing: float) -> Tensor:
+    """Return float64 multiples of `spacing`, the nearest to each element (ties to even).
+
+    Raises:
+        BadInput: An element is not finite or exceeds 2^51 · spacing, where rounding would fail.
+    """
+    check.positive(spacing=spacing)
+    if math.frexp(spacing)[0] != 0.5:
+        raise BadInput(f"spacing must be a power of two, found {spacing!r}")
+    scaled = tensor.double() * (1.0 / spacing)
+    if not bool((scaled.abs() < 2.0**51).all()):
+        raise BadInput(
+            f"expected finite values below {2.0**51 * spacing:.3g} to round to multiples of "
+            f"{spacing!r}: the clipped sum is too large or not finite"
+        )
+    return (scaled + ROUND_MAGIC - ROUND_MAGIC) * spacing
+
+
+def add_noise_(total: Tensor, noise: Tensor, spacing: float) -> Tensor:
+    """Round `total` to the grid, add noise of the same grid exactly, and round once, in place.
+
+    Guarantees:
+        The sum is exact in float64 (multiples of one power of two below 2^52 of them), so the
+        result is a function of (rounded total + noise) alone; its rounding to the dtype of `total`
+        is post-processing.
+    """
+    check.same_shape(total=total, noise=noise)
+    if noise.dtype not in _MAX_INTEGER:
+        raise BadInput(f"expected noise from secure_normal, found {noise.dtype=}")
+    flat_noise = noise.reshape(-1)
+    flat = total.view(-1) if total.is_contiguous() else total.reshape(-1)
+    with torch.no_grad():
+        for at in range(0, flat.numel(), _CHUNK):  # bounds the float64 copies
+            part = flat[at : at + _CHUNK]
+            part.copy_(round_to_grid(part, spacing) + flat_noise[at : at + _CHUNK].double())
+        if not total.is_contiguous():
+            total.copy_(flat.view_as(total))
+    return total
 
 
 # --- which records, and in which order ------------------------------------------------------------
