@@ -16,7 +16,7 @@ from tests.harness import run_on_ranks
 from tests.privacy.common import NUM_CLASSES, attach, data, make_model
 from unison.clip import clipped_gradients
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.privacy import loss_check, loss_program, loss_tape
+from unison.privacy import loss_check, loss_tape
 
 STATE = r"earlier step|changes from step|left torch"
 
@@ -457,7 +457,7 @@ def test_nothing_stays_on_the_stack_of_modes():
     assert modes() == []
     with torch.device("cpu"):  # it ends after the recorder has begun
         x, y = next(iter(private))
-    assert [type(each) for each in modes()] == [loss_program.LossRecorder]
+    assert [type(each) for each in modes()] == [loss_tape.LossRecorder]
     engine.detach()
     assert modes() == []
 

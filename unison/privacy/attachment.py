@@ -41,8 +41,8 @@ from unison.privacy.inputs import (
     scaled_losses_noticed,
 )
 from unison.privacy.learning import Learning
-from unison.privacy.loss_check import LabelCheck
-from unison.privacy.loss_program import LossRecorder, refuse_unseen
+from unison.privacy.loss_check import label_check
+from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch
 from unison.privacy.public_terms import BufferWatch, PublicTerms
@@ -151,7 +151,7 @@ class Attachment:
         self._compiled: CompiledPasses | None = None
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
-        self._label_check: LabelCheck | None = None  # of the pass under way
+        self._label_check: Callable[[], None] | None = None  # of the pass under way
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -487,7 +487,7 @@ class Attachment:
                 continue
             if self._learning.refusal is not None:
                 raise UnsupportedOperation(self._learning.refusal)
-            self._label_check = LabelCheck(
+            self._label_check = label_check(
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
                     for leaf in tree_leaves(given)
@@ -556,7 +556,7 @@ class Attachment:
             self._buffers.check()  # hooks may write in the backward pass
             labels, self._label_check = self._label_check, None
             if labels is not None:
-                labels.finish()
+                labels()
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

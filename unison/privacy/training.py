@@ -34,8 +34,7 @@ from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_program import LossRecorder, refuse_unseen
-from unison.privacy.loss_tape import FollowedNumber
+from unison.privacy.loss_tape import FollowedNumber, LossRecorder, refuse_unseen
 from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
 from unison.privacy.noise import GradientReleaser, ReleaseTerms, noisy_count
 from unison.privacy.param_check import GivenGradients, OptimizerParams
