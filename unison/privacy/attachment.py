@@ -33,10 +33,11 @@ from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.dealing import BatchDealer, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
+    BufferWatch,
     Inputs,
     ModuleHook,
+    PublicTerms,
     holds_samples,
-    refuse_inputs_with_gradients,
     refuse_scaled_loss,
     scaled_losses_noticed,
 )
@@ -45,7 +46,6 @@ from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.param_check import Trained
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.public_terms import BufferWatch, PublicTerms
 from unison.privacy.step_graph import is_recording
 from unison.privacy.step_state import (
     AddSums,
@@ -277,9 +277,7 @@ class Attachment:
 
     def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
         settings = self.settings
-        inputs = Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
-        refuse_inputs_with_gradients(inputs)
-        return inputs
+        return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
 
     @property
     def _is_aside(self) -> bool:

@@ -435,7 +435,7 @@ class LossCheck:
         self._taken: dict[tuple, tuple[int, list[float]]] = {}
         self._checked: dict[tuple, tuple[int, list[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
-        self._pending: list[tuple[Tensor, str]] = []
+        self._pending: list[tuple[Tensor, Operation, str]] = []
         self.num_checks = 0
         self.has_terms = False
 
@@ -499,9 +499,9 @@ class LossCheck:
             UnsupportedOperation: Labels count unevenly.
         """
         pending, self._pending = self._pending, []
-        for flag, message in pending:
+        for flag, operation, message in pending:
             if bool(flag):
-                raise UnsupportedOperation(message)
+                raise UnsupportedOperation(f"{operation} {message}")
 
     def _refuse_uneven(
         self, operation: Operation, labels: Tensor, ignored: int, weight: Tensor | None
@@ -509,21 +509,21 @@ class LossCheck:
         """Raise now, or before anything is released where the answer lies on a GPU."""
         if weight is not None:
             message = (
-                f"{operation} with class weights divides by the weights of all rows' labels, so "
-                "that each row's gradient depends on the labels of the others. Use "
-                "reduction='none', multiply by the weights, and take the mean"
+                "with class weights divides by the weights of all rows' labels, so that each row's "
+                "gradient depends on the labels of the others. Use reduction='none', multiply by "
+                "the weights, and take the mean"
             )
-            self._pending.append(((weight != weight.flatten()[0]).any(), message))
+            self._pending.append(((weight != weight.flatten()[0]).any(), operation, message))
         if self._rows.dim_of(labels) is not None:
             counts = (self._rows.matrix(labels) != ignored).sum(1)
             message = (
-                f"{operation} divides by the number of labels that are not {ignored}, and rows "
-                "have different numbers of them, so that each row's gradient depends on the "
-                "others. Use unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
+                f"divides by the number of labels that are not {ignored}, and rows have different "
+                "numbers of them, so that each row's gradient depends on the others. Use "
+                "unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
                 "(reduction='sum') divided by a public number"
             )
-            self._pending.append(((counts != counts[0]).any(), message))
-        if all(flag.device.type == "cpu" for flag, _ in self._pending):
+            self._pending.append(((counts != counts[0]).any(), operation, message))
+        if all(flag.device.type == "cpu" for flag, _, _ in self._pending):
             self.finish()
 
     # --- the check -------------------------------------------------------------------------------

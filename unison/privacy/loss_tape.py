@@ -277,9 +277,17 @@ _NESTED = {tuple, list, dict, slice}
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """All leaves of an argument."""
+    """All leaves of an argument, as `mapped` finds them."""
     found: list[Any] = []
-    mapped(found.append, value)
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is slice:
+            waiting += [each.step, each.stop, each.start]
+        elif type(each) in _NESTED:
+            waiting += reversed(each.values() if type(each) is dict else each)
+        else:
+            found.append(each)
     return found
 
 
@@ -435,14 +443,15 @@ class LossRecorder(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if handling is not Handling.QUESTION and handling is not Handling.SIZE:
             return self.call(func, handling, name, args, kwargs)
-        slot = self.slot_of(args[0]) if args else None
-        if slot is not None and slot != EARLIER:
-            if handling is Handling.SIZE:
-                self.sized.add(slot)
-            elif name == "register_hook":
-                self.has_hooks = True
-            elif name == "__format__" and args[0].numel() == len(unpacked(args[0])) == 1:
-                self.items.append(float(args[0].detach()))  # text may be read again
+        if handling is Handling.SIZE or name in ("register_hook", "__format__"):
+            slot = self.slot_of(args[0])
+            if slot is not None and slot != EARLIER:
+                if handling is Handling.SIZE:
+                    self.sized.add(slot)
+                elif name == "register_hook":
+                    self.has_hooks = True
+                elif args[0].numel() == len(unpacked(args[0])) == 1:
+                    self.items.append(float(args[0].detach()))  # text may be read again
         return func(*args, **kwargs)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -498,7 +507,7 @@ class LossRecorder(TorchFunctionMode):
 
     def _stored(self, leaf: Any) -> Any:
         """Return what the tape keeps of an argument."""
-        slot = self.slot_of(leaf)
+        slot = self.slot_of(leaf) if isinstance(leaf, _FOLLOWED) else None
         if slot is None:
             return leaf
         return SlotRef(slot, leaf) if slot == EARLIER else SlotRef(slot)
@@ -507,17 +516,13 @@ class LossRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], handling: Handling, name: str, args: tuple, kwargs: dict
     ) -> Any:
         """Run a function; if it touches data, write it down unless the tape has ended."""
-        stored = mapped(self._stored, (args, kwargs))
-        leaves = leaves_in(stored)
-        refs = [leaf.slot for leaf in leaves if type(leaf) is SlotRef]
-        if not refs:
+        given = leaves_in((args, kwargs))
+        if all(self.slot_of(leaf) is None for leaf in given if isinstance(leaf, _FOLLOWED)):
             return func(*args, **kwargs)
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
-            stored = mapped(self._stored, (args, kwargs))
-            leaves = leaves_in(stored)
-            refs = [leaf.slot for leaf in leaves if type(leaf) is SlotRef]
-        if not all(ref in self.memory for ref in refs) or PublicNumber in map(type, leaves):
+        stored = mapped(self._stored, (args, kwargs))
+        if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         if handling is Handling.READ:
@@ -544,15 +549,16 @@ class LossRecorder(TorchFunctionMode):
             about = kwargs["ignore_index"], num_classes, kwargs["weight"]
             self.targets.append((len(self.operations), args[1], *about))
         frame = sys._getframe(1)
-        while (line := _line_of(frame)) is None and frame.f_back is not None:
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
             frame = frame.f_back
+        line, leaves = _line_of(frame), leaves_in(stored)
         operation = Operation(
             func,
             handling,
             name,
             *stored,
             leaves,
-            refs,
+            [leaf.slot for leaf in leaves if type(leaf) is SlotRef],
             outs,
             torch.is_grad_enabled(),
             [
@@ -699,6 +705,7 @@ def _number_type(base: type) -> type:
 
 
 _Float, _Int = _number_type(float), _number_type(int)
+_FOLLOWED = (Tensor, FollowedNumber)
 
 
 def _followed(value: float, recorder: LossRecorder, slot: int) -> Any:

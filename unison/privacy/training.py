@@ -31,6 +31,7 @@ from unison.privacy.dealing import (
     sum_exact,
 )
 from unison.privacy.graph import GraphedPass, LossOf
+from unison.privacy.inputs import PublicTerms
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
@@ -39,7 +40,6 @@ from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy
 from unison.privacy.noise import GradientReleaser, ReleaseTerms, noisy_count
 from unison.privacy.param_check import GivenGradients, OptimizerParams
 from unison.privacy.passes import PhysicalBatch
-from unison.privacy.public_terms import PublicTerms
 from unison.privacy.step_graph import is_recording
 from unison.privacy.step_state import ClippingSettings, LogicalBatch, PassSums
 from unison.rng import Key, NoiseClock
