@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unison.capture.axes import NO_AXIS, AxisTable, Seen
 from unison.capture.capture import Capture, Met
@@ -49,12 +49,10 @@ def batch_size_of(batch: Any) -> int:
 def resized(batch: Any, num_samples: int) -> Any:
     """Return a batch of another size, with samples repeated if there are too few."""
 
-    def rows(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def rows(value: Tensor) -> Tensor:
         return value[torch.arange(num_samples, device=value.device) % value.shape[0]]
 
-    return tree_map(rows, batch)
+    return tree_map_only(Tensor, rows, batch)
 
 
 def learn_axes(
@@ -203,7 +201,7 @@ def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
         # As many rows for both sizes, by chance, look as if no sample were in them: only what is
         # made of nothing but parameters is known to be an expression.
         made = [seen.call for seen in many if seen.digest is None]
-        if expressions.add([call for call in made if axes.knows(call)], axes) == 0:
+        if expressions.add(made, axes) == 0:
             break
     return axes
 

@@ -62,11 +62,6 @@ class Signature:
         """All arguments by name."""
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
-    def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
-        """The arguments that it writes to."""
-        given = self.bound(args, kwargs) if self.writes else {}
-        return tree_leaves([given.get(name) for name in self.writes])
-
 
 @cache
 def signature_of(func: Any) -> Signature:
@@ -152,17 +147,14 @@ def _rows(
     if isinstance(made, RowSamples):
         is_by_value |= made.is_by_value
         made = made.ids
-    has_shape = made is not None and made.ndim == output.ndim
-    if made is None or not has_shape or any(map(_exceeds, made.shape, output.shape)):
-        made = lost(output, name).ids
-    made = made.to(output.device)
+    if made is not None:
+        sizes = zip(made.shape, output.shape, strict=False)
+        if made.ndim != output.ndim or any(a not in (1, b) for a, b in sizes):
+            made = None
+    made = (lost(output, name).ids if made is None else made).to(output.device)
     if lost_by is None and bool((made == MIXED).any()):
         lost_by = name
     return RowSamples(made, is_by_value=is_by_value, lost_by=lost_by)
-
-
-def _exceeds(size: int, of_output: int) -> bool:
-    return size not in (1, of_output)
 
 
 # They move rows by values, and have no rule: what comes out is lost, and not forgotten.
@@ -197,10 +189,10 @@ class RowTrace(TorchDispatchMode):
 
     def begin(self, tensor: Tensor, dim: int, per_sample: int = 1) -> None:
         """Let each row of a dimension, or as many as one sample has, be one sample."""
-        ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
-        self.put(
-            tensor, RowSamples(ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)]))
-        )
+        with _disable_current_modes():
+            ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
+            ids = ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+            self.put(tensor, RowSamples(ids))
 
     def put(self, tensor: Tensor, rows: RowSamples) -> None:
         """Set the samples of a tensor."""
@@ -233,24 +225,18 @@ class RowTrace(TorchDispatchMode):
         """Run a function, and follow the samples through it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self._follow(signature_of(func), args, kwargs, output)
-        return output
-
-    def _follow(
-        self, signature: Signature, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         if not outputs:
-            return
+            return output
+        signature = signature_of(func)
         rows = rows_after(self.find, signature, args, kwargs, outputs)
-        written = signature.written(args, kwargs)
+        given = signature.bound(args, kwargs) if signature.writes else {}
+        written = tree_leaves([given.get(name) for name in signature.writes])
         for each, found in zip(outputs, rows, strict=True):
-            if found is None:
-                continue
-            if any(each is target for target in written):
-                self.write(each, found)
-            else:
-                self.put(each, found)
+            if found is not None:
+                is_written = any(each is target for target in written)
+                (self.write if is_written else self.put)(each, found)
+        return output
 
     # --- what a capture asks ---------------------------------------------------------------------
 
@@ -286,13 +272,6 @@ class RowTrace(TorchDispatchMode):
             if bool(((ids == expected) | (ids == NOBODY)).all()):
                 return Layout(self.batch, dim)
         return Layout(self.batch, 0, compressed(ids))
-
-    def begin_rows(self, tensor: Tensor, dim: int) -> None:
-        """Let samples lie in a dimension one after the other, as many rows each."""
-        size = tensor.shape[dim]
-        with _disable_current_modes():
-            ids = uniform(size, self.batch, dim, tensor.ndim, tensor.device)
-            self.put(tensor, RowSamples(ids))
 
     def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a tensor without samples that has those of another one."""
