@@ -37,10 +37,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from unison.capture.parts import is_in_parts, local
+from unison.modes import FunctionMode
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 
@@ -506,7 +507,7 @@ def in_float64(module: nn.Module) -> Iterator[None]:
         for tensors, key, value in held:
             tensors[key] = copies[id(value)]
         torch.set_default_dtype(torch.float64)
-        with flat_weights_renewed(module.named_modules()), _Widening():
+        with flat_weights_renewed(module.named_modules()), FunctionMode(_widened):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -537,22 +538,17 @@ _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
-class _Widening(TorchFunctionMode):
-    """A function mode that replaces smaller dtypes by float64."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if func in _NARROWING:
-            func, args, kwargs = Tensor.double, args[:1], {}
-        # Dtypes are arguments themselves, and not deeper.
-        wide = [torch.float64 if type(x) is torch.dtype and x in _NARROW else x for x in args]
-        for key, x in (kwargs := dict(kwargs or {})).items():
-            if type(x) is torch.dtype and x in _NARROW:
-                kwargs[key] = torch.float64
-        if func is F.scaled_dot_product_attention:
-            func = _attention
-        return func(*wide, **kwargs)
+def _widened(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with float64 in the place of smaller dtypes."""
+    if func in _NARROWING:
+        return Tensor.double(args[0])
+    # Dtypes are arguments themselves, and lie no deeper.
+    wide = [torch.float64 if type(x) is torch.dtype and x in _NARROW else x for x in args]
+    named = dict(kwargs)
+    for key, value in kwargs.items():
+        if type(value) is torch.dtype and value in _NARROW:
+            named[key] = torch.float64
+    return (_attention if func is F.scaled_dot_product_attention else func)(*wide, **named)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -571,32 +567,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Ten
         with torch._C.DisableTorchFunction():
             return F.scaled_dot_product_attention(*parts, attn_mask=own, **named)
 
-    return _AttentionBySample.apply(of_sample, q, k, v)  # type: ignore[return-value]
-
-
-class _AttentionBySample(torch.autograd.Function):
-    """Attention of one sample after the other, which is run again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, of_sample: Callable[..., Tensor], *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(*parts)
-        ctx.of_sample = of_sample
-        found = [of_sample(i, *(x[i : i + 1] for x in parts)) for i in range(len(parts[0]))]
-        return torch.cat(found) if found else of_sample(0, *parts)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
-        parts = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in parts]
-        for i in range(len(g)):
-            own = [x[i : i + 1].detach().requires_grad_() for x in parts]
-            with torch.enable_grad():
-                output = ctx.of_sample(i, *own)
-            for into, grad in zip(
-                grads, torch.autograd.grad(output, own, g[i : i + 1]), strict=True
-            ):
-                into[i : i + 1] = grad
-        return None, *grads
+    # One sample after the other, which is run again in the backward pass.
+    again = partial(checkpoint, of_sample, use_reentrant=False, preserve_rng_state=False)
+    samples = zip(q.split(1), k.split(1), v.split(1), strict=True)
+    return torch.cat([again(i, *parts) for i, parts in enumerate(samples)])
 
 
 _DROPOUTS = {
@@ -628,20 +602,14 @@ def additions_in_order() -> Iterator[None]:
             settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-class NoDropout(TorchFunctionMode):
-    """A function mode that turns dropout off."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            value = args[0] if args else kwargs["input"]
-            return value.clone()
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
-            kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
+def without_dropout(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with dropout turned off."""
+    if func in _DROPOUTS:
+        return (args[0] if args else kwargs["input"]).clone()
+    if func is F.scaled_dot_product_attention:
+        args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
+        kwargs["dropout_p"] = 0.0
+    return func(*args, **kwargs)
 
 
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -34,7 +34,6 @@ from unison.capture.capture import PLACING, Capture
 from unison.capture.parts import is_in_parts, local
 from unison.capture.probes import (
     NUM_PROBED,
-    NoDropout,
     ProbeState,
     Replacement,
     additions_in_order,
@@ -43,9 +42,11 @@ from unison.capture.probes import (
     in_float64,
     probe_rows,
     with_others,
+    without_dropout,
 )
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.modes import FunctionMode
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
@@ -476,7 +477,7 @@ class MixingCheck:
     def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
-        with NoDropout():
+        with FunctionMode(without_dropout):
             first = self._pass(rows, torch.ones(size))
             has_drawn = self.state.has_drawn()
             second = self._pass(fewer, torch.ones(size - 1))

@@ -16,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -150,8 +149,8 @@ def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
-class OutputDims:
-    """Which dimension of each part of a module's output holds the samples.
+def output_dims(dim: int, rows: int = 1) -> Callable[[Any, int], list[int | None]]:
+    """Find out which dimension of each part of a module's output holds the samples.
 
     A sequence-first network may take [time, samples, features] and return [samples, classes]: what
     changes with the number of samples is known once the module has run with two of them.
@@ -159,29 +158,30 @@ class OutputDims:
     Args:
         dim: Where they lie in the inputs, and in outputs as long as nothing else is known.
         rows: How many rows belong to one sample.
+
+    Returns:
+        Takes an output and its number of samples; returns the dimension in each leaf, or None.
     """
+    seen: dict[int, list[tuple[int, ...]]] = {}  # by number of samples
 
-    def __init__(self, dim: int, rows: int = 1) -> None:
-        self._dim, self._rows = dim, rows
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # by number of samples
-
-    def of(self, output: Any, num_samples: int) -> list[int | None]:
-        """The dimension in each leaf of an output; None if there is none."""
+    def dims_of(output: Any, num_samples: int) -> list[int | None]:
         leaves = tree_leaves(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
-        self._shapes.setdefault(num_samples, shapes)
-        for other, known in self._shapes.items():
+        seen.setdefault(num_samples, shapes)
+        for other, known in seen.items():
             if other != num_samples and len(known) == len(shapes):
                 return [
-                    _changed(now, num_samples * self._rows, then, other * self._rows)
+                    _changed(now, num_samples * rows, then, other * rows)
                     for now, then in zip(shapes, known, strict=True)
                 ]
         # One number of samples is all that was seen.
         found = []
         for shape in shapes:
-            dims = [dim for dim, size in enumerate(shape) if size == num_samples * self._rows]
-            found.append(self._dim if self._dim in dims else dims[0] if dims else None)
+            dims = [each for each, size in enumerate(shape) if size == num_samples * rows]
+            found.append(dim if dim in dims else dims[0] if dims else None)
         return found
+
+    return dims_of
 
 
 def _changed(
@@ -361,25 +361,20 @@ def refuse_scaled_loss() -> None:
 # --- autograd in forward --------------------------------------------------------------------------
 
 
-class DerivativesRefused(TorchFunctionMode):
-    """Refuses what differentiates inside of a module's forward, while it is learned of.
+def refuse_derivatives(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function in a module's forward that is learned of, unless it differentiates.
 
     A derivative of the module's own layers runs backward through the capture, which would take it
     for the loss's; and a second derivative leaves no records at all.
     """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Run anything but a backward pass."""
-        if func is torch.autograd.grad or func is Tensor.backward:
-            name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
-            raise UnsupportedOperation(
-                f"the module calls {name} in its forward pass (as physics-informed losses do): the "
-                "derivative depends on parameters in a way that leaves no per-sample gradient. "
-                "Write the derivative out as operations of the forward pass"
-            )
-        return func(*args, **(kwargs or {}))
+    if func is torch.autograd.grad or func is Tensor.backward:
+        name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
+        raise UnsupportedOperation(
+            f"the module calls {name} in its forward pass (as physics-informed losses do): the "
+            "derivative depends on parameters in a way that leaves no per-sample gradient. "
+            "Write the derivative out as operations of the forward pass"
+        )
+    return func(*args, **kwargs)
 
 
 def leaves_of(losses: Tensor) -> list[Tensor]:

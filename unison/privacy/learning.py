@@ -22,14 +22,15 @@ from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
 from unison.errors import UnsupportedOperation
+from unison.modes import FunctionMode
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
-    DerivativesRefused,
     Inputs,
-    OutputDims,
     batch_loss,
     leaves_of,
+    output_dims,
     probe_losses,
+    refuse_derivatives,
     refuse_leaves,
 )
 from unison.privacy.param_check import Trained
@@ -128,14 +129,14 @@ class Learning:
         batch_dim = self._settings.batch_dim
         per_sample = self._settings.rows_per_sample
         leaves: list[weakref.ref[Tensor]] = []
-        dims = OutputDims(batch_dim, per_sample)
+        dims_of = output_dims(batch_dim, per_sample)
         has_batch_loss = False
 
         def output_of(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Any, tuple]:
-            with DerivativesRefused():
+            with FunctionMode(refuse_derivatives):
                 output = inputs.run(module, some)
             num_samples = len(some[0])
-            return output, (num_samples, dims.of(output, num_samples), per_sample)
+            return output, (num_samples, dims_of(output, num_samples), per_sample)
 
         def both(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
             nonlocal has_batch_loss

@@ -22,7 +22,7 @@ import operator
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import cache, lru_cache
 from types import CodeType, FrameType
@@ -457,8 +457,16 @@ class LossRecorder(TorchFunctionMode):
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         slot = self.slot_of(loss)
         if self.is_open and slot is not None and slot != EARLIER:
-            path = dict(self._path_to(slot))
-            made_of = {slot, *(ref for each in path.values() for ref in each.refs)}
+            made_of, memory = {slot}, {self.memory[slot]}
+            path: dict[int, Operation] = {}
+            for place, operation in reversed(list(enumerate(self.operations))):
+                # What is written in place is seen through all tensors that share its memory.
+                is_write = operation.handling is Handling.WRITE
+                is_seen = is_write and any(self.memory[out] in memory for out in operation.outs)
+                if is_seen or not made_of.isdisjoint(operation.outs):
+                    path[place] = operation
+                    made_of.update(operation.refs)
+                    memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
                 self._judge(self, loss, path, mapped(self._stored, gradient))
@@ -467,20 +475,6 @@ class LossRecorder(TorchFunctionMode):
         Tensor.backward(loss, *args, **kwargs)
         # Torch puts a mode back that is taken away while it is told of a function.
         self._is_over = self.is_judged and self._is_left
-
-    def _path_to(self, slot: int) -> Iterator[tuple[int, Operation]]:
-        """Yield the operations that lead to a slot, last first, with their places."""
-        needed, memory = {slot}, {self.memory.get(slot)}
-        for place in reversed(range(len(self.operations))):
-            operation = self.operations[place]
-            # What is written in place is seen through all tensors that share its memory.
-            is_write = operation.handling is Handling.WRITE
-            is_seen = is_write and any(self.memory[out] in memory for out in operation.outs)
-            if needed.isdisjoint(operation.outs) and not is_seen:
-                continue
-            needed.update(operation.refs)
-            memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
-            yield place, operation
 
     # --- operations ------------------------------------------------------------------------------
 
