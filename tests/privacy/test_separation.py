@@ -219,6 +219,20 @@ def test_what_one_step_made_of_its_data_does_not_enter_the_next(read, after):
     engine.detach()
 
 
+def test_what_one_step_made_of_its_data_is_not_sent_back_in_the_next():
+    engine, module, optimizer, private = attach()
+    factor, steps = torch.ones(()), 0
+    with pytest.raises(UnsupportedOperation, match="backward brings what an earlier step made"):  # noqa: PT012
+        for x, y in private:
+            loss = F.cross_entropy(module(x), y)
+            loss.backward(factor)
+            factor = loss.detach()
+            optimizer.step()
+            steps += 1
+    assert steps == 1
+    engine.detach()
+
+
 def test_a_public_number_may_change():
     engine, module, optimizer, private = attach()
     for step, (x, y) in enumerate(private):

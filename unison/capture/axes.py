@@ -87,7 +87,7 @@ class AxisTable:
             return seen[call]
         ways = set(seen.values())
         if len(ways) > 1:
-            ways = {axes for each, axes in seen.items() if _resembles(call, each, axes)}
+            ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
         return ways.pop() if len(ways) == 1 else None
 
     def axis(self, call: Call) -> Axis:
@@ -187,7 +187,7 @@ class AxisTable:
         return num_new
 
 
-def _resembles(call: Call, seen: Call, axes: Axes) -> bool:
+def resembles(call: Call, seen: Call, axes: Axes) -> bool:
     """Whether two calls differ in nothing but the number of samples."""
     for axis, now, then in zip(axes[1], call.shapes, seen.shapes, strict=True):
         for dim, (a, b) in enumerate(zip(now, then, strict=True)):

@@ -79,32 +79,37 @@ def learn_axes(
         BadInput: If the batch is empty.
         UnsupportedOperation: If no answer can be found.
     """
-    size = batch_size_of(batch)
-    if size == 0:
+    if batch_size_of(batch) == 0:
         raise BadInput("expected samples to learn from, found a batch of 0")
     axes = AxisTable() if axes is None else axes
-    other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
     for _ in range(MAX_ROUNDS):
-        many, fewer = (
-            _calls(module, run, resized(batch, each), axes, state) for each in (size, other)
-        )
-        if axes.learn(many, fewer, (size, other)) == 0:
+        if axes.learn(*_two_passes(module, run, batch, axes, state)) == 0:
             return axes
     raise UnsupportedOperation(
         f"after {MAX_ROUNDS} passes it is still not known where samples lie in this model"
     )
 
 
-def _calls(
+def _two_passes(
     module: nn.Module, run: Run, batch: Any, axes: AxisTable, state: ProbeState | None = None
-) -> list[Seen]:
-    """Run a pass, and return its operations that touch parameters."""
-    if state is not None:
-        state.restore()
-    capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
-    with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
-        run(module, batch)
-    return seen
+) -> tuple[list[Seen], list[Seen], tuple[int, int]]:
+    """Run with two numbers of samples.
+
+    Returns:
+        The operations that touch parameters in either pass, and the numbers.
+    """
+    size = batch_size_of(batch)
+    other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
+    calls = []
+    for each in (size, other):
+        some = resized(batch, each)
+        if state is not None:
+            state.restore()
+        capture = Capture(module, each, axes=axes, on_record=_nothing)
+        with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
+            run(module, some)
+        calls.append(seen)
+    return calls[0], calls[1], (size, other)
 
 
 def generators_kept(batch: Any) -> Any:
@@ -213,11 +218,9 @@ def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
 
 def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
     """Learn what two sizes tell of a model that is going to be traced."""
-    size = batch_size_of(batch)
-    sizes = (size, size - 1 if size > 2 else size + 1)
     axes, expressions = AxisTable(is_traced=True), AxisTable()
     for _ in range(MAX_ROUNDS):
-        many, fewer = (_calls(module, run, resized(batch, each), expressions) for each in sizes)
+        many, fewer, sizes = _two_passes(module, run, batch, expressions)
         axes.learn_partly(many, fewer, sizes)
         # As many rows for both sizes, by chance, look as if no sample were in them: only what is
         # made of nothing but parameters is known to be an expression.

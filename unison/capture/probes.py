@@ -548,7 +548,8 @@ def _widened(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> A
     for key, value in kwargs.items():
         if type(value) is torch.dtype and value in _NARROW:
             named[key] = torch.float64
-    return (_attention if func is F.scaled_dot_product_attention else func)(*wide, **named)
+    call: Any = _attention if func is F.scaled_dot_product_attention else func
+    return call(*wide, **named)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:

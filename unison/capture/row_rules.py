@@ -733,21 +733,20 @@ def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     ids, places = a["indices"], a["offsets"]
     if _ids(find, a["weight"]) is not None:
         return [None for _ in out]
-    num_bags = len(out[0])
-    bag = (
-        torch.searchsorted(
-            places.contiguous(), torch.arange(len(ids), device=ids.device), right=True
-        )
-        - 1
-    )
+    steps = torch.arange(len(ids), device=ids.device)
+    bag = torch.searchsorted(places.contiguous(), steps, right=True) - 1
     own = _all_ids(find, ids).expand(len(ids))
-    none = torch.iinfo(torch.int64).max
-    low = torch.full((num_bags,), none, device=ids.device)
-    high = torch.full((num_bags,), NOBODY, device=ids.device)
-    low.scatter_reduce_(0, bag, torch.where(own == NOBODY, none, own), "amin")
-    high.scatter_reduce_(0, bag, own, "amax")
-    found = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
-    where = _all_ids(find, places)
-    where = where.expand(len(places))[:num_bags]
-    found = filled(found, torch.where(where == MIXED, NOBODY, where))
-    return [found.reshape(-1, 1), *(None for _ in out[1:])]
+    own, bag = own[own != NOBODY], bag[own != NOBODY]
+    before = torch.full((len(out[0]),), NOBODY, device=ids.device)
+    made = _put(
+        before,
+        own,
+        get=lambda ids: ids[bag],
+        put=lambda new: before.index_put((bag,), new),
+        is_added=True,
+    )
+    if made is None:
+        return [None for _ in out]
+    where = _all_ids(find, places).expand(len(places))[: len(made)]
+    made = filled(made, torch.where(where == MIXED, NOBODY, where))
+    return [made.reshape(-1, 1), *(None for _ in out[1:])]

@@ -139,7 +139,7 @@ class _Norms:
         with torch.enable_grad():
             output = inputs.run(forward, inputs.samples)
             dims = output_dims(inputs.dim, inputs.rows)(output, self._num_rows)
-            losses = probe_losses(output, self._num_rows, dims, inputs.rows)
+            losses, _ = probe_losses(output, self._num_rows, dims, inputs.rows)
             assert losses is not None  # it was learned of the same output
             losses.sum().backward()
 

@@ -196,12 +196,12 @@ def _changed(
 
 def probe_losses(
     output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
-) -> Tensor | None:
-    """Make one number per sample of a module's output [samples], float64, to send back.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Make losses of a module's output to send back, which stand in for one that is not known yet.
 
-    Stands in for a loss that is not known yet. Every element has a weight of its own, so that
-    normalised outputs, which sum to a constant, have a gradient too. All terms are positive: in a
-    sum of millions that cancel, rounding would look as if samples mixed.
+    Every element has a weight of its own, so that normalised outputs, which sum to a constant, have
+    a gradient too. All terms are positive: in a sum of millions that cancel, rounding would look as
+    if samples mixed.
 
     Args:
         output: What the module returned.
@@ -210,42 +210,22 @@ def probe_losses(
         rows: How many rows belong to one sample.
 
     Returns:
-        None if no part of the output holds the samples.
+        One number per sample [samples], float64, or None if no part of the output holds them; and
+        the sum of the parts that are of the whole batch and take gradients, such as a model's own
+        loss, or None if there is none.
     """
-    total = None
+    total: Tensor | None = None
+    shared: list[Tensor] = []
     for leaf, dim in zip(tree_leaves(output), dims, strict=True):
-        if dim is None:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
-        if holds_samples(leaf, num_samples * rows, dim) and leaf.is_floating_point():
+        if dim is not None and holds_samples(leaf, num_samples * rows, dim):
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
             part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
-            total = part if total is None else total + part  # type: ignore[operator]
-    return total
-
-
-def batch_loss(
-    output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
-) -> Tensor | None:
-    """Add up the parts of an output that are of the whole batch, such as a model's own loss.
-
-    Args:
-        output: What the module returned.
-        num_samples: The number of samples.
-        dims: Where they lie in each leaf of the output.
-        rows: How many rows belong to one sample.
-
-    Returns:
-        None if there is none that takes gradients.
-    """
-    found = [
-        leaf.flatten().sum()
-        for leaf, dim in zip(tree_leaves(output), dims, strict=True)
-        if isinstance(leaf, Tensor)
-        and leaf.is_floating_point()
-        and leaf.requires_grad
-        and (dim is None or not holds_samples(leaf, num_samples * rows, dim))
-    ]
-    return torch.stack([each.double() for each in found]).sum() if found else None
+            total = part if total is None else total + part  # type: ignore[assignment]
+        elif leaf.requires_grad:
+            shared.append(leaf.flatten().sum().double())
+    return total, torch.stack(shared).sum() if shared else None
 
 
 class _ProbeLoss(torch.autograd.Function):

@@ -432,8 +432,8 @@ class LossCheck:
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
         # checked last, with a record of then and its gradients, by slot.
-        self._taken: dict[tuple, tuple[int, list[float]]] = {}
-        self._checked: dict[tuple, tuple[int, list[float], Gradients, Gradients]] = {}
+        self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
+        self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
         self._pending: list[tuple[Tensor, Operation, str]] = []
         self.num_checks = 0
@@ -687,7 +687,7 @@ class LossCheck:
         self,
         program: Program,
         num_before: int,
-        numbers: list[float],
+        numbers: Sequence[float],
         unit: Gradients,
         grads: Gradients,
     ) -> None:
@@ -784,7 +784,7 @@ def _refuse_items(program: Program) -> None:
                 )
 
 
-def _refuse_changed(then: int, before: list[float], rows: int, now: list[float]) -> None:
+def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence[float]) -> None:
     """Refuse numbers that change from step to step, where they may come from data."""
     for a, b in zip(before, now, strict=False):
         # A number may be the size of the batch, or its inverse.

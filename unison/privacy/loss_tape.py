@@ -515,7 +515,7 @@ class LossRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
-        stored = mapped(self._stored, (args, kwargs))
+        stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
         if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
