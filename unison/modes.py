@@ -1,4 +1,4 @@
-"""Torch's stack of function modes: putting one below all others, and taking it away again."""
+"""Torch's function modes: one made of a function; and their stack, with one below all others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,24 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode that lets a function stand in for each torch function of its block.
+
+    Args:
+        call: Called with the torch function, its arguments, and its keyword arguments.
+    """
+
+    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Let the function decide."""
+        return self._call(func, args, kwargs or {})
 
 
 def push_lowest(mode: TorchFunctionMode) -> None:

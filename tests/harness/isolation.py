@@ -52,7 +52,7 @@ def isolated(seed: int) -> Iterator[None]:
 
 def stop_recording() -> None:
     """Let private loops that a test left in the middle follow nobody's operations any more."""
-    recorder = sys.modules.get("unison.privacy.loss_program")
+    recorder = sys.modules.get("unison.privacy.loss_tape")
     if recorder is not None:
         recorder.stop_recording()
 

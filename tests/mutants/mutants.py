@@ -36,7 +36,7 @@ _CAPTURE = [
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
     ("RowResults.differs", "differ[:, kept]", "differ[:, ~kept]"),
     ("_differ", "<= tolerance", "<= tolerance + 1.0"),
-    ("Sketches.take", "+= values", "= values"),
+    ("_add_sketch", "+= values", "= values"),
     ("MixingCheck.report", "self._parameters_written(rows)", "None"),
     ("MixingCheck._compare", "base.differs(other, kept, tolerance)", "None"),
     ("MixingCheck._compare", "remembered is not None", "False"),

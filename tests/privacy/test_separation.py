@@ -16,7 +16,7 @@ from tests.harness import run_on_ranks
 from tests.privacy.common import NUM_CLASSES, attach, data, make_model
 from unison.clip import clipped_gradients
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.privacy import loss_check, loss_program, loss_tape
+from unison.privacy import loss_check, loss_tape
 
 STATE = r"earlier step|changes from step|left torch"
 
@@ -216,6 +216,20 @@ def test_what_one_step_made_of_its_data_does_not_enter_the_next(read, after):
             optimizer.step()
             steps += 1
     assert steps <= 1
+    engine.detach()
+
+
+def test_what_one_step_made_of_its_data_is_not_sent_back_in_the_next():
+    engine, module, optimizer, private = attach()
+    factor, steps = torch.ones(()), 0
+    with pytest.raises(UnsupportedOperation, match="backward brings what an earlier step made"):  # noqa: PT012
+        for x, y in private:
+            loss = F.cross_entropy(module(x), y)
+            loss.backward(factor)
+            factor = loss.detach()
+            optimizer.step()
+            steps += 1
+    assert steps == 1
     engine.detach()
 
 
@@ -457,7 +471,7 @@ def test_nothing_stays_on_the_stack_of_modes():
     assert modes() == []
     with torch.device("cpu"):  # it ends after the recorder has begun
         x, y = next(iter(private))
-    assert [type(each) for each in modes()] == [loss_program.LossRecorder]
+    assert [type(each) for each in modes()] == [loss_tape.LossRecorder]
     engine.detach()
     assert modes() == []
 

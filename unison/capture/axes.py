@@ -65,9 +65,7 @@ class AxisTable:
     """The dimension of the samples by kind of call, or by call where kinds differ.
 
     Attributes:
-        by_kind: By kind of call.
-        by_call: By call.
-        mixed: The calls of kinds that were seen in several ways.
+        by_kind: The calls of each kind that were seen, with their axes.
         is_traced: Whether rows lie where values put them, so that samples are followed through
             every pass: see [Note: the sample of every row]. The table then only knows of what is
             made without the batch, such as one class token for every sample.
@@ -75,9 +73,7 @@ class AxisTable:
             one that was learned from; None where it need not.
     """
 
-    by_kind: dict[tuple, Axes] = field(default_factory=dict)
-    by_call: dict[Call, Axes] = field(default_factory=dict)
-    mixed: dict[tuple, list[Call]] = field(default_factory=dict)
+    by_kind: dict[tuple, dict[Call, Axes]] = field(default_factory=dict)
     is_traced: bool = False
     rows_per_sample: dict[tuple, set[Fraction]] | None = None
 
@@ -86,26 +82,13 @@ class AxisTable:
 
         None if the call was not seen when the axes were learned.
         """
-        found = self.by_call.get(call)
-        if found is not None:
-            return found
-        kind = call.kind
-        if kind not in self.mixed:
-            return self.by_kind.get(kind)
-        ways = {self.by_call[seen] for seen in self.mixed[kind] if self._resembles(call, seen)}
+        seen = self.by_kind.get(call.kind, {})
+        if call in seen:
+            return seen[call]
+        ways = set(seen.values())
+        if len(ways) > 1:
+            ways = {axes for each, axes in seen.items() if resembles(call, each, axes)}
         return ways.pop() if len(ways) == 1 else None
-
-    def _resembles(self, call: Call, seen: Call) -> bool:
-        """Whether two calls differ in nothing but the number of samples."""
-        for axis, now, then in zip(self.by_call[seen][1], call.shapes, seen.shapes, strict=True):
-            for dim, (a, b) in enumerate(zip(now, then, strict=True)):
-                if (a * seen.batch != b * call.batch) if dim == axis else a != b:
-                    return False
-        return True
-
-    def knows(self, call: Call) -> bool:
-        """Whether the call's axis was learned."""
-        return self.find(call) is not None
 
     def axis(self, call: Call) -> Axis:
         """The dimension of the output that holds the samples.
@@ -181,13 +164,12 @@ class AxisTable:
             if self.rows_per_sample is not None and found[0] is not None:
                 ratio = Fraction(first.output[found[0]], sizes[0])
                 self.rows_per_sample.setdefault(call.kind, set()).add(ratio)
-            num_new += not self.knows(call)
-            if self.by_call.setdefault(call, found) != found:
+            num_new += self.find(call) is None
+            if self.by_kind.setdefault(call.kind, {}).setdefault(call, found) != found:
                 raise UnsupportedOperation(
                     f"{call} is called twice with the same shapes {call.shapes}, but with samples "
                     "in different dimensions; learn from a batch with another number of samples"
                 )
-            self._put(call, found)
         return num_new
 
     def add(self, calls: Iterable[Call], other: "AxisTable") -> int:
@@ -199,15 +181,19 @@ class AxisTable:
         num_new = 0
         for call in calls:
             found = other.find(call)
-            if found is not None and found[0] is NO_AXIS and not self.knows(call):
-                self.by_call[call] = found
-                self._put(call, found)
+            if found is not None and found[0] is NO_AXIS and self.find(call) is None:
+                self.by_kind.setdefault(call.kind, {})[call] = found
                 num_new += 1
         return num_new
 
-    def _put(self, call: Call, found: Axes) -> None:
-        if self.by_kind.setdefault(call.kind, found) != found or call.kind in self.mixed:
-            self.mixed[call.kind] = [each for each in self.by_call if each.kind == call.kind]
+
+def resembles(call: Call, seen: Call, axes: Axes) -> bool:
+    """Whether two calls differ in nothing but the number of samples."""
+    for axis, now, then in zip(axes[1], call.shapes, seen.shapes, strict=True):
+        for dim, (a, b) in enumerate(zip(now, then, strict=True)):
+            if (a * seen.batch != b * call.batch) if dim == axis else a != b:
+                return False
+    return True
 
 
 def _samples(first: Seen, second: Seen, sizes: tuple[int, int]) -> Axis:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
 from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
+from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
     NOBODY,
     NoRecorder,
@@ -27,7 +28,6 @@ from unison.capture.recompute import (
     checkpointing_quiet,
     nothing_saved,
 )
-from unison.capture.recurrent import flat_weights_renewed
 from unison.capture.row_rules import RowSamples, is_mixed
 from unison.capture.rows import RowTrace
 from unison.capture.torch_compile import refuse_compiled
@@ -515,7 +515,7 @@ class Capture:
         dim = NO_AXIS if known is None else known[0]
         if dim is None or output.shape[dim] % self.batch:
             return None
-        self.trace.begin_rows(output, dim)
+        self.trace.begin(output, dim, output.shape[dim] // self.batch)
         return Layout(self.batch, dim)
 
     def _traced_layout(self, call: Call, output: Tensor, saved: Sequence[Tensor]) -> Layout | None:

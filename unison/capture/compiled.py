@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 
-from unison.capture.axes import Axes, AxisTable, Call
+from unison.capture.axes import Axes, AxisTable, Call, resembles
 from unison.capture.capture import Capture, OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
@@ -139,9 +139,10 @@ class _TracedAxes(AxisTable):
             return found
         dims = call.kind[1:]
         alike = {
-            self.by_call[seen]
-            for seen in self.by_call
-            if seen.kind[1:] == dims and self._resembles(call, seen)
+            axes
+            for kind, calls in self.by_kind.items()
+            for seen, axes in calls.items()
+            if kind[1:] == dims and resembles(call, seen, axes)
         }
         return alike.pop() if len(alike) == 1 else None
 

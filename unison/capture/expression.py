@@ -95,12 +95,6 @@ VIEWS = {
 ALWAYS = SAME | TRANSPOSES
 
 
-MIXED = (
-    "{name} of a parameter and of something computed from all samples together, such as their "
-    "mean: one sample's gradient then depends on the others"
-)
-
-
 def is_always_expression(func: Callable[..., Any], args: tuple) -> bool:
     """Whether it need not be learned that a call does not depend on the batch."""
     return func in ALWAYS and type(args[0]) is Tracked
@@ -126,7 +120,10 @@ def derive(
         if func in VIEWS:
             output = func(first.value, *all_plain(args[1:]), **kwargs)
             items = output if isinstance(output, list | tuple) else [output]
-            is_chosen = func is Tensor.__getitem__ and _has_indices(args[1])
+            keys = args[1] if func is Tensor.__getitem__ else ()
+            keys = keys if isinstance(keys, tuple) else (keys,)
+            # A key that chooses elements one by one gives a copy.
+            is_chosen = any(isinstance(each, Tensor | list | bool) for each in keys)
             views = [None if is_chosen else _view(first, item, listener) for item in items]
             if all(view is not None for view in views):
                 return like(output, views) if isinstance(output, list | tuple) else views[0]
@@ -151,8 +148,10 @@ def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
     base, shape = first.value, tuple(first.value.shape)
     if not base.is_contiguous() or not output.is_contiguous() or output.numel() == 0:
         return None
-    if not is_traced(base) and not _share_memory(base, output):
-        return None  # traced ones have none: of a contiguous tensor these functions give views
+    if not is_traced(base):  # those have no memory: of a contiguous tensor, views are made
+        places = [each.untyped_storage().data_ptr() for each in (base, output)]
+        if places[0] != places[1]:
+            return None
     start = output.storage_offset() - base.storage_offset()
     if output.numel() == base.numel():
         return _made(first, output, partial(reshaped, shape=shape), listener)
@@ -160,16 +159,6 @@ def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
         row = start // base.stride(0)
         return _made(first, output, partial(in_rows, start=row, shape=shape), listener)
     return None
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _has_indices(key: Any) -> bool:
-    """Whether a key chooses elements one by one, so that what it gives is a copy."""
-    items = key if isinstance(key, tuple) else (key,)
-    return any(isinstance(each, Tensor | list | bool) for each in items)
 
 
 def _lookup(
@@ -200,7 +189,11 @@ def _through_autograd(
             return like(value, [as_leaf(item) for item in value])
         if type(value) is not Tracked:
             if isinstance(value, Tensor) and value.requires_grad:
-                raise UnsupportedOperation(MIXED.format(name=getattr(func, "__name__", func)))
+                raise UnsupportedOperation(
+                    f"{getattr(func, '__name__', func)} of a parameter and of something computed "
+                    "from all samples together, such as their mean: one sample's gradient then "
+                    "depends on the others"
+                )
             return value
         _refuse_part(value, func)
         if id(value) not in leaves:
@@ -211,21 +204,19 @@ def _through_autograd(
         output = func(
             *(as_leaf(each) for each in args), **{k: as_leaf(v) for k, v in kwargs.items()}
         )
-    found = list(leaves.values())
-    if isinstance(output, list | tuple):
-        return like(output, [_followed(item, found, listener) for item in output])
-    return _followed(output, found, listener)
 
+    def followed(item: Any) -> Any:
+        if not isinstance(item, Tensor) or not item.requires_grad:
+            return item
+        sources = tuple(
+            source.through(partial(_pulled_back, output=item, leaf=leaf))
+            for tracked, leaf in leaves.values()
+            for source in tracked.sources
+        )
+        return Tracked.of(item, sources, listener)
 
-def _followed(output: Any, leaves: list[tuple[Tracked, Tensor]], listener: Listener) -> Any:
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return output
-    sources = tuple(
-        source.through(partial(_pulled_back, output=output, leaf=leaf))
-        for tracked, leaf in leaves
-        for source in tracked.sources
-    )
-    return Tracked.of(output, sources, listener)
+    is_list = isinstance(output, list | tuple)
+    return like(output, list(map(followed, output))) if is_list else followed(output)
 
 
 def _pulled_back(record: Record, *, output: Tensor, leaf: Tensor) -> Dense:

@@ -8,13 +8,12 @@ sorted by values is seen even if this batch was in order already. Only their pas
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unison.capture.axes import NO_AXIS, AxisTable, Seen
 from unison.capture.capture import Capture, Met
@@ -23,6 +22,7 @@ from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
 from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
+from unison.modes import FunctionMode
 from unison.ops import Record
 from unison.ops.layout import NOBODY
 
@@ -49,12 +49,10 @@ def batch_size_of(batch: Any) -> int:
 def resized(batch: Any, num_samples: int) -> Any:
     """Return a batch of another size, with samples repeated if there are too few."""
 
-    def rows(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def rows(value: Tensor) -> Tensor:
         return value[torch.arange(num_samples, device=value.device) % value.shape[0]]
 
-    return tree_map(rows, batch)
+    return tree_map_only(Tensor, rows, batch)
 
 
 def learn_axes(
@@ -81,32 +79,37 @@ def learn_axes(
         BadInput: If the batch is empty.
         UnsupportedOperation: If no answer can be found.
     """
-    size = batch_size_of(batch)
-    if size == 0:
+    if batch_size_of(batch) == 0:
         raise BadInput("expected samples to learn from, found a batch of 0")
     axes = AxisTable() if axes is None else axes
-    other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
     for _ in range(MAX_ROUNDS):
-        many, fewer = (
-            _calls(module, run, resized(batch, each), axes, state) for each in (size, other)
-        )
-        if axes.learn(many, fewer, (size, other)) == 0:
+        if axes.learn(*_two_passes(module, run, batch, axes, state)) == 0:
             return axes
     raise UnsupportedOperation(
         f"after {MAX_ROUNDS} passes it is still not known where samples lie in this model"
     )
 
 
-def _calls(
+def _two_passes(
     module: nn.Module, run: Run, batch: Any, axes: AxisTable, state: ProbeState | None = None
-) -> list[Seen]:
-    """Run a pass, and return its operations that touch parameters."""
-    if state is not None:
-        state.restore()
-    capture = Capture(module, batch_size_of(batch), axes=axes, on_record=_nothing)
-    with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
-        run(module, batch)
-    return seen
+) -> tuple[list[Seen], list[Seen], tuple[int, int]]:
+    """Run with two numbers of samples.
+
+    Returns:
+        The operations that touch parameters in either pass, and the numbers.
+    """
+    size = batch_size_of(batch)
+    other = size - 1 if size > 2 else size + 1  # one sample alone is often a case of its own
+    calls = []
+    for each in (size, other):
+        some = resized(batch, each)
+        if state is not None:
+            state.restore()
+        capture = Capture(module, each, axes=axes, on_record=_nothing)
+        with capture.learning() as seen, generators_kept(batch), checkpointing_quiet():
+            run(module, some)
+        calls.append(seen)
+    return calls[0], calls[1], (size, other)
 
 
 def generators_kept(batch: Any) -> Any:
@@ -145,8 +148,8 @@ def learn_rows(
     if any(map(is_in_parts, module.parameters())):
         # Below DTensors there is no batch to follow.
         return learn_axes(module, run, batch, state=state)
-    met, reads = _follow(module, run, batch)
-    if reads.has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
+    met, has_numbers, may_branch = _follow(module, run, batch)
+    if has_numbers or any(each.rows is not None and each.rows.is_by_value for each in met):
         return _learn_partly(module, run, batch)
     axes = AxisTable(rows_per_sample={})
     try:
@@ -159,24 +162,45 @@ def learn_rows(
         return _learn_partly(module, run, batch)
     trained = {name for name, each in module.named_parameters() if each.requires_grad}
     used = {name for each in met for name in each.call.names}
-    has_other_paths = reads.may_branch and not trained <= used
+    has_other_paths = may_branch and not trained <= used
     if has_other_paths or any(_is_out_of_order(each, axes) for each in met):
         return _learn_partly(module, run, batch)
     return axes
 
 
-def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], "_Reads"]:
-    """Run a pass with a trace, and return what parameters have met in it."""
+def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, bool]:
+    """Run a pass with a trace.
+
+    Returns:
+        What parameters have met in it; whether numbers were read that change from batch to batch,
+        which may become sizes and indices; and whether the next pass may do something else, since
+        anything was read, or Python's own random numbers were drawn.
+    """
     batch = resized(batch, max(NUM_FOLLOWED, batch_size_of(batch)))
     capture = Capture(module, batch_size_of(batch), axes=AxisTable(), on_record=_nothing)
+    reads: set[str] = set()
+
+    def noted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        values: Sequence[Any] = args[:1] if func in _READS else ()
+        if func is Tensor.__getitem__:
+            keys = args[1] if isinstance(args[1], tuple) else args[1:]
+            values = [x for x in keys if isinstance(x, Tensor) and x.ndim == 0]
+            values = [x for x in values if x.dtype != torch.bool]
+        for value in values:
+            trace = capture.trace
+            if trace is not None and isinstance(value, Tensor) and trace.find(value) is not None:
+                reads.add("truth" if func is Tensor.__bool__ else "number")
+        return func(*args, **kwargs)
+
+    state = _python_state()
     with (
         generators_kept(batch),
         checkpointing_quiet(),
-        _Reads(capture) as reads,
+        FunctionMode(noted),
         capture.meeting(batch) as met,
     ):
         run(module, batch)
-    return met, reads
+    return met, "number" in reads, bool(reads) or state != _python_state()
 
 
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
@@ -194,60 +218,16 @@ def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
 
 def _learn_partly(module: nn.Module, run: Run, batch: Any) -> AxisTable:
     """Learn what two sizes tell of a model that is going to be traced."""
-    size = batch_size_of(batch)
-    sizes = (size, size - 1 if size > 2 else size + 1)
     axes, expressions = AxisTable(is_traced=True), AxisTable()
     for _ in range(MAX_ROUNDS):
-        many, fewer = (_calls(module, run, resized(batch, each), expressions) for each in sizes)
+        many, fewer, sizes = _two_passes(module, run, batch, expressions)
         axes.learn_partly(many, fewer, sizes)
         # As many rows for both sizes, by chance, look as if no sample were in them: only what is
         # made of nothing but parameters is known to be an expression.
         made = [seen.call for seen in many if seen.digest is None]
-        if expressions.add([call for call in made if axes.knows(call)], axes) == 0:
+        if expressions.add(made, axes) == 0:
             break
     return axes
-
-
-class _Reads(TorchFunctionMode):
-    """A function mode that notes reads of values that change from batch to batch.
-
-    Attributes:
-        has_numbers: Whether numbers were read, which may become sizes and indices.
-        may_branch: Whether anything was read, or Python's own random numbers were drawn: the next
-            pass may do something else.
-    """
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-        self.has_numbers = self.may_branch = False
-
-    def __enter__(self) -> "_Reads":
-        self._state = _python_state()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.may_branch |= self._state != _python_state()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Look at a call before it runs."""
-        if func in _READS:
-            self._note(args[0], is_number=func is not Tensor.__bool__)
-        elif func is Tensor.__getitem__:
-            for each in args[1] if isinstance(args[1], tuple) else (args[1],):
-                if isinstance(each, Tensor) and each.ndim == 0 and each.dtype != torch.bool:
-                    self._note(each, is_number=True)
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, value: Any, *, is_number: bool) -> None:
-        trace = self._capture.trace
-        if trace is not None and isinstance(value, Tensor) and trace.find(value) is not None:
-            self.may_branch = True
-            self.has_numbers |= is_number
 
 
 _READS = {

@@ -91,7 +91,7 @@ def record_of(
         return _of_replicated(builder, layout, value, g, saved)
     needs = needs_for_cut(builder, span.dim, value.ndim)
     if needs is None:
-        whole = builder(layout, _whole(g), *map(_whole, saved), shape=tuple(value.shape))
+        whole = builder(layout, _cut(g), *map(_cut, saved), shape=tuple(value.shape))
         return part_of(whole, *span)
     inputs = [_cut(x, at) for x, at in zip(saved, needs.inputs, strict=True)]
     return builder(layout, _cut(g, needs.g), *inputs, shape=tuple(local(value).shape))
@@ -101,29 +101,18 @@ def _of_replicated(
     builder: Builder, layout: Layout, value: Tensor, g: Tensor, saved: Sequence[Tensor]
 ) -> Record:
     shape = tuple(value.shape)
-    at = _cut_tokens(layout, g, value.ndim) if adds_tokens(builder) else None
-    if not is_in_parts(g) or at is None:
-        return builder(layout, _whole(g), *map(_whole, saved), shape=shape)
-    share = builder(layout, local(g), *(_cut(x, at) for x in saved), shape=shape)
-    assert isinstance(share, Dense)
-    total = share.value.contiguous()
-    dist.all_reduce(total, group=g.device_mesh.get_group())
-    return Dense(total)
+    if is_in_parts(g) and g.placements[0].is_shard() and adds_tokens(builder):
+        dim = g.placements[0].dim % g.ndim  # type: ignore[attr-defined]
+        if dim != layout.axis and dim < g.ndim - value.ndim:  # tokens are cut along it
+            share = builder(layout, local(g), *(_cut(x, dim) for x in saved), shape=shape)
+            assert isinstance(share, Dense)
+            total = share.value.contiguous()
+            dist.all_reduce(total, group=g.device_mesh.get_group())
+            return Dense(total)
+    return builder(layout, _cut(g), *map(_cut, saved), shape=shape)
 
 
-def _cut_tokens(layout: Layout, g: Tensor, num_features: int) -> int | None:
-    """The dimension of tokens along which a gradient is cut; None if there is none."""
-    if not is_in_parts(g) or not g.placements[0].is_shard():
-        return None
-    dim = g.placements[0].dim % g.ndim  # type: ignore[attr-defined]
-    return dim if dim != layout.axis and dim < g.ndim - num_features else None
-
-
-def _whole(value: Tensor) -> Tensor:
-    return _cut(value, None)
-
-
-def _cut(value: Tensor, dim: int | None) -> Tensor:
+def _cut(value: Tensor, dim: int | None = None) -> Tensor:
     """This rank's memory of a tensor cut along a dimension, or of all of it."""
     if not is_in_parts(value):
         return local(value)
@@ -144,7 +133,7 @@ def looked_up_part(
         table: The table.
         padding: A row that gets no gradient.
     """
-    span, ids = span_of(table), _whole(ids)
+    span, ids = span_of(table), _cut(ids)
     if span is None or span.dim == 0:
         found = looked_up(record, ids, tuple(table.shape), padding)
         return found if span is None else part_of(found, *span)
@@ -184,7 +173,7 @@ def moved_back(
             shape=total,
             stride=torch.empty(total, device="meta").stride(),
         )
-        record = Dense(_whole(parts))
+        record = Dense(_cut(parts))
     return record if before is None else part_of(record, *before)
 
 

@@ -28,17 +28,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from operator import is_
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from unison.capture.parts import is_in_parts, local
+from unison.modes import FunctionMode
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 
@@ -106,7 +109,7 @@ class ProbeState:
 
     def __init__(self, module: nn.Module, batch: Any = None) -> None:
         self._module = module
-        self._generators = list(_generators(module, batch))
+        self._generators = [(*each, each[0]()) for each in _generators(module, batch)]
         self._buffers = [
             (child._buffers, key, buffer)
             for child in module.modules()
@@ -119,8 +122,8 @@ class ProbeState:
         for child in module.modules():
             if not type(child).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
                 tensors += self._keep_attributes(vars(child), known)
-        self._buffer_copies = _Copies([buffer for _, _, buffer in self._buffers])
-        self._tensor_copies = _Copies(tensors)
+        self._buffer_copies = _copies_of([buffer for _, _, buffer in self._buffers])
+        self._tensor_copies = _copies_of(tensors)
         self._start = self.values()
         self._parameters = _bits(dict(module.named_parameters()))
 
@@ -149,15 +152,15 @@ class ProbeState:
         Args:
             seed: Draws others, the same ones for each seed.
         """
-        for each in self._generators:
+        for _, set_state, set_seed, start in self._generators:
             if seed is None:
-                each.set_state(each.start)
+                set_state(start)
             else:
-                each.seed(seed)
+                set_seed(seed)
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since generators were restored."""
-        return any(not _is_equal(each.get_state(), each.start) for each in self._generators)
+        return any(not _is_equal(get(), start) for get, _, _, start in self._generators)
 
     def restore(self) -> None:
         """Restore generators, attributes and buffers."""
@@ -170,7 +173,7 @@ class ProbeState:
                     attributes[key] = value
         for value, before in self._contents:
             _refill(value, before)
-        self._tensor_copies.restore()
+        _put_back(self._tensor_copies)
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
@@ -181,7 +184,7 @@ class ProbeState:
                 del child._buffers[key]
         for where, key, buffer in self._buffers:
             where[key] = buffer
-        self._buffer_copies.restore()
+        _put_back(self._buffer_copies)
 
     def values(self) -> dict[str, int]:
         """Fingerprints of all buffers as they are now, by name."""
@@ -214,16 +217,8 @@ def state_kept(module: nn.Module, batch: Any = None) -> Iterator[ProbeState]:
         state.restore()
 
 
-class _Generator(NamedTuple):
-    """A generator that a pass may draw from."""
-
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], Any]
-    seed: Callable[[int], Any]
-    start: Any
-
-
-def _generators(module: nn.Module, batch: Any) -> Iterator[_Generator]:
+def _generators(module: nn.Module, batch: Any) -> Iterator[tuple[Callable[..., Any], ...]]:
+    """Yield how the state is read, set and seeded of each generator that a pass may draw from."""
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
     devices = {each.device for each in tensors if isinstance(each, Tensor) and each.is_cuda}
     found = [torch.default_generator]
@@ -232,29 +227,24 @@ def _generators(module: nn.Module, batch: Any) -> Iterator[_Generator]:
     found += [value for value in held if isinstance(value, torch.Generator)]
     for each in found:
         # Cloned: a CUDA generator's state is what it goes on from, if graphs are recorded.
-        yield _Generator(each.get_state, each.set_state, each.manual_seed, each.get_state().clone())
-    yield _Generator(random.getstate, random.setstate, random.seed, random.getstate())
-    for each in held:
-        if isinstance(each, random.Random):
-            yield _Generator(each.getstate, each.setstate, each.seed, each.getstate())
+        yield partial(_cloned_state, each), each.set_state, each.manual_seed
+    for each in (random, *(value for value in held if isinstance(value, random.Random))):
+        yield each.getstate, each.setstate, each.seed
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return
-    legacy = numpy.random
-    yield _Generator(legacy.get_state, legacy.set_state, legacy.seed, legacy.get_state())
-    for each in held:
-        if isinstance(each, numpy.random.Generator):
-            yield _of_numpy(each.bit_generator)
+    if numpy is not None:
+        yield numpy.random.get_state, numpy.random.set_state, numpy.random.seed
+        for value in held:
+            if isinstance(value, numpy.random.Generator):
+                bits, attribute = value.bit_generator, "state"
+                yield (
+                    partial(getattr, bits, attribute),
+                    partial(setattr, bits, attribute),
+                    lambda seed, bits=bits: setattr(bits, "state", type(bits)(seed).state),
+                )
 
 
-def _of_numpy(bits: Any) -> _Generator:
-    def set_state(state: Any) -> None:
-        bits.state = state
-
-    def seed(number: int) -> None:
-        bits.state = type(bits)(number).state
-
-    return _Generator(lambda: bits.state, set_state, seed, bits.state)
+def _cloned_state(generator: torch.Generator) -> Tensor:
+    return generator.get_state().clone()
 
 
 def _is_equal(first: Any, second: Any) -> bool:
@@ -297,24 +287,27 @@ def _refill(value: Any, before: Any) -> None:
     value.update(before) if isinstance(value, dict | set) else value.extend(before)
 
 
-class _Copies:
-    """Copies of tensors that may be written, to put them back from."""
+_Copies = list[tuple[Tensor, Tensor, int]]  # tensors, copies, fingerprints
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        written = [each for each in tensors if _is_readable(each) and not each.is_inference()]
-        self._tensors = dict(enumerate(written))
-        self._copies = []
-        for value in (local(each.detach()) for each in written):
-            is_large = value.is_cuda and value.numel() * value.element_size() > _LARGE
-            self._copies.append(value.cpu() if is_large else value.clone())
-        self._start = _bits(self._tensors)
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the tensors whose bits have changed."""
-        for key, bits in _bits(self._tensors).items():
-            if bits != self._start[key]:
-                local(self._tensors[key]).copy_(self._copies[key])
+def _copies_of(tensors: Sequence[Tensor | None]) -> _Copies:
+    """Copy tensors that may be written."""
+    written = [each for each in tensors if _is_readable(each) and not each.is_inference()]
+    bits, found = _bits(dict(enumerate(written))), []
+    for key, each in enumerate(written):
+        value = local(each.detach())
+        is_large = value.is_cuda and value.numel() * value.element_size() > _LARGE
+        found.append((each, value.cpu() if is_large else value.clone(), bits[key]))
+    return found
+
+
+@torch.no_grad()
+def _put_back(copies: _Copies) -> None:
+    """Restore the tensors whose bits have changed."""
+    now = _bits({key: each for key, (each, _, _) in enumerate(copies)})
+    for key, (each, copy, bits) in enumerate(copies):
+        if now[key] != bits:
+            local(each).copy_(copy)
 
 
 def _is_readable(value: Any) -> TypeGuard[Tensor]:
@@ -374,16 +367,13 @@ def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
         [any(torch.equal(key, before) for before in keys[:row]) for row, key in enumerate(keys)]
     )
 
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def rows(leaf: Tensor) -> Tensor:
         found = leaf[chosen.to(leaf.device)]
         if not repeated.any():
             return found
-        is_repeated = _rowwise(repeated, found)
-        return torch.where(is_repeated, _shuffled(found, generator), found)
+        return torch.where(_rowwise(repeated, found), _shuffled(found, generator), found)
 
-    return tree_map(rows, batch)
+    return tree_map_only(Tensor, rows, batch)
 
 
 def _as_key(rows: Tensor) -> Tensor:
@@ -449,9 +439,7 @@ def with_others(
     if how is Replacement.OUTLIER:
         powers.fill_(largest_power if largest_power >= 1 else 0.0)
 
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def rows(leaf: Tensor) -> Tensor:
         if how is Replacement.COPIES:
             other = leaf[first_kept].expand_as(leaf)
         elif how in (Replacement.ALIKE, Replacement.OPPOSITE):
@@ -472,7 +460,7 @@ def with_others(
             other = torch.where(leaf < 0, leaf, other)
         return torch.where(_rowwise(kept, leaf), leaf, other)
 
-    return tree_map(rows, batch)
+    return tree_map_only(Tensor, rows, batch)
 
 
 def _far(leaf: Tensor, powers: Tensor, how: Replacement, generator: torch.Generator) -> Tensor:
@@ -518,40 +506,50 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     try:
         for tensors, key, value in held:
             tensors[key] = copies[id(value)]
-        _renew_flat_weights(module)
         torch.set_default_dtype(torch.float64)
-        with _Widening():
+        with flat_weights_renewed(module.named_modules()), FunctionMode(_widened):
             yield
     finally:
         torch.set_default_dtype(default)
         for tensors, key, value in held:
             tensors[key] = value
-        _renew_flat_weights(module)
 
 
-def _renew_flat_weights(module: nn.Module) -> None:
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
+@contextmanager
+def flat_weights_renewed(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Let recurrent modules, which keep a second list of their parameters, see those of now.
+
+    They notice that their parameters are others, and would flatten them for cuDNN.
+    """
+    found = [child for _, child in modules if isinstance(child, nn.RNNBase)]
+    kept = [(child._flat_weights, child._flat_weight_refs) for child in found]
+    for child in found:
+        weights = [getattr(child, name, None) for name in child._flat_weights_names]
+        child._flat_weights = weights
+        child._flat_weight_refs = [each if each is None else ref(each) for each in weights]
+    try:
+        yield
+    finally:
+        for child, (weights, refs) in zip(found, kept, strict=True):
+            child._flat_weights, child._flat_weight_refs = weights, refs
 
 
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
-class _Widening(TorchFunctionMode):
-    """A function mode that replaces smaller dtypes by float64."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if func in _NARROWING:
-            func, args, kwargs = Tensor.double, args[:1], {}
-        wide: list[Any] = [torch.float64 if _is_narrow(each) else each for each in args]
-        named = {k: torch.float64 if _is_narrow(v) else v for k, v in (kwargs or {}).items()}
-        if func is F.scaled_dot_product_attention:
-            return _attention(*wide, **named)
-        return func(*wide, **named)
+def _widened(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with float64 in the place of smaller dtypes."""
+    if func in _NARROWING:
+        return Tensor.double(args[0])
+    # Dtypes are arguments themselves, and lie no deeper.
+    wide = [torch.float64 if type(x) is torch.dtype and x in _NARROW else x for x in args]
+    named = dict(kwargs)
+    for key, value in kwargs.items():
+        if type(value) is torch.dtype and value in _NARROW:
+            named[key] = torch.float64
+    call: Any = _attention if func is F.scaled_dot_product_attention else func
+    return call(*wide, **named)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -570,41 +568,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Ten
         with torch._C.DisableTorchFunction():
             return F.scaled_dot_product_attention(*parts, attn_mask=own, **named)
 
-    return _AttentionBySample.apply(of_sample, q, k, v)  # type: ignore[return-value]
-
-
-class _AttentionBySample(torch.autograd.Function):
-    """Attention of one sample after the other, which is run again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, of_sample: Callable[..., Tensor], *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(*parts)
-        ctx.of_sample = of_sample
-        found = [of_sample(i, *(x[i : i + 1] for x in parts)) for i in range(len(parts[0]))]
-        return torch.cat(found) if found else of_sample(0, *parts)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
-        parts = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in parts]
-        for i in range(len(g)):
-            own = [x[i : i + 1].detach().requires_grad_() for x in parts]
-            with torch.enable_grad():
-                output = ctx.of_sample(i, *own)
-            for into, grad in zip(
-                grads, torch.autograd.grad(output, own, g[i : i + 1]), strict=True
-            ):
-                into[i : i + 1] = grad
-        return None, *grads
+    # One sample after the other, which is run again in the backward pass.
+    again = partial(checkpoint, of_sample, use_reentrant=False, preserve_rng_state=False)
+    samples = zip(q.split(1), k.split(1), v.split(1), strict=True)
+    return torch.cat([again(i, *parts) for i, parts in enumerate(samples)])
 
 
 _DROPOUTS = {
-    getattr(F, name)
-    for name in (
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
-        "feature_alpha_dropout",
-    )
-} | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+}
 
 
 @contextmanager
@@ -630,34 +603,23 @@ def additions_in_order() -> Iterator[None]:
             settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-class NoDropout(TorchFunctionMode):
-    """A function mode that turns dropout off."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            value = args[0] if args else kwargs["input"]
-            return value.clone()
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
-            kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
+def without_dropout(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with dropout turned off."""
+    if func in _DROPOUTS:
+        return (args[0] if args else kwargs["input"]).clone()
+    if func is F.scaled_dot_product_attention:
+        args, kwargs = args[:4], {**dict(zip(_OPTIONS[1:], args[4:], strict=False)), **kwargs}
+        kwargs["dropout_p"] = 0.0
+    return func(*args, **kwargs)
 
 
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW
-
-
 def as_double(batch: Any) -> Any:
     """The batch with its floating-point tensors in float64."""
-    return tree_map(
-        lambda leaf: (
-            leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        ),
-        batch,
-    )
+
+    def double(leaf: Tensor) -> Tensor:
+        return leaf.double() if leaf.is_floating_point() else leaf
+
+    return tree_map_only(Tensor, double, batch)

@@ -155,13 +155,6 @@ def _all_ids(find: Find, value: Tensor) -> Tensor:
     return torch.full((1,) * value.ndim, NOBODY, device=value.device) if ids is None else ids
 
 
-def _dims(a: Arguments, ndim: int, name: str = "dim") -> list[int]:
-    dim = a.get(name)
-    if dim is None or (isinstance(dim, list | tuple) and not dim):
-        return list(range(ndim))
-    return list(dim) if isinstance(dim, list | tuple) else [dim]
-
-
 @_rule(
     *("_to_copy", "floor_divide", "native_dropout", "dropout", "tril", "triu", "isin"),
     *("bucketize", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "clone"),
@@ -204,8 +197,7 @@ def reduction(find: Find, a: Arguments, out: Any) -> Found:
     """Reductions such as sums."""
     if isinstance(a.get("other"), Tensor):  # max and min of two
         return pointwise(find, a, out)
-    x = a["self"]
-    return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=bool(a.get("keepdim")))
+    return _over_dims(find, a["self"], a.get("dim"), keepdim=bool(a.get("keepdim")))
 
 
 @_rule(
@@ -215,16 +207,20 @@ def reduction(find: Find, a: Arguments, out: Any) -> Found:
 )
 def along_dims(find: Find, a: Arguments, out: Any) -> Found:
     """Functions along a dimension such as softmax, where each output depends on all of it."""
-    x = a["self"]
-    return reduced(_all_ids(find, x), _dims(a, x.ndim), keepdim=True)
+    return _over_dims(find, a["self"], a.get("dim"))
 
 
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def last_dims(find: Find, a: Arguments, out: Any) -> Found:
     """Norms over the last dimensions."""
-    x = a["input"]
-    num_dims = len(a["normalized_shape"])
-    return reduced(_all_ids(find, x), range(x.ndim - num_dims, x.ndim), keepdim=True)
+    return _over_dims(find, a["input"], range(-len(a["normalized_shape"]), 0))
+
+
+def _over_dims(find: Find, x: Tensor, dims: Any, *, keepdim: bool = True) -> Tensor:
+    """Ids of what depends on all elements along some dimensions: one, a list, or None for all."""
+    if isinstance(dims, int):
+        dims = [dims]
+    return reduced(_all_ids(find, x), dims or range(x.ndim), keepdim=keepdim)
 
 
 @_rule(
@@ -260,8 +256,7 @@ def first_dim(find: Find, a: Arguments, out: Any) -> Found | Sequence[Found]:
 def matmul(find: Find, a: Arguments, out: Any) -> Found:
     """Products of matrices, and one added to them."""
     names = (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other"))
-    names = (*names, ("self", "mat2"), ("input", "weight"))
-    left, right = next((a[i], a[j]) for i, j in names if i in a and j in a)
+    left, right = next((a[i], a[j]) for i, j in (*names, ("input", "weight")) if i in a and j in a)
     x, w = _all_ids(find, left), _all_ids(find, right)
     if "offs" in a:
         if _ids(find, right) is not None or right.ndim != 3 or left.ndim != 2:
@@ -414,23 +409,17 @@ def roll(find: Find, a: Arguments, out: Tensor) -> Found:
 def cat(find: Find, a: Arguments, out: Tensor) -> Found:
     """`cat` and `stack`."""
     tensors, dim = a["tensors"], a.get("dim", 0) % out.ndim
-    is_stacked = tensors[0].ndim < out.ndim
-    parts = [x.unsqueeze(dim) if is_stacked else x for x in tensors]
-    all_ids = [_all_ids(find, x) for x in tensors]
-    if is_stacked:
-        all_ids = [each.unsqueeze(dim) for each in all_ids]
+    if tensors[0].ndim < out.ndim:
+        parts = [(1, _all_ids(find, x).unsqueeze(dim)) for x in tensors]
     else:  # `cat` leaves out tensors of shape [0]
-        kept = [i for i, x in enumerate(parts) if x.ndim == out.ndim]
-        parts, all_ids = [parts[i] for i in kept], [all_ids[i] for i in kept]
-    first = all_ids[0]
-    if first.shape[dim] == 1 and all(
-        each.shape == first.shape and torch.equal(each, first) for each in all_ids
-    ):
+        parts = [(x.shape[dim], _all_ids(find, x)) for x in tensors if x.ndim == out.ndim]
+    first = parts[0][1]
+    if first.shape[dim] == 1 and all(torch.equal(ids, first) for _, ids in parts):
         return first
-    sizes = [max(each.shape[d] for each in all_ids) for d in range(out.ndim)]
+    sizes = [max(ids.shape[d] for _, ids in parts) for d in range(out.ndim)]
     wide = []
-    for x, ids in zip(parts, all_ids, strict=True):
-        sizes[dim] = x.shape[dim]
+    for size, ids in parts:
+        sizes[dim] = size
         wide.append(ids.expand(sizes))
     return torch.cat(wide, dim)
 
@@ -515,20 +504,22 @@ def _same_ndim(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return grown(left, ndim), grown(right, ndim)
 
 
-@_rule("embedding")
-def embedding(find: Find, a: Arguments, out: Tensor) -> Found:
-    """Rows of a table."""
-    return index(find, {"self": a["weight"], "indices": [a["indices"]]}, out)
+RULES["embedding"] = lambda find, a, out: index(
+    find, {"self": a["weight"], "indices": [a["indices"]]}, out
+)
 
 
 @_rule("index_select")
 def index_select(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`index_select`."""
-    ids, dim, chosen = _all_ids(find, a["self"]), a["dim"] % max(a["self"].ndim, 1), a["index"]
-    choosers = _all_ids(find, chosen).reshape([-1 if d == dim else 1 for d in range(out.ndim)])
-    is_moved = ids.shape[dim] > 1
-    made = ids.index_select(dim, chosen) if is_moved else ids
-    return _chosen(made, choosers, is_by_value=is_moved and find(chosen) is not None)
+    """`x[:, i]`."""
+    if out.ndim == 0:
+        return _all_ids(find, a["self"])
+    return index(find, {"self": a["self"], "indices": _only(a["index"], a["dim"], out.ndim)}, out)
+
+
+def _only(chosen: Tensor, dim: int, ndim: int) -> list[Tensor | None]:
+    """Indices that choose rows of one dimension."""
+    return [*(None for _ in range(dim % ndim)), chosen if chosen.ndim else chosen.reshape(1)]
 
 
 @_rule("gather")
@@ -600,7 +591,7 @@ def _put(
 
 
 @_rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
+def index_put(find: Find, a: Arguments, out: Tensor, *, is_by_chooser: bool = True) -> Found:
     """`x[i] = y`."""
     x, indices, values = a["self"], list(a["indices"]), a["values"]
     ids, value_ids = _all_ids(find, x), _all_ids(find, values)
@@ -617,14 +608,14 @@ def index_put(find: Find, a: Arguments, out: Tensor) -> Found:
     there = torch.ops.aten.index.Tensor(before, indices)
     value_ids = value_ids.expand(there.shape)
     shadow = _index_shadow(find, before, indices, there)
-    if shadow is not None:  # what nobody made is written by whoever chose the place
+    if shadow is not None and is_by_chooser:  # what nobody made is of whoever chose the place
         shadow = torch.where(shadow == MIXED, NOBODY, shadow)
         value_ids = filled(value_ids, shadow.expand(there.shape))
     made = _put(
         before,
         value_ids,
         get=lambda ids: torch.ops.aten.index.Tensor(ids, indices),
-        put=lambda new: before.index_put(tuple(indices), new),
+        put=lambda new: torch.ops.aten.index_put(before, indices, new),
         is_added=bool(a.get("accumulate")),
     )
     if made is None or made is before:
@@ -640,24 +631,12 @@ def _is_mask(index: Tensor | None) -> bool:
 @_rule("index_add", "index_copy", "index_reduce")
 def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
     """`x.index_add(dim, i, y)`."""
-    x, dim, chosen = a["self"], a["dim"] % max(a["self"].ndim, 1), a["index"]
-    ids, values = _all_ids(find, x), _all_ids(find, a["source"])
-    before = ids.expand([n if d == dim else ids.shape[d] for d, n in enumerate(x.shape)])
-    there = before.index_select(dim, chosen)
-    if values.shape[dim] == 1:
-        values = values.expand([len(chosen) if d == dim else n for d, n in enumerate(values.shape)])
-    sizes = torch.broadcast_shapes(there.shape, values.shape)
-    if sizes != there.shape:
-        before = before.expand([x.shape[d] if d == dim else n for d, n in enumerate(sizes)])
-        there = before.index_select(dim, chosen)
-    made = _put(
-        before,
-        values,
-        get=lambda ids: ids.index_select(dim, chosen),
-        put=lambda new: before.index_copy(dim, chosen, new.expand(there.shape)),
-        is_added="alpha" in a,
-    )
-    return ids if made is before else made
+    x = a["self"]
+    if x.ndim == 0:
+        return combined(*(_all_ids(find, each) for each in (x, a["source"])))
+    indices = _only(a["index"], a["dim"], x.ndim)
+    given = {"self": x, "indices": indices, "values": a["source"], "accumulate": "alpha" in a}
+    return index_put(find, given, out, is_by_chooser=False)
 
 
 @_rule("scatter_add", "scatter_reduce")
@@ -754,21 +733,20 @@ def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     ids, places = a["indices"], a["offsets"]
     if _ids(find, a["weight"]) is not None:
         return [None for _ in out]
-    num_bags = len(out[0])
-    bag = (
-        torch.searchsorted(
-            places.contiguous(), torch.arange(len(ids), device=ids.device), right=True
-        )
-        - 1
-    )
+    steps = torch.arange(len(ids), device=ids.device)
+    bag = torch.searchsorted(places.contiguous(), steps, right=True) - 1
     own = _all_ids(find, ids).expand(len(ids))
-    none = torch.iinfo(torch.int64).max
-    low = torch.full((num_bags,), none, device=ids.device)
-    high = torch.full((num_bags,), NOBODY, device=ids.device)
-    low.scatter_reduce_(0, bag, torch.where(own == NOBODY, none, own), "amin")
-    high.scatter_reduce_(0, bag, own, "amax")
-    found = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
-    where = _all_ids(find, places)
-    where = where.expand(len(places))[:num_bags]
-    found = filled(found, torch.where(where == MIXED, NOBODY, where))
-    return [found.reshape(-1, 1), *(None for _ in out[1:])]
+    own, bag = own[own != NOBODY], bag[own != NOBODY]
+    before = torch.full((len(out[0]),), NOBODY, device=ids.device)
+    made = _put(
+        before,
+        own,
+        get=lambda ids: ids[bag],
+        put=lambda new: before.index_put((bag,), new),
+        is_added=True,
+    )
+    if made is None:
+        return [None for _ in out]
+    where = _all_ids(find, places).expand(len(places))[: len(made)]
+    made = filled(made, torch.where(where == MIXED, NOBODY, where))
+    return [made.reshape(-1, 1), *(None for _ in out[1:])]

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -36,45 +36,18 @@ from unison.ops.layout import NOBODY, Layout
 # --- functions -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Signature:
-    """The schema of a torch function, and its rule.
-
-    Attributes:
-        name: With its namespace, without the overload.
-        base: The name alone, without the mark of a function that works in place.
-        names: Of its arguments.
-        defaults: Their values where they are left out.
-        writes: Names of the arguments that it writes to.
-        is_random: Whether it draws random numbers.
-        rule: Whose the rows of its output are.
-    """
-
-    name: str
-    base: str
-    names: tuple[str, ...]
-    defaults: Arguments
-    writes: tuple[str, ...]
-    is_random: bool
-    rule: RowRule | None
-
-    def bound(self, args: tuple, kwargs: Arguments) -> Arguments:
-        """All arguments by name."""
-        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
-
-    def written(self, args: tuple, kwargs: Arguments) -> list[Tensor]:
-        """The arguments that it writes to."""
-        given = self.bound(args, kwargs) if self.writes else {}
-        return tree_leaves([given.get(name) for name in self.writes])
-
-
 @cache
-def signature_of(func: Any) -> Signature:
-    """Return a function's signature, from its schema."""
+def _rule_of(func: Any) -> tuple[str, RowRule | None, list[str], Arguments]:
+    """Return a function's name, its rule, and the names and defaults of its arguments.
+
+    The name is without the mark of a function that works in place.
+    """
     schema = func._schema
     namespace, _, plain = schema.name.partition("::")
     base = plain.rstrip("_") if not plain.startswith("__") else plain
-    names = tuple(each.name for each in schema.arguments)
+    names = [each.name for each in schema.arguments]
+    given = {each.name: each.default_value for each in schema.arguments}
+    defaults = {name: value for name, value in given.items() if value is not None}
     rule = view_rule(func, names) if base in VIEWS else RULES.get(base)
     if rule is None and namespace == "aten" and _is_pointwise(func, base):
         rule = pointwise
@@ -82,23 +55,7 @@ def signature_of(func: Any) -> Signature:
         rule = along_dims
     if namespace not in ("aten", "prims", "transformers"):
         rule = None  # somebody's own function may do anything with rows
-    return Signature(
-        name=schema.name,
-        base=base,
-        names=names,
-        defaults={
-            each.name: each.default_value
-            for each in schema.arguments
-            if each.default_value is not None
-        },
-        writes=tuple(
-            each.name
-            for each in schema.arguments
-            if each.alias_info is not None and each.alias_info.is_write
-        ),
-        is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        rule=rule,
-    )
+    return base, rule, names, defaults
 
 
 def _is_pointwise(func: Any, base: str) -> bool:
@@ -110,38 +67,35 @@ def _is_pointwise(func: Any, base: str) -> bool:
 
 
 def rows_after(
-    known: Find,
-    signature: Signature,
-    args: tuple,
-    kwargs: Arguments,
-    outputs: Sequence[Tensor],
+    known: Find, func: Any, args: tuple, kwargs: Arguments, outputs: Sequence[Tensor]
 ) -> list[RowSamples | None]:
     """Return the samples of each output; None for what was made without the batch."""
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     found = [each for each in map(known, inputs) if each is not None]
     real = [each for each in found if not each.is_random]
     if not real:
-        if not found and not signature.is_random:
+        if not found and torch.Tag.nondeterministic_seeded not in func.tags:
             return [None for _ in outputs]
         return [
             RowSamples(torch.full((1,) * each.ndim, NOBODY, device=each.device), is_random=True)
             for each in outputs
         ]
-    if signature.base in _FRESH:
+    base, rule, names, defaults = _rule_of(func)
+    if base in _FRESH:
         return [None for _ in outputs]
-    is_by_value = any(each.is_by_value for each in real) or signature.base in _MOVERS
+    is_by_value = any(each.is_by_value for each in real) or base in _MOVERS
     lost_by = next((each.lost_by for each in real if each.lost_by is not None), None)
     made: Any = None
-    if signature.rule is not None:
-        only = len(outputs) == 1 and signature.base not in LISTS
-        arguments = signature.bound(args, kwargs)
+    if rule is not None:
+        only = len(outputs) == 1 and base not in LISTS
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         try:
-            made = signature.rule(known, arguments, outputs[0] if only else outputs)
+            made = rule(known, arguments, outputs[0] if only else outputs)
         except _NOT_FORESEEN:  # nobody can tell: an operation with a parameter will refuse it
             made = None
     several = list(made) if isinstance(made, list | tuple) else [made] * len(outputs)
     return [
-        _rows(each, ids, signature.name, is_by_value=is_by_value, lost_by=lost_by)
+        _rows(each, ids, func._schema.name, is_by_value=is_by_value, lost_by=lost_by)
         for each, ids in zip(outputs, several, strict=True)
     ]
 
@@ -152,17 +106,14 @@ def _rows(
     if isinstance(made, RowSamples):
         is_by_value |= made.is_by_value
         made = made.ids
-    has_shape = made is not None and made.ndim == output.ndim
-    if made is None or not has_shape or any(map(_exceeds, made.shape, output.shape)):
-        made = lost(output, name).ids
-    made = made.to(output.device)
+    if made is not None:
+        sizes = zip(made.shape, output.shape, strict=False)
+        if made.ndim != output.ndim or any(a not in (1, b) for a, b in sizes):
+            made = None
+    made = (lost(output, name).ids if made is None else made).to(output.device)
     if lost_by is None and bool((made == MIXED).any()):
         lost_by = name
     return RowSamples(made, is_by_value=is_by_value, lost_by=lost_by)
-
-
-def _exceeds(size: int, of_output: int) -> bool:
-    return size not in (1, of_output)
 
 
 # They move rows by values, and have no rule: what comes out is lost, and not forgotten.
@@ -197,10 +148,10 @@ class RowTrace(TorchDispatchMode):
 
     def begin(self, tensor: Tensor, dim: int, per_sample: int = 1) -> None:
         """Let each row of a dimension, or as many as one sample has, be one sample."""
-        ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
-        self.put(
-            tensor, RowSamples(ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)]))
-        )
+        with _disable_current_modes():
+            ids = torch.arange(tensor.shape[dim], device=tensor.device) // per_sample
+            ids = ids.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+            self.put(tensor, RowSamples(ids))
 
     def put(self, tensor: Tensor, rows: RowSamples) -> None:
         """Set the samples of a tensor."""
@@ -233,24 +184,16 @@ class RowTrace(TorchDispatchMode):
         """Run a function, and follow the samples through it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self._follow(signature_of(func), args, kwargs, output)
-        return output
-
-    def _follow(
-        self, signature: Signature, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         if not outputs:
-            return
-        rows = rows_after(self.find, signature, args, kwargs, outputs)
-        written = signature.written(args, kwargs)
+            return output
+        rows = rows_after(self.find, func, args, kwargs, outputs)
+        given = tree_leaves((args, kwargs))
         for each, found in zip(outputs, rows, strict=True):
-            if found is None:
-                continue
-            if any(each is target for target in written):
-                self.write(each, found)
-            else:
-                self.put(each, found)
+            if found is not None:
+                is_in_place = any(each is value for value in given)
+                (self.write if is_in_place else self.put)(each, found)
+        return output
 
     # --- what a capture asks ---------------------------------------------------------------------
 
@@ -286,13 +229,6 @@ class RowTrace(TorchDispatchMode):
             if bool(((ids == expected) | (ids == NOBODY)).all()):
                 return Layout(self.batch, dim)
         return Layout(self.batch, 0, compressed(ids))
-
-    def begin_rows(self, tensor: Tensor, dim: int) -> None:
-        """Let samples lie in a dimension one after the other, as many rows each."""
-        size = tensor.shape[dim]
-        with _disable_current_modes():
-            ids = uniform(size, self.batch, dim, tensor.ndim, tensor.device)
-            self.put(tensor, RowSamples(ids))
 
     def aligned(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a tensor without samples that has those of another one."""

@@ -20,9 +20,9 @@ products with a few random matrices u vᵀ, which differ, with probability 1, wh
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from unison.capture.capture import PLACING, Capture
 from unison.capture.parts import is_in_parts, local
 from unison.capture.probes import (
     NUM_PROBED,
-    NoDropout,
     ProbeState,
     Replacement,
     additions_in_order,
@@ -43,9 +42,11 @@ from unison.capture.probes import (
     in_float64,
     probe_rows,
     with_others,
+    without_dropout,
 )
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.modes import FunctionMode
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
@@ -84,7 +85,11 @@ class RowResults:
         names = sorted({*self.sketches, *other.sketches})
         found = []
         if names:
-            mine, others = self._stacked(names, len(kept)), other._stacked(names, len(kept))
+            nothing = torch.zeros(len(kept), _NUM_SKETCHES, dtype=torch.float64)
+            mine, others = (
+                torch.stack([each.sketches.get(name, nothing) for name in names])
+                for each in (self, other)
+            )
             scale = mine.abs().nan_to_num(0, 0, 0).amax((0, 2))  # [batch]
             differ = _differ(mine, others, tolerance * scale[None, :, None])
             differ = differ[:, kept].flatten(1).any(1)
@@ -98,19 +103,6 @@ class RowResults:
         differ = _differ(self.losses, other.losses, tolerance * self.losses.abs())
         return [] if bool(differ[kept].any()) else None
 
-    def reached(self, kept: Tensor) -> list[str]:
-        """Names of the parameters of which rows that are not kept have a gradient.
-
-        Where their losses have the weight 0, that is exactly 0, or 0 · inf.
-        """
-        found = {name: each[~kept].nan_to_num(0, 0, 0) for name, each in self.sketches.items()}
-        return [name for name, each in found.items() if bool(each.any())]
-
-    def of_first(self, num_rows: int) -> "RowResults":
-        """Return the results of the first rows."""
-        losses = None if self.losses is None else self.losses[:num_rows]
-        return RowResults(losses, {name: each[:num_rows] for name, each in self.sketches.items()})
-
     def is_finite_beside(self, base: "RowResults", kept: Tensor) -> bool:
         """Whether kept rows are finite wherever those of another pass are."""
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.losses, base.losses)]
@@ -121,32 +113,20 @@ class RowResults:
             if mine is not None and theirs is not None
         )
 
-    def _stacked(self, names: Sequence[str], size: int) -> Tensor:
-        nothing = torch.zeros(size, _NUM_SKETCHES, dtype=torch.float64)
-        return torch.stack([self.sketches.get(name, nothing) for name in names])
-
 
 def _differ(first: Tensor, second: Tensor, tolerance: Tensor) -> Tensor:
     is_same = (first == second) | (first.isnan() & second.isnan())
     return ~(is_same | ((first - second).abs() <= tolerance))
 
 
-class Sketches:
-    """Adds up sketches of per-sample gradients as records come."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self.found: dict[str, Tensor] = {}  # [batch, sketches], by parameter
-
-    def take(self, name: str, record: Record | Streamed) -> None:
-        """Add the sketch of a record."""
-        is_streamed = isinstance(record, Streamed)
-        for samples, piece in record.first_chunks() if is_streamed else [(slice(None), record)]:
-            values, start = _sketch(piece), samples.start or 0
-            if name not in self.found:
-                self.found[name] = values.new_zeros(self._batch, _NUM_SKETCHES)
-            total = self.found[name]
-            total[start : start + len(values)] += values.to(total.device)
+def _add_sketch(found: dict[str, Tensor], batch: int, name: str, record: Record | Streamed) -> None:
+    """Add the sketch of a record to those of each parameter [batch, sketches]."""
+    is_streamed = isinstance(record, Streamed)
+    for samples, piece in record.first_chunks() if is_streamed else [(slice(None), record)]:
+        values, start = _sketch(piece), samples.start or 0
+        if name not in found:
+            found[name] = values.new_zeros(batch, _NUM_SKETCHES)
+        found[name][start : start + len(values)] += values.to(found[name].device)
 
 
 @torch.no_grad()
@@ -446,7 +426,7 @@ class MixingCheck:
 
     def _compare_wide(self, rows: Any, compare: "Compare") -> MixingReport:
         """Compare passes in float64, or where that cannot be, in the module's own dtype."""
-        if self._is_wide(rows):
+        if self._dtypes(rows) <= {torch.float64}:
             return compare(self, rows, TOLERANCE)
         if not self._is_sharded:
             try:
@@ -497,12 +477,14 @@ class MixingCheck:
     def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
-        with NoDropout():
+        with FunctionMode(without_dropout):
             first = self._pass(rows, torch.ones(size))
             has_drawn = self.state.has_drawn()
             second = self._pass(fewer, torch.ones(size - 1))
         self.state.restore()
-        first = first.of_first(size - 1)
+        assert first.losses is not None
+        both = {name: each[:-1] for name, each in first.sketches.items()}
+        first = RowResults(first.losses[:-1], both)
         found = first.differs(second, torch.ones(size - 1, dtype=torch.bool), tolerance)
         if self.agree(has_drawn) or not self.agree(found is not None):
             return MixingReport(None)
@@ -525,7 +507,9 @@ class MixingCheck:
         is_first = torch.arange(size) < size // 2
         is_random = torch.randperm(size, generator=generator) < (size + 1) // 2
         base = self._pass(batch, None if self.is_light else is_random.double())
-        reached = [] if self.is_light else base.reached(is_random)
+        # Losses of the weight 0 send exactly 0 back, or 0 · inf.
+        of_others = {name: each[~is_random] for name, each in base.sketches.items()}
+        reached = [name for name, each in of_others.items() if bool(each.nan_to_num(0, 0, 0).any())]
         if self.agree(bool(reached)):
             return MixingReport(self._mixing(reached or None, None, ~is_random))
         kept_by = {Replacement.VALUES: is_first, Replacement.ROWS: is_random}
@@ -571,8 +555,9 @@ class MixingCheck:
             with torch.no_grad(), checkpointing_quiet():
                 losses = self._run(rows, size)[0].detach().cpu().double()
                 return RowResults(losses.expand(size) if self.is_scalar else losses)
-        sketches, versions = Sketches(size), self.state.versions()
-        capture = Capture(self.module, size, axes=self.axes, on_record=sketches.take, streams=True)
+        sketches: dict[str, Tensor] = {}
+        versions, take = self.state.versions(), partial(_add_sketch, sketches, size)
+        capture = Capture(self.module, size, axes=self.axes, on_record=take, streams=True)
         with capture.installed(is_guarded=True), torch.enable_grad():
             with capture.following(rows):
                 result, shared = self._run(rows, size)
@@ -587,10 +572,10 @@ class MixingCheck:
                 ones = torch.ones_like(total)
                 engine.run_backward((total,), (ones,), keep_graph, create_graph, inputs, **flags)
         losses = None if self.is_scalar else result.detach().cpu().double()
-        found = {name: each.cpu() for name, each in sketches.found.items()}
         buffers = self.state.values()
         # Writing through .data leaves no version, and writing the same value no other bits.
         written = _differing(versions, self.state.versions()) | self.state.written(buffers)
+        found = {name: each.cpu() for name, each in sketches.items()}
         return RowResults(losses, found, buffers, written)
 
     def _pass_again(self, rows: Any) -> RowResults:
@@ -690,13 +675,18 @@ class MixingCheck:
         parameters = self.module.parameters()
         return PLACING in vars(self.module) or any(map(is_in_parts, parameters))
 
-    def _is_wide(self, rows: Any) -> bool:
-        found = {*_float_dtypes([*self.module.parameters(), *tree_leaves(rows)])}
-        return found <= {torch.float64} and not _autocast_dtypes()
+    def _dtypes(self, *tensors: Any) -> set[torch.dtype]:
+        """Floating-point dtypes of parameters, of other tensors, and of autocast."""
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        found = {torch.get_autocast_dtype(kind) for kind in kinds}
+        given = [each for each in tree_leaves(tensors) if isinstance(each, Tensor)]
+        for each in (*self.module.parameters(), *given):
+            if each.is_floating_point():
+                found.add(each.dtype)
+        return found
 
     def _epsilon(self, rows: Any) -> float:
-        tensors = [*self.module.parameters(), *self.module.buffers(), *tree_leaves(rows)]
-        found = {torch.float32, *_float_dtypes(tensors), *_autocast_dtypes()}
+        found = {torch.float32, *self._dtypes(list(self.module.buffers()), rows)}
         return max(torch.finfo(each).eps for each in found if each.itemsize > 1)
 
 
@@ -711,21 +701,17 @@ _REMEMBERS = (
 
 def _remedy(module: nn.Module) -> str:
     """What to do about samples that mix, as far as the modules tell."""
-    norms = [name for name, each in module.named_modules() if _is_batch_norm(each)]
-    if norms:
-        return (
-            f"Batch norm in train mode does that (here {norms[0]!r}): use GroupNorm instead, or "
-            "call .eval() on it to use its running statistics"
-        )
+    for name, each in module.named_modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and (
+            each.training or each.running_mean is None
+        ):
+            return (
+                f"Batch norm in train mode does that (here {name!r}): use GroupNorm instead, or "
+                "call .eval() on it to use its running statistics"
+            )
     return (
         "Statistics over the batch, routing of tokens to experts, a loss over the whole batch and "
         "flattening token by token do that; a sample must depend on its own rows only"
-    )
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-        module.training or module.running_mean is None
     )
 
 
@@ -735,12 +721,3 @@ def _differing(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
 
 def _size_of(batch: Any) -> int:
     return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-def _float_dtypes(tensors: Sequence[Any]) -> Iterator[torch.dtype]:
-    return (each.dtype for each in tensors if isinstance(each, Tensor) and each.is_floating_point())
-
-
-def _autocast_dtypes() -> list[torch.dtype]:
-    kinds = ("cpu", "cuda")
-    return [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]

@@ -36,18 +36,18 @@ from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.dealing import BatchDealer, Part, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
+    BufferWatch,
     Inputs,
     ModuleHook,
+    PublicTerms,
     holds_samples,
-    refuse_inputs_with_gradients,
     refuse_scaled_loss,
     scaled_losses_noticed,
 )
 from unison.privacy.learning import ClippingSettings, Learning, is_recording
-from unison.privacy.loss_check import LabelCheck
-from unison.privacy.loss_program import LossRecorder, refuse_unseen
+from unison.privacy.loss_check import label_check
+from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.mechanism import Grid
-from unison.privacy.public_terms import BufferWatch, PublicTerms
 from unison.privacy.sampling import PhysicalBatch
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
@@ -231,7 +231,7 @@ class Attachment:
         self._compiled: CompiledPasses | None = None
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
-        self._label_check: LabelCheck | None = None  # of the pass under way
+        self._label_check: Callable[[], None] | None = None  # of the pass under way
         # A forward pass: what it draws, and its samples where values move rows.
         self._following = ExitStack()
         with ExitStack() as stack:
@@ -357,9 +357,7 @@ class Attachment:
 
     def _inputs_of(self, args: tuple, kwargs: dict[str, Any], num_samples: int) -> Inputs:
         settings = self.settings
-        inputs = Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
-        refuse_inputs_with_gradients(inputs)
-        return inputs
+        return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
 
     @property
     def _is_aside(self) -> bool:
@@ -563,7 +561,7 @@ class Attachment:
                 continue
             if self.learning.refusal is not None:
                 raise UnsupportedOperation(self.learning.refusal)
-            self._label_check = LabelCheck(
+            self._label_check = label_check(
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
                     for leaf in tree_leaves(given)
@@ -633,7 +631,7 @@ class Attachment:
             self._buffers.check()  # hooks may write in the backward pass
             labels, self._label_check = self._label_check, None
             if labels is not None:
-                labels.finish()
+                labels()
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

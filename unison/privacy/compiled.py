@@ -20,7 +20,7 @@ from unison.capture import Capture, state_kept
 from unison.capture.compiled_forward import CapturedPasses
 from unison.clip import Clipping, Learned, Plan
 from unison.dynamo import DynamoBackend
-from unison.privacy.inputs import Inputs, OutputDims, probe_losses
+from unison.privacy.inputs import Inputs, output_dims, probe_losses
 from unison.rng.draw_mode import outside_draws
 
 MAX_KINDS = 16  # of batches, each with kernels of its own
@@ -138,8 +138,8 @@ class _Norms:
         inputs = self._inputs
         with torch.enable_grad():
             output = inputs.run(forward, inputs.samples)
-            dims = OutputDims(inputs.dim, inputs.rows).of(output, self._num_rows)
-            losses = probe_losses(output, self._num_rows, dims, inputs.rows)
+            dims = output_dims(inputs.dim, inputs.rows)(output, self._num_rows)
+            losses, _ = probe_losses(output, self._num_rows, dims, inputs.rows)
             assert losses is not None  # it was learned of the same output
             losses.sum().backward()
 

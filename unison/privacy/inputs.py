@@ -1,4 +1,4 @@
-"""What crosses the border of a private module: arguments, outputs, copies, `GradScaler`, autograd.
+"""What crosses the border of a private module: arguments, outputs, buffers, gradients, copies.
 
 [Note: copies are plain] EMA, `copy.deepcopy`, `torch.save(module)` and pickling take a module with
 its hooks. Ours lead to the engine, and so to keys and the ledger: a copy must not have them, or it
@@ -10,24 +10,28 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
+from torch.utils.hooks import RemovableHandle
 
 from unison.capture.capture import ANCHOR
 from unison.capture.parts import is_in_parts
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
+from unison.parallel import ParallelAdapter, ShardedParam
+from unison.privacy.arguments import refuse_gradient
 from unison.privacy.dealing import plain_leaf
+from unison.privacy.loss_check import LossCheck
 
 # --- arguments and outputs ------------------------------------------------------------------------
 
@@ -42,13 +46,15 @@ class Inputs:
         places: Which leaves hold the samples.
         dim: Their dimension of the samples.
         rows: How many rows of it belong to one sample.
+        device: Where the samples lie.
     """
 
     leaves: Sequence[Any]
     spec: TreeSpec
     places: tuple[int, ...]
     dim: int
-    rows: int = 1
+    rows: int
+    device: torch.device
 
     @classmethod
     def of(
@@ -58,6 +64,9 @@ class Inputs:
 
         Raises:
             BadInput: If there is none: the module was given something else than the batch.
+            UnsupportedOperation: Naming an argument that takes gradients. What the batch's gradient
+                reaches before the module is neither clipped nor noised: the `.grad` of a leaf would
+                be that of single records, and a layer before the module would train on it.
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [plain_leaf(leaf) for leaf in leaves]
@@ -75,22 +84,29 @@ class Inputs:
                 "the whole batch (max_physical_batch_size= cuts large ones), and make_private("
                 "batch_first=False) if samples lie in dimension 1"
             )
-        return cls(leaves, spec, places, dim, rows)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                numbered = tree_unflatten(range(len(leaves)), spec)
+                paths = [(f"argument {i}", each) for i, each in enumerate(numbered[0])]
+                paths += [(f"argument {name!r}", each) for name, each in numbered[1].items()]
+                where = next(name for name, each in paths if place in tree_leaves(each))
+                raise UnsupportedOperation(
+                    f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which "
+                    "would leave the step neither clipped nor noised. If it is a batch, give the "
+                    "module x.detach(); if something trainable made it, put that into the module "
+                    "that make_private gets"
+                )
+        return cls(leaves, spec, places, dim, rows, leaves[places[0]].device)
 
     @property
     def kind(self) -> tuple:
         """The structure, shapes and dtypes, without the number of samples."""
-        kinds = []
+        kinds: list[Any] = [str(self.spec)]
         for place in self.places:
             leaf = self.leaves[place]
             shape = leaf.shape
             kinds.append((place, shape[: self.dim] + shape[self.dim + 1 :], leaf.dtype))
-        return (str(self.spec), *kinds)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the samples lie."""
-        return self.leaves[self.places[0]].device
+        return tuple(kinds)
 
     @property
     def samples(self) -> tuple[Tensor, ...]:
@@ -128,38 +144,13 @@ def _each_once(make: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> l
     return [made[id(each)] for each in tensors]
 
 
-def refuse_inputs_with_gradients(inputs: Inputs) -> None:
-    """Refuse arguments that take gradients.
-
-    What the batch's gradient reaches before the module is neither clipped nor noised: the `.grad`
-    of a leaf would be that of single records, and a layer before the module would train on it.
-
-    Raises:
-        UnsupportedOperation: Naming the argument.
-    """
-    for place, leaf in enumerate(inputs.leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            args, kwargs = tree_unflatten(range(len(inputs.leaves)), inputs.spec)
-            paths = [
-                *((f"argument {i}", each) for i, each in enumerate(args)),
-                *((f"argument {name!r}", each) for name, each in kwargs.items()),
-            ]
-            where = next(name for name, each in paths if place in tree_leaves(each))
-            raise UnsupportedOperation(
-                f"{where} of the module, of shape {list(leaf.shape)}, takes gradients, which would "
-                "leave the step neither clipped nor noised. If it is a batch, give the module "
-                "x.detach(); if something trainable made it, put that into the module that "
-                "make_private gets"
-            )
-
-
 def holds_samples(leaf: Any, num_samples: int, dim: int) -> bool:
     """Whether an argument, or a part of an output, has an entry per sample."""
     return isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_samples
 
 
-class OutputDims:
-    """Which dimension of each part of a module's output holds the samples.
+def output_dims(dim: int, rows: int = 1) -> Callable[[Any, int], list[int | None]]:
+    """Find out which dimension of each part of a module's output holds the samples.
 
     A sequence-first network may take [time, samples, features] and return [samples, classes]: what
     changes with the number of samples is known once the module has run with two of them.
@@ -167,29 +158,30 @@ class OutputDims:
     Args:
         dim: Where they lie in the inputs, and in outputs as long as nothing else is known.
         rows: How many rows belong to one sample.
+
+    Returns:
+        Takes an output and its number of samples; returns the dimension in each leaf, or None.
     """
+    seen: dict[int, list[tuple[int, ...]]] = {}  # by number of samples
 
-    def __init__(self, dim: int, rows: int = 1) -> None:
-        self._dim, self._rows = dim, rows
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # by number of samples
-
-    def of(self, output: Any, num_samples: int) -> list[int | None]:
-        """The dimension in each leaf of an output; None if there is none."""
+    def dims_of(output: Any, num_samples: int) -> list[int | None]:
         leaves = tree_leaves(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
-        self._shapes.setdefault(num_samples, shapes)
-        for other, known in self._shapes.items():
+        seen.setdefault(num_samples, shapes)
+        for other, known in seen.items():
             if other != num_samples and len(known) == len(shapes):
                 return [
-                    _changed(now, num_samples * self._rows, then, other * self._rows)
+                    _changed(now, num_samples * rows, then, other * rows)
                     for now, then in zip(shapes, known, strict=True)
                 ]
-        return [self._guessed(shape, num_samples * self._rows) for shape in shapes]
+        # One number of samples is all that was seen.
+        found = []
+        for shape in shapes:
+            dims = [each for each, size in enumerate(shape) if size == num_samples * rows]
+            found.append(dim if dim in dims else dims[0] if dims else None)
+        return found
 
-    def _guessed(self, shape: tuple[int, ...], num_rows: int) -> int | None:
-        """Where samples may lie, as long as one number of them is all that was seen."""
-        dims = [dim for dim, size in enumerate(shape) if size == num_rows]
-        return self._dim if self._dim in dims else dims[0] if dims else None
+    return dims_of
 
 
 def _changed(
@@ -204,12 +196,12 @@ def _changed(
 
 def probe_losses(
     output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
-) -> Tensor | None:
-    """Make one number per sample of a module's output [samples], float64, to send back.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Make losses of a module's output to send back, which stand in for one that is not known yet.
 
-    Stands in for a loss that is not known yet. Every element has a weight of its own, so that
-    normalised outputs, which sum to a constant, have a gradient too. All terms are positive: in a
-    sum of millions that cancel, rounding would look as if samples mixed.
+    Every element has a weight of its own, so that normalised outputs, which sum to a constant, have
+    a gradient too. All terms are positive: in a sum of millions that cancel, rounding would look as
+    if samples mixed.
 
     Args:
         output: What the module returned.
@@ -218,42 +210,22 @@ def probe_losses(
         rows: How many rows belong to one sample.
 
     Returns:
-        None if no part of the output holds the samples.
+        One number per sample [samples], float64, or None if no part of the output holds them; and
+        the sum of the parts that are of the whole batch and take gradients, such as a model's own
+        loss, or None if there is none.
     """
-    total = None
+    total: Tensor | None = None
+    shared: list[Tensor] = []
     for leaf, dim in zip(tree_leaves(output), dims, strict=True):
-        if dim is None:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
-        if holds_samples(leaf, num_samples * rows, dim) and leaf.is_floating_point():
+        if dim is not None and holds_samples(leaf, num_samples * rows, dim):
             whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
             part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
-            total = part if total is None else total + part  # type: ignore[operator]
-    return total
-
-
-def batch_loss(
-    output: Any, num_samples: int, dims: Sequence[int | None], rows: int = 1
-) -> Tensor | None:
-    """Add up the parts of an output that are of the whole batch, such as a model's own loss.
-
-    Args:
-        output: What the module returned.
-        num_samples: The number of samples.
-        dims: Where they lie in each leaf of the output.
-        rows: How many rows belong to one sample.
-
-    Returns:
-        None if there is none that takes gradients.
-    """
-    found = [
-        leaf.flatten().sum()
-        for leaf, dim in zip(tree_leaves(output), dims, strict=True)
-        if isinstance(leaf, Tensor)
-        and leaf.is_floating_point()
-        and leaf.requires_grad
-        and (dim is None or not holds_samples(leaf, num_samples * rows, dim))
-    ]
-    return torch.stack([each.double() for each in found]).sum() if found else None
+            total = part if total is None else total + part  # type: ignore[assignment]
+        elif leaf.requires_grad:
+            shared.append(leaf.flatten().sum().double())
+    return total, torch.stack(shared).sum() if shared else None
 
 
 class _ProbeLoss(torch.autograd.Function):
@@ -286,19 +258,8 @@ def _weights(rows: Tensor) -> Tensor:
 # --- copies of the module -------------------------------------------------------------------------
 
 
-class ModuleHook:
-    """A hook on a module that stays behind when the module is copied or pickled.
-
-    Args:
-        call: What the hook does.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the hook."""
-        return self._call(*args)
+class ModuleHook(partial):
+    """A hook on a module that stays behind when the module is copied or pickled."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__  # takes anything and returns None
@@ -380,25 +341,20 @@ def refuse_scaled_loss() -> None:
 # --- autograd in forward --------------------------------------------------------------------------
 
 
-class DerivativesRefused(TorchFunctionMode):
-    """Refuses what differentiates inside of a module's forward, while it is learned of.
+def refuse_derivatives(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function in a module's forward that is learned of, unless it differentiates.
 
     A derivative of the module's own layers runs backward through the capture, which would take it
     for the loss's; and a second derivative leaves no records at all.
     """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Run anything but a backward pass."""
-        if func is torch.autograd.grad or func is Tensor.backward:
-            name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
-            raise UnsupportedOperation(
-                f"the module calls {name} in its forward pass (as physics-informed losses do): the "
-                "derivative depends on parameters in a way that leaves no per-sample gradient. "
-                "Write the derivative out as operations of the forward pass"
-            )
-        return func(*args, **(kwargs or {}))
+    if func is torch.autograd.grad or func is Tensor.backward:
+        name = "torch.autograd.grad" if func is torch.autograd.grad else "backward"
+        raise UnsupportedOperation(
+            f"the module calls {name} in its forward pass (as physics-informed losses do): the "
+            "derivative depends on parameters in a way that leaves no per-sample gradient. "
+            "Write the derivative out as operations of the forward pass"
+        )
+    return func(*args, **kwargs)
 
 
 def leaves_of(losses: Tensor) -> list[Tensor]:
@@ -438,3 +394,134 @@ def refuse_leaves(leaves: "Sequence[ref[Tensor]]") -> None:
                 "none of its parameters, where they would be neither clipped nor noised: make it "
                 "an nn.Parameter of the module before make_private, or detach() it"
             )
+
+
+# --- gradients and buffers that get no noise ------------------------------------------------------
+
+
+class PublicTerms:
+    """Keeps the gradients of public terms of one logical batch.
+
+    Terms such as `loss + 0.01 * sum(p.square().sum() ...)` need no clipping and no noise. Their
+    gradients reach parameters past the capture, and are added to the noisy gradients as they are.
+
+    Guarantees:
+        A gradient is kept only if the loss of the running pass was found to have terms whose
+        gradients are the same bits for any values of the batch; every other gradient that reaches a
+        parameter raises.
+
+    Args:
+        owner: Who holds the parameters.
+        loss_check: Knows whether the loss of the running pass has such terms.
+    """
+
+    def __init__(self, owner: ParallelAdapter, loss_check: LossCheck) -> None:
+        self._owner, self._loss_check = owner, loss_check
+        self._kept: dict[str, Tensor] = {}
+        self._without_grad: set[int] = set()
+
+    def hooks(self, name: str, parameter: nn.Parameter) -> list[RemovableHandle]:
+        """Put hooks on a parameter: gradients that reach it are kept, or refused.
+
+        They know this object weakly: hooks of tensors are out of the garbage collector's sight.
+        """
+        terms, own = ref(self), ref(parameter)
+
+        def take(gradient: Tensor) -> Tensor | None:
+            held, parameter = terms(), own()
+            if held is None or parameter is None:
+                return None
+            held._take(name, parameter, gradient)
+            return torch.zeros_like(gradient)
+
+        def after(parameter: Tensor) -> None:
+            held = terms()
+            if held is not None and id(parameter) in held._without_grad:
+                held._without_grad.discard(id(parameter))
+                parameter.grad = None  # undo what autograd did with the zeros
+
+        return [
+            parameter.register_hook(take),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+
+    def _take(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if not self._loss_check.has_terms:
+            refuse_gradient(name, gradient)
+        if self._owner.everyone.size > 1 or parameter.shape != gradient.shape:
+            raise UnsupportedOperation(
+                f"the loss has a term of {name!r} that does not depend on the batch, and the "
+                "module is trained on several ranks. Remedy: the optimizer's weight_decay, or "
+                "add the term's gradient to parameter.grad before optimizer.step()"
+            )
+        # Each pass of a logical batch has the same term: it counts once.
+        self._kept[name] = gradient.detach().clone()
+        if parameter.grad is None:
+            self._without_grad.add(id(parameter))
+
+    def add(self, owned: Sequence[ShardedParam]) -> None:
+        """Add what was kept to the noisy gradients, and forget it."""
+        kept, self._kept = self._kept, {}
+        for each in owned:
+            if each.name in kept:
+                assert each.parameter.grad is not None
+                each.parameter.grad.add_(kept[each.name])
+
+    def drop(self) -> None:
+        """Forget what was kept, with the logical batch."""
+        self._kept = {}
+
+
+class BufferWatch:
+    """Refuses buffers that a pass writes to, unless it is known that they hold nothing of the data.
+
+    What the forward pass writes there is saved without noise. Whether values depend on the batch is
+    found out where the module is checked; here versions are compared, which takes microseconds, so
+    that what is written in a later pass for the first time is refused before that pass is released.
+    (Writing through `.data` leaves no version; the check compares values, and sees it.)
+
+    Args:
+        is_allowed: Whether a buffer of this name may be written.
+    """
+
+    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._modules: Sequence[tuple[str, nn.Module]] = ()
+        self._before: dict[int, tuple[Tensor, int]] = {}  # by id; held, so that no id comes again
+
+    def begin(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Note the versions of all buffers.
+
+        Args:
+            modules: All modules, by name.
+        """
+        self._modules = modules
+        self._before = {
+            id(value): (value, _version(value))
+            for _, module in modules
+            for value in module._buffers.values()
+            if value is not None
+        }
+
+    def check(self) -> None:
+        """Compare them.
+
+        Raises:
+            UnsupportedOperation: Naming a buffer that was written.
+        """
+        for path, module in self._modules:
+            for key, value in module._buffers.items():
+                name = f"{path}.{key}" if path else key
+                if value is None or self._is_allowed(name):
+                    continue
+                if self._before.get(id(value), (value, None))[1] != _version(value):
+                    raise UnsupportedOperation(
+                        f"this pass wrote to the buffer {name!r}, which is saved with the model "
+                        "and gets no noise; passes that were checked did not. Keep statistics of "
+                        "the data out of buffers, or say that it may be published: make_private("
+                        f"public_buffers=[{name!r}])"
+                    )
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version

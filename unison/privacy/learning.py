@@ -29,14 +29,14 @@ from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
 from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
+from unison.modes import FunctionMode
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
-    DerivativesRefused,
     Inputs,
-    OutputDims,
-    batch_loss,
     leaves_of,
+    output_dims,
     probe_losses,
+    refuse_derivatives,
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
@@ -190,19 +190,16 @@ class Learning:
         batch_dim = self._settings.batch_dim
         per_sample = self._settings.rows_per_sample
         leaves: list[weakref.ref[Tensor]] = []
-        dims = OutputDims(batch_dim, per_sample)
+        dims_of = output_dims(batch_dim, per_sample)
         has_batch_loss = False
-
-        def output_of(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Any, tuple]:
-            with DerivativesRefused():
-                output = inputs.run(module, some)
-            num_samples = len(some[0])
-            return output, (num_samples, dims.of(output, num_samples), per_sample)
 
         def both(module: nn.Module, some: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
             nonlocal has_batch_loss
-            output, where = output_of(module, some)
-            losses = probe_losses(output, *where)
+            with FunctionMode(refuse_derivatives):
+                output = inputs.run(module, some)
+            num_samples = len(some[0])
+            dims = dims_of(output, num_samples)
+            losses, shared = probe_losses(output, num_samples, dims, per_sample)
             if losses is None:
                 raise UnsupportedOperation(
                     f"no part of the module's output holds its {len(some[0])} samples in dimension "
@@ -210,7 +207,6 @@ class Learning:
                     "outputs of each sample beside a loss, as transformers models do"
                 )
             leaves.extend(map(weakref.ref, leaves_of(losses)))
-            shared = batch_loss(output, *where)
             has_batch_loss |= shared is not None
             return losses, shared
 
@@ -218,8 +214,7 @@ class Learning:
             return both(module, some)[0]
 
         def run_batch_loss(module: nn.Module, some: tuple[Tensor, ...]) -> Tensor:
-            output, where = output_of(module, some)
-            loss = batch_loss(output, *where)
+            loss = both(module, some)[1]
             return some[0].new_zeros((), dtype=torch.float64) if loss is None else loss
 
         samples = inputs.samples

@@ -22,33 +22,31 @@ sample does to the sum. Whether the loss couples samples in another way is found
 module (`unison.capture.separation`); how many labels count is a matter of every single batch.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from unison.capture.parts import is_in_parts
 from unison.errors import UnsupportedOperation
 from unison.privacy.dealing import packed, unpacked
-from unison.privacy.loss_program import (
-    ARITHMETIC,
-    Gradients,
-    Program,
-    RecordLayout,
-    Replay,
-    Selection,
-    numbers_of,
-    whole,
-)
 from unison.privacy.loss_tape import (
-    LossTape,
+    EARLIER,
+    Handling,
+    LossRecorder,
     Operation,
     PublicNumber,
-    TapeInput,
-    leaves_of,
+    SlotRef,
+    leaves_in,
+    mapped,
     may_branch,
     positions,
 )
@@ -58,29 +56,26 @@ from unison.privacy.loss_tape import (
 IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
 
 
-class LabelCheck:
-    """Requires all samples to have the same number of labels, in whatever holds some.
-
-    The answer is asked for when the backward pass has ended: until then a GPU goes on with it.
+def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Compare the numbers of labels of all samples, in whatever holds some.
 
     Args:
         inputs: What the module was given, samples first [batch, ...].
+
+    Returns:
+        Raises UnsupportedOperation if samples have different numbers of labels that count. It is
+        to be called when the backward pass has ended: until then a GPU goes on with it.
     """
+    is_uneven: list[Tensor] = []
+    for labels in inputs:
+        if not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool):
+            is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
+            # A causal model leaves the first token out, another one does not: both must be even.
+            for counts in (is_counted.sum(1), is_counted[:, 1:].sum(1)):
+                is_uneven.append((counts != counts[:1]).any())
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        counts = [each for labels in inputs for each in _counts(labels)]
-        self._is_uneven = [_on_host((each != each[:1]).any()) for each in counts]
-
-    def finish(self) -> None:
-        """Wait for the answer.
-
-        Raises:
-            UnsupportedOperation: Samples have different numbers of labels that count.
-        """
-        for _, event in self._is_uneven:
-            if event is not None:
-                event.synchronize()
-        if any(found for found, _ in self._is_uneven):
+    def finish() -> None:
+        if any(map(bool, is_uneven)):
             raise UnsupportedOperation(
                 "the model's own loss is a mean over all labelled tokens of the batch, and "
                 "samples have different numbers of them: each sample's gradient then depends "
@@ -88,28 +83,315 @@ class LabelCheck:
                 "the model's logits instead"
             )
 
-
-def _on_host(answer: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of a truth on the host, and what to wait for before it is read."""
-    if not answer.is_cuda:
-        return answer, None
-    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-    with torch.cuda.device(answer.device):
-        copy.copy_(answer, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-    return copy, event
+    return finish
 
 
-def _counts(labels: Tensor) -> list[Tensor]:
-    """Labels that count, of each sample [batch]; without the first token, too.
+# --- running a tape again -------------------------------------------------------------------------
 
-    A causal model leaves it out, another one does not: both must be even.
+# A number that one of these is given is a value, and no dimension or size.
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "divide", "true_divide", "floor_divide", "pow"}
+ARITHMETIC |= {"__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "where"}
+ARITHMETIC |= {"truediv", "floordiv", "mod", "clamp", "clip", "maximum", "minimum", "addcmul"}
+# They make truths of values, or of other truths.
+TRUTHS = {"gt", "lt", "ge", "le", "eq", "ne", "__bool__", "any", "all", "logical_and"}
+TRUTHS |= {"logical_or", "logical_not", "__and__", "__or__", "__invert__"}
+SHAPE_FUNCTIONS = {"view", "reshape", "expand", "unflatten", "resize", "zeros", "ones", "empty"}
+
+Gradients = dict[int, Tensor]  # of the module's outputs, by slot
+Replay = tuple[Gradients, list[Tensor], dict[int, Any]]
+"""Gradients of outputs; of terms (see `Program`), in order; and every result by slot."""
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where the records of a batch lie.
+
+    Attributes:
+        num_units: Records in all granules together, padding included.
+        per_unit: Rows that belong to one record, one after the other, in tensors that have more
+            than one.
+        dim: The dimension that holds them, where a tensor's shape leaves a choice.
     """
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return []
-    is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
-    return [is_counted.sum(1), is_counted[:, 1:].sum(1)]
+
+    num_units: int
+    per_unit: int
+    dim: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of tensors that have all rows of every record."""
+        return self.num_units * self.per_unit
+
+    def dim_of(self, value: Any) -> int | None:
+        """The dimension of a tensor that holds the records; None if there is none."""
+        if not isinstance(value, Tensor):
+            return None
+        parts = unpacked(value)
+        shape, units = parts[0].shape, self.num_units // len(parts)
+        if units == 0 or parts[0].numel() == 0:
+            return None
+        dims = [dim for dim in (self.dim, *range(len(shape))) if dim < len(shape)]
+        for size in (units * self.per_unit, units):
+            exact = [dim for dim in dims if shape[dim] == size]
+            if exact:
+                return exact[0]
+        return 0 if len(shape) and shape[0] % units == 0 else None  # tokens are flattened into it
+
+    def matrix(self, value: Tensor) -> Tensor:
+        """Return one line per record [units, elements]."""
+        dim = self.dim_of(value)
+        assert dim is not None
+        parts = unpacked(value)
+        units = self.num_units // len(parts)
+        return torch.cat([_whole(each).movedim(dim, 0).reshape(units, -1) for each in parts])
+
+    def matrices(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the slot and the `matrix` of each value that holds records."""
+        for slot, value in values.items():
+            if self.dim_of(value) is not None:
+                yield slot, self.matrix(value)
+
+    def like(self, value: Tensor, matrix: Tensor) -> Tensor:
+        """Return a value laid out like another one, with the records of a matrix."""
+        dim = self.dim_of(value)
+        assert dim is not None
+        parts = unpacked(value)
+        made = []
+        for each, lines in zip(parts, matrix.chunk(len(parts)), strict=True):
+            shape = each.movedim(dim, 0).shape
+            count = shape[0] * len(parts) * len(lines) // self.num_units
+            rows = lines.reshape(count, *shape[1:]).movedim(0, dim).contiguous()
+            if is_in_parts(each):
+                from torch.distributed.tensor import distribute_tensor  # a second to import
+
+                mesh, placements = each.device_mesh, each.placements
+                rows = distribute_tensor(rows, mesh, placements, src_data_rank=None)
+            made.append(rows)
+        return packed(value, made)
+
+
+class Program:
+    """A tape that has ended, with the loss that was sent back; it can be run on other values.
+
+    Args:
+        tape: The tape.
+        loss: The slot of the loss.
+        path: The operations that lead to it, by place, last first.
+        gradient: What the user sent back in the place of 1, as the tape stores it.
+        rows: Where records lie.
+        substitutes: Functions that must not run again, each with what runs in its place.
+
+    Attributes:
+        terms: Tensors on the way to the loss that take gradients and are not made of data.
+        numbers: Python's numbers on the way to the loss.
+        kind: The path that the user's code took: neither values nor batch sizes.
+    """
+
+    def __init__(
+        self,
+        tape: LossRecorder,
+        loss: int,
+        path: dict[int, Operation],
+        gradient: Any,
+        rows: RecordLayout,
+        substitutes: Mapping[Callable[..., Any], Callable[..., Any]],
+    ) -> None:
+        self.tape, self.loss, self.path, self.gradient = tape, loss, path, gradient
+        self.rows, self._substitutes = rows, substitutes
+        self.outputs = {slot: tape.roots[slot] for slot, edges in tape.edges.items() if edges}
+        self.is_granular = any(len(unpacked(value)) > 1 for value in tape.roots.values())
+        terms: dict[int, Tensor] = {}
+        kinds: list[tuple] = []
+        self.numbers: list[float] = []
+        for each in path.values():
+            self.numbers += numbers_of(each)
+            kind: list[Any] = [each.name, len(each.outs), each.is_grad_enabled]
+            for leaf in each.leaves:
+                if isinstance(leaf, Tensor):
+                    kind.append((leaf.ndim, leaf.requires_grad))
+                    if leaf.requires_grad:
+                        terms[id(leaf)] = leaf
+                else:
+                    is_dim = isinstance(leaf, int) and -8 <= leaf <= 8  # or a truth
+                    is_told = is_dim or isinstance(leaf, str | torch.dtype)
+                    kind.append(leaf if is_told else type(leaf))
+            kinds.append(tuple(kind))
+        self.terms = list(terms.values())
+        self.kind = tuple(kinds), len(self.outputs), len(self.terms), len(tape.inputs)
+
+    def compared(self, slot: int) -> list[int]:
+        """The slots of values that a truth was found from; of NaNs, whether they are."""
+        makers = {out: each for each in self.tape.operations for out in each.outs}
+        found, waiting = [], [slot]
+        while waiting:
+            maker = makers.get(waiting.pop())
+            for ref in maker.refs if maker is not None else ():
+                made_by = makers.get(ref)
+                is_truth = made_by is not None and made_by.name in TRUTHS
+                (waiting if is_truth else found).append(ref)
+        return found
+
+    def is_size(self, number: Any, operation: Operation) -> bool:
+        """Whether a number is a size that the user wrote into a shape, or computed with."""
+        sizes = {self.rows.num_rows, self.rows.num_units}
+        if type(number) is not int or number not in sizes:
+            return False
+        if operation.name in SHAPE_FUNCTIONS:
+            return True
+        # A number that is written into the code is no size, though it may be as large.
+        is_written = operation.name not in ARITHMETIC or number in operation.constants
+        roots = self.tape.roots
+        asked = (roots[slot].shape for slot in self.tape.sized if slot in roots)
+        return not is_written and any(not sizes.isdisjoint(shape) for shape in asked)
+
+    def first_records(self, left: RecordLayout) -> dict[int, Tensor]:
+        """The records that are left of every root, by slot; none where it stays as it is."""
+        if left == self.rows:
+            return {}
+        roots = self.tape.roots
+        return {
+            slot: self.rows.like(roots[slot], matrix[: left.num_units])
+            for slot, matrix in self.rows.matrices(roots)
+        }
+
+    def real(self, loss: Tensor) -> Gradients:
+        """Return the gradients of the outputs in the real graph, which is retained."""
+        if isinstance(self.gradient, SlotRef):
+            return {}  # it was made of data: the replay alone tells
+        edges = [edge for slot in self.outputs for edge in self.tape.edges[slot]]
+        gradient = self.gradient if isinstance(self.gradient, Tensor) else None
+        found = iter(
+            torch.autograd.grad(
+                loss, edges, gradient, retain_graph=True, allow_unused=True, materialize_grads=False
+            )
+        )
+        return {
+            slot: packed(value, [_or_zeros(next(found), part) for part in unpacked(value)])
+            for slot, value in self.outputs.items()
+        }
+
+    def replay(
+        self,
+        values: Mapping[int, Tensor],
+        left: RecordLayout | None = None,
+        *,
+        seed: int = 0,
+        is_double: bool = False,
+    ) -> Replay:
+        """Run the program on other values.
+
+        Args:
+            values: What to put in the place of roots, by slot.
+            left: The records that are left, if not all: the first ones.
+            seed: Of torch's generators.
+            is_double: Whether everything runs in float64.
+        """
+        rows, left = self.rows, left or self.rows
+        convert = _to_double if is_double else lambda value: value
+        leaves: dict[int, list[Tensor]] = {}
+        env: dict[int, Any] = {}
+        terms = {id(each): convert(each.detach().clone()).requires_grad_() for each in self.terms}
+
+        def argument(value: Any, of: Operation | None) -> Any:
+            if type(value) is SlotRef:
+                return value.value if value.slot == EARLIER else env[value.slot]
+            if isinstance(value, torch.Size):
+                return torch.Size([argument(each, of) for each in value])
+            if isinstance(value, Tensor):
+                if id(value) in terms:
+                    return terms[id(value)]
+                # A constant with one entry per row, as the user made it for fewer of them.
+                is_by_row = value.ndim in (1, 2) and value.shape[0] == rows.num_rows
+                return convert(value[: left.num_rows] if is_by_row and left != rows else value)
+            if is_double and isinstance(value, torch.dtype) and value.is_floating_point:
+                return torch.float64
+            if left != rows and of is not None and self.is_size(value, of):
+                return left.num_rows if value == rows.num_rows else left.num_units
+            return value
+
+        def run(operation: Operation) -> Any:
+            func = self._substitutes.get(operation.func, operation.func)
+            if is_double and operation.name in ("float", "half", "bfloat16"):
+                func = Tensor.double
+            given = operation.args, operation.kwargs
+            args, kwargs = mapped(lambda leaf: argument(leaf, operation), given)
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(operation.is_grad_enabled))
+                for device, dtype in zip(("cpu", "cuda"), operation.autocast, strict=True):
+                    if dtype is not None and not is_double:
+                        stack.enter_context(torch.autocast(device, dtype))
+                return func(*args, **kwargs)
+
+        held = [each.device for value in self.tape.roots.values() for each in unpacked(value)]
+        devices = {each for each in held if each.type == "cuda"}
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            # Not torch.manual_seed: where CUDA has not begun, it writes down where it was called.
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                torch.cuda.default_generators[device.index].manual_seed(seed)
+            for slot, root in self.tape.roots.items():
+                value = values.get(slot, root)
+                parts = [convert(each.detach()) for each in unpacked(value)]
+                if slot in self.outputs:
+                    parts = leaves[slot] = [each.clone().requires_grad_() for each in parts]
+                env[slot] = packed(value, [each.clone() for each in parts])
+            for place, operation in enumerate(self.tape.operations):
+                try:
+                    result = run(operation)
+                except Exception:
+                    if self.loss in env and place not in self.path:
+                        continue  # a metric, on values that it does not take
+                    raise
+                if operation.handling is not Handling.WRITE:  # what that wrote to is there already
+                    env.update(zip(operation.outs, tree_leaves(result), strict=True))
+            inputs = [*(each for some in leaves.values() for each in some), *terms.values()]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            loss = env[self.loss]
+            if isinstance(loss, Tensor) and loss.requires_grad and inputs:
+                gradient = mapped(lambda leaf: argument(leaf, None), self.gradient)
+                found = torch.autograd.grad(loss, inputs, gradient, allow_unused=True)
+        at = iter([_or_zeros(grad, each) for grad, each in zip(found, inputs, strict=True)])
+        grads = {
+            slot: packed(self.tape.roots[slot], [next(at) for _ in some])
+            for slot, some in leaves.items()
+        }
+        return grads, list(at), env
+
+
+def numbers_of(operation: Operation) -> list[float]:
+    """Python's numbers that an operation was given, but for its own default values."""
+    leaves = operation.leaves
+    if operation.kwargs:
+        defaults, given = _defaults_of(operation.func), dict(operation.kwargs)
+        for name, value in operation.kwargs.items():
+            if name in defaults and defaults[name] == value:
+                del given[name]
+        leaves = leaves_in((operation.args, given))
+    return [leaf for leaf in leaves if isinstance(leaf, int | float) and type(leaf) is not bool]
+
+
+@lru_cache
+def _defaults_of(func: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # most functions of torch's are written in C++
+        return {}
+    return {each.name: each.default for each in parameters if type(each.default) in (int, float)}
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a DTensor's full tensor, any other as it is; detached."""
+    value = value.detach()
+    return value.full_tensor() if is_in_parts(value) else value  # type: ignore[attr-defined]
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).detach() if grad is None else grad.detach()
+
+
+def _to_double(value: Tensor) -> Tensor:
+    parts = [each.double() if each.is_floating_point() else each for each in unpacked(value)]
+    return packed(value, parts)
 
 
 # --- losses that the user makes -------------------------------------------------------------------
@@ -124,29 +406,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # 
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
-@dataclass(eq=False)
-class CheckedPath:
-    """What is known of one path through the user's code.
-
-    Attributes:
-        num_rows: Of the pass in which it was taken last.
-        numbers: Python's numbers in it, but for public ones.
-        checked_rows: Rows of the pass in which it was checked last.
-        checked_numbers: Python's numbers in that one.
-        unit: Rows of one record of that pass, by slot.
-        grads: The gradients of that record, by slot.
-        has_terms: Whether terms that do not depend on data are part of the loss.
-    """
-
-    num_rows: int
-    numbers: list[float]
-    checked_rows: int
-    checked_numbers: list[float]
-    unit: dict[int, Tensor] = field(default_factory=dict)
-    grads: Gradients = field(default_factory=dict)
-    has_terms: bool = False
-
-
 class LossCheck:
     """Refuses losses that couple rows; remembers the paths that it has seen.
 
@@ -155,6 +414,10 @@ class LossCheck:
         rows_per_sample: Rows that belong to one record.
         rechecks: Whether known paths are checked again at passes 2, 4, 8, ….
         substitutes: Functions that must not run again, each with what runs in its place.
+
+    Attributes:
+        num_checks: How often a loss was run again.
+        has_terms: Whether the loss of this pass has terms that do not depend on data.
     """
 
     def __init__(
@@ -165,48 +428,69 @@ class LossCheck:
         rechecks: bool = True,
         substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
     ) -> None:
-        self._dim, self._per_unit, self._rechecks = batch_dim, rows_per_sample, rechecks
-        self._substitutes = substitutes or {}
-        self._known: dict[tuple, CheckedPath] = {}
+        self._rechecks, self._substitutes = rechecks, substitutes or {}
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
+        # Of each path: rows and numbers when it was taken last; rows and numbers when it was
+        # checked last, with a record of then and its gradients, by slot.
+        self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
+        self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
-        self._pending: list[tuple[Tensor, str]] = []
+        self._pending: list[tuple[Tensor, Operation, str]] = []
         self.num_checks = 0
-        self.has_terms = False  # the loss of this pass has terms that do not depend on data
+        self.has_terms = False
 
     def begin(self, num_rows: int) -> None:
         """Begin a pass of so many rows."""
-        self._rows = RecordLayout(num_rows // self._per_unit, self._per_unit, self._dim)
+        self._rows = replace(self._rows, num_units=num_rows // self._rows.per_unit)
         self._pending.clear()
         self.has_terms = False
 
-    def judge(self, tape: LossTape, loss: Tensor, gradient: Any = None) -> None:
+    def judge(
+        self, tape: LossRecorder, loss: Tensor, path: dict[int, Operation], gradient: Any = None
+    ) -> None:
         """Make sure that the gradient of each row depends on that row alone.
+
+        Args:
+            tape: What the user's code did.
+            loss: What is sent back.
+            path: The operations that lead to it, by place, last first.
+            gradient: What is sent back in the place of 1, as the tape stores it.
 
         Raises:
             UnsupportedOperation: It does not, or nobody can tell.
         """
         slot = tape.slot_of(loss)
         assert slot is not None
-        program = Program(tape, slot, tape.stored(gradient), self._substitutes)
-        self._refuse_state(program)
-        self._refuse_uneven(program)
-        self._refuse_reads(program)
-        kind = program.kind
-        known = self._known.get(kind)
-        self._refuse_changed(program, known)
+        rows = self._rows
+        program = Program(tape, slot, path, gradient, rows, self._substitutes)
+        states = [each for each in path.values() if EARLIER in each.refs][::-1]
+        if states or (type(gradient) is SlotRef and gradient.slot == EARLIER):
+            _refuse(
+                f"{states[0] if states else 'backward'} brings what an earlier step made of its "
+                "data into the loss, so that a record of one step changes the gradients of another "
+                "before any noise",
+                "Keep no tensors or numbers made of private batches between steps; if the value is "
+                "public, detach it and declare a number with unison.public(value)",
+            )
+        for place, labels, ignored, _, weight in tape.targets:
+            if place in path:
+                self._refuse_uneven(path[place], labels, ignored, weight)
+        if tape.reads:
+            _refuse_reads(program)
+        known = self._taken.get(program.kind)
+        numbers = [each for each in program.numbers if not isinstance(each, PublicNumber)]
+        if known is not None and tape.has_read:
+            _refuse_changed(*known, rows.num_rows, numbers)
         # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
         is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
-        if self._rows.num_units < 2:  # there are no others, and nothing is learned of them
-            self.has_terms = bool(program.terms)
-            return
-        if known is None or is_due:
-            self.num_checks += 1
-            self.finish()  # the check waits for the device anyway, and this says more
-            self._refuse_items(program)
-            known = self._known[kind] = self._check(program, loss, known)
-        known.numbers, known.num_rows = program.numbers, self._rows.num_rows
-        self.has_terms = known.has_terms
+        if rows.num_units > 1:  # else there are no others, and nothing is learned of them
+            if known is None or is_due:
+                self.num_checks += 1
+                self.finish()  # the check waits for the device anyway, and this says more
+                _refuse_items(program)
+                self._check(program, loss)
+            self._taken[program.kind] = rows.num_rows, numbers
+        self.has_terms = bool(program.terms)
 
     def finish(self) -> None:
         """Read the answers that had to wait for the device.
@@ -215,154 +499,39 @@ class LossCheck:
             UnsupportedOperation: Labels count unevenly.
         """
         pending, self._pending = self._pending, []
-        for flag, message in pending:
+        for flag, operation, message in pending:
             if bool(flag):
-                raise UnsupportedOperation(message)
+                raise UnsupportedOperation(f"{operation} {message}")
 
-    # --- what every pass is asked ----------------------------------------------------------------
-
-    def _refuse_state(self, program: Program) -> None:
-        for event in program.tape.events:
-            if event.kind == "state" and event.place in program.path:
-                _refuse(
-                    f"{program.path[event.place]} brings {event.text} into the loss, so that a "
-                    "record of one step changes the gradients of another before any noise",
-                    "Keep no tensors or numbers made of private batches between steps; if the "
-                    "value is public, detach it and declare a number with unison.public(value)",
-                )
-
-    def _refuse_uneven(self, program: Program) -> None:
-        for target in program.tape.targets:
-            if target.place not in program.path:
-                continue
-            if target.weight is not None:
-                weight = target.weight
-                flag = (weight != weight.flatten()[0]).any()
-                self._ask(
-                    flag,
-                    f"{program.path[target.place]} with class weights divides by the weights of "
-                    "all rows' labels, so that each row's gradient depends on the labels of the "
-                    "others. Use reduction='none', multiply by the weights, and take the mean",
-                )
-            labels = target.labels
-            if self._rows.dim_of(labels) is None:
-                continue
-            counts = (self._rows.matrix(labels) != target.ignore_index).sum(1)
-            self._ask(
-                (counts != counts[0]).any(),
-                f"{program.path[target.place]} divides by the number of labels that are not "
-                f"{target.ignore_index}, and rows have different numbers of them, so that each "
-                "row's gradient depends on the others. Use unison.per_sample_loss(logits, labels)"
-                ".mean(), or a sum over tokens (reduction='sum') divided by a public number",
-            )
-
-    def _ask(self, flag: Tensor, message: str) -> None:
-        """Raise now, or before anything is released where the answer lies on a GPU."""
-        if flag.device.type == "cpu":
-            if bool(flag):
-                raise UnsupportedOperation(message)
-        else:
-            self._pending.append((flag, message))
-
-    def _refuse_reads(self, program: Program) -> None:
-        """Refuse numbers that may come from values which left torch."""
-        reads = [event for event in program.tape.events if event.kind == "read"]
-        if not reads:
-            return
-        first = reads[0]
-        here = positions(sys._getframe(1))
-        for event in reads:
-            if may_branch(event.where, here):
-                line = [each.line for each in event.where if each.is_users][-1]
-                _refuse(
-                    f"values left torch by {event.text}() ({line}), and code "
-                    "between there and loss.backward() has conditions, which may choose another "
-                    "loss because of other rows",
-                    "Move what reads values behind loss.backward(), or use .item(), which is "
-                    "followed",
-                )
-        self._refuse_numbers(program, first.place, f"values left torch by {first.text}()")
-        for value in program.tape.unknown_inputs:
-            if self._rows.dim_of(value) is not None:
-                _refuse(
-                    f"values left torch by {first.text}(), and the module is given a tensor of "
-                    f"shape {list(value.shape)} that was not made by torch functions, so it may "
-                    "mix rows",
-                    "Do it in the data set or in collate_fn, or with torch functions",
-                )
-
-    def _refuse_items(self, program: Program) -> None:
-        """Refuse numbers that are what a value was, by way of text or of Python's functions."""
-        items = [event for event in program.tape.events if event.kind == "item"]
-        for operation in program.path.values() if items else ():
-            for number in numbers_of(operation):
-                if self._is_constant(program, operation, number):
-                    continue
-                for event in items:
-                    if _is_made_of(number, event.value):
-                        _refuse(
-                            f"{operation} brings a number into the loss that was made of a value "
-                            "read from the batch",
-                            "Use torch functions of each row's own values, or "
-                            "unison.public(number) for a number that is public",
-                        )
-
-    def _refuse_numbers(
-        self, program: Program, since: int, why: str, *, with_tensors: bool = True
+    def _refuse_uneven(
+        self, operation: Operation, labels: Tensor, ignored: int, weight: Tensor | None
     ) -> None:
-        """Refuse numbers and new tensors on the way to the loss that may come from data."""
-        for place, operation in program.path.items():
-            if place < since:
-                continue
-            found = [
-                f"a tensor of shape {list(leaf.shape)}"
-                for leaf in leaves_of(operation) * with_tensors
-                if isinstance(leaf, Tensor) and not leaf.requires_grad
-            ]
-            found += [
-                "a number"  # which one, is not for logs
-                for number in numbers_of(operation)
-                if not self._is_constant(program, operation, number)
-            ]
-            for what in found:
-                _refuse(
-                    f"{why}, and {operation} brings {what} into the loss, which may depend on "
-                    "other rows",
-                    "Use torch functions in the place of numpy and Python, multiply by a mask in "
-                    "the place of selecting, and use .item() for metrics, or unison.public(number) "
-                    "for a number that is public; or move metrics behind loss.backward()",
-                )
-
-    def _is_constant(self, program: Program, operation: Operation, number: float) -> bool:
-        """Whether a number cannot come from data: it is in the code, or a dimension, or a size."""
-        if isinstance(number, PublicNumber) or number in (0, 1) or number in operation.constants:
-            return True
-        if not isinstance(number, int) or operation.name in ARITHMETIC:
-            return False
-        sizes = {size for root in program.tape.roots.values() for size in root.value.shape}
-        return -8 <= number <= 8 or number == IGNORED or number in sizes
-
-    def _refuse_changed(self, program: Program, known: CheckedPath | None) -> None:
-        """Refuse numbers that change from step to step, where they may come from data."""
-        if known is None or not program.tape.has_read:
-            return
-        for before, now in zip(known.numbers, program.numbers, strict=False):
-            # A number may be the size of the batch, or its inverse.
-            rows, then = self._rows.num_rows, known.num_rows
-            if before != now and before * rows != now * then and before * then != now * rows:
-                _refuse(
-                    "a number in the loss changes from step to step, and values have left torch "
-                    "(numpy, tolist, float), so it may come from the batch",
-                    "Use .item() for metrics, or declare the number with unison.public(number) if "
-                    "it is public",
-                )
+        """Raise now, or before anything is released where the answer lies on a GPU."""
+        if weight is not None:
+            message = (
+                "with class weights divides by the weights of all rows' labels, so that each row's "
+                "gradient depends on the labels of the others. Use reduction='none', multiply by "
+                "the weights, and take the mean"
+            )
+            self._pending.append(((weight != weight.flatten()[0]).any(), operation, message))
+        if self._rows.dim_of(labels) is not None:
+            counts = (self._rows.matrix(labels) != ignored).sum(1)
+            message = (
+                f"divides by the number of labels that are not {ignored}, and rows have different "
+                "numbers of them, so that each row's gradient depends on the others. Use "
+                "unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
+                "(reduction='sum') divided by a public number"
+            )
+            self._pending.append(((counts != counts[0]).any(), operation, message))
+        if all(flag.device.type == "cpu" for flag, _, _ in self._pending):
+            self.finish()
 
     # --- the check -------------------------------------------------------------------------------
 
-    def _check(self, program: Program, loss: Tensor, known: CheckedPath | None) -> CheckedPath:
-        some = self._some_rows(program)
+    def _check(self, program: Program, loss: Tensor) -> None:
+        rows, kind, roots = self._rows, program.kind, program.tape.roots
         try:
-            base, some = self._self_check(program, loss, some)
+            base, left = self._self_check(program, loss)
         except UnsupportedOperation:
             raise
         except Exception as error:
@@ -371,337 +540,271 @@ class LossCheck:
                 f"{str(error)[:120]})",
                 REMEDY,
             )
-        self._replacements(program, base, some, is_first=known is None)
-        size, numbers = self._rows.num_rows, program.numbers
-        now = CheckedPath(size, numbers, size, program.all_numbers, has_terms=bool(program.terms))
-        if some.is_all:
-            self._size_check(program, base)
-            self._compare_with_before(program, known)
-            values = {slot: root.value for slot, root in program.tape.roots.items()}
-            for each, into in ((values, now.unit), (base.grads, now.grads)):
-                into |= {s: m[:1].clone() for s, m in self._rows.matrices(each)}
-        return now
+        known = self._checked.get(kind)
+        self._replacements(program, base, left, is_first=known is None)
+        unit: Gradients = {}
+        grads: Gradients = {}
+        if left == rows:
+            _size_check(program, base[0])
+            if known is not None:
+                self._compare_with_before(program, *known)
+            for values, into in ((roots, unit), (base[0], grads)):
+                into |= {slot: matrix[:1].clone() for slot, matrix in rows.matrices(values)}
+        self._checked[kind] = rows.num_rows, program.numbers, unit, grads
 
-    def _some_rows(self, program: Program) -> Selection:
-        """Select fewer rows where outputs are large: a replay must fit beside the step."""
-        values = [each for root in program.tape.roots.values() for each in unpacked(root.value)]
-        num_elements, num_units = sum(each.numel() for each in values), self._rows.num_units
-        if num_elements > FEW_ELEMENTS and not program.is_granular:
-            num_units = min(num_units, max(3, FEW_ELEMENTS * num_units // num_elements))
-        return self._selection(program, num_units)
-
-    def _selection(self, program: Program, num_units: int) -> Selection:
-        sizes = (self._rows.num_rows, self._rows.num_units)
-        is_size_read = any(
-            not set(sizes).isdisjoint(program.tape.roots[slot].value.shape)
-            for slot in program.tape.sized
-            if slot in program.tape.roots
-        )
-        return Selection(self._rows, num_units, is_size_read=is_size_read)
-
-    def _self_check(
-        self, program: Program, loss: Tensor, some: Selection
-    ) -> tuple[Replay, Selection]:
+    def _self_check(self, program: Program, loss: Tensor) -> tuple[Replay, RecordLayout]:
         """Replay the program unchanged, and compare with the real graph's gradients.
 
         Returns:
-            What it gave, and which records it was run with: all, if its sizes are fixed.
+            What it gave, and which records it was run with: fewer where outputs are large, since a
+            replay must fit beside the step; all, if its sizes are fixed.
         """
-        real = program.real(loss)
-        if not some.is_all:
+        rows, real = self._rows, program.real(loss)
+        values = [each for value in program.tape.roots.values() for each in unpacked(value)]
+        num_elements, num_left = sum(each.numel() for each in values), rows.num_units
+        if num_elements > FEW_ELEMENTS and not program.is_granular:
+            num_left = min(num_left, max(3, FEW_ELEMENTS * num_left // num_elements))
+        if num_left < rows.num_units:
+            left = replace(rows, num_units=num_left)
             try:
-                base = program.replay(some.values(program.tape), some=some)
-                rows, num_left = some.left, some.left.num_units
-                for factor in (1.0, num_left / self._rows.num_units):
+                base = program.replay(program.first_records(left), left)
+                for factor in (1.0, num_left / rows.num_units):
                     if all(
-                        self._is_close(rows.matrix(base.grads[slot]) * factor, grad[:num_left])
-                        for slot, grad in self._rows.matrices(real)
+                        _is_close(left.matrix(base[0][slot]) * factor, grad[:num_left])
+                        for slot, grad in rows.matrices(real)
                     ):
-                        return base, some
+                        return base, left
             except Exception:  # whatever the user's operations raise at another size
                 pass  # sizes are written into the program: it is run with all rows, below
         base = program.replay({})
-        other = None
+        grads = base[0]
         for slot, grad in real.items():
-            for a, b in zip(unpacked(base.grads[slot]), unpacked(grad), strict=True):
-                if self._is_close(a, b):
-                    continue
-                other = other or program.replay({}, seed=1)
-                pairs = ((base.grads[slot], other.grads[slot]) for slot in base.grads)
-                if all(_is_equal(x, y, 0.0) for x, y in pairs):  # it draws no random numbers
-                    names = ", ".join(dict.fromkeys(map(str, program.path.values())))
-                    _refuse(
-                        f"part of the loss could not be followed (what could: {names[:200]}); "
-                        "torch.jit, vmap and functions outside of torch cannot",
-                        "Write the loss with torch functions. " + REMEDY,
-                    )
-        return base, self._selection(program, self._rows.num_units)
-
-    def _is_close(self, a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
-        tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
-        a, b = whole(a).double(), whole(b).double()
-        scale = float(torch.nan_to_num(b.abs(), posinf=0.0).max()) if b.numel() else 0.0
-        return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+            pairs = zip(unpacked(grads[slot]), unpacked(grad), strict=True)
+            if all(_is_close(a, b) for a, b in pairs):
+                continue
+            other = program.replay({}, seed=1)[0]
+            if all(_is_equal(grads[each], other[each]) for each in grads):
+                # It draws no random numbers.
+                names = ", ".join(dict.fromkeys(map(str, program.path.values())))
+                _refuse(
+                    f"part of the loss could not be followed (what could: {names[:200]}); "
+                    "torch.jit, vmap and functions outside of torch cannot",
+                    "Write the loss with torch functions. " + REMEDY,
+                )
+        return base, rows
 
     def _replacements(
-        self, program: Program, base: Replay, some: Selection, *, is_first: bool
+        self, program: Program, base: Replay, left: RecordLayout, *, is_first: bool
     ) -> None:
-        rows = some.left
+        """Run with other rows replaced: rows that are kept must keep their gradients."""
         failed: dict[tuple[bool, ...], Exception] = {}  # by the rows that were kept
         tried: set[tuple[bool, ...]] = set()
         double: Replay | None = None
-        for kept, way in self._trials(rows, is_first=is_first):
-            values = {
-                slot: value
-                for slot, root in program.tape.roots.items()
-                if (value := self._replaced(program, root, kept, way, rows)) is not None
-            }
-            try:
-                other = program.replay(values, some=some)
-            except Exception as found:  # values that an operation of the user's does not take
-                failed[tuple(kept.tolist())] = found
-                continue
-            tried.add(tuple(kept.tolist()))
-            self._refuse_other_path(program, base, other)
-            moved = self._moved(program, base, other, kept, rows)
-            if moved is None:
-                continue
-            try:
-                double = double or program.replay(
-                    some.values(program.tape), is_double=True, some=some
-                )
-                again = program.replay(values, is_double=True, some=some)
-                moved = self._moved(program, double, again, kept, rows, tolerance=FLOAT64_TOLERANCE)
-            except Exception:  # an operation without a form in float64: the bits have decided
-                again, double = other, base
-            if moved is not None:
-                what, remedy = moved
-                where = self._blame(program, double, again, kept, rows)
-                _refuse(f"{what}: {where}", remedy)
-        for kept, error in failed.items():
-            if kept not in tried:  # no values at all could stand in the place of the others
+        units = torch.arange(left.num_units)
+        order = torch.randperm(left.num_units, generator=self._generator)
+        half = max(1, left.num_units // 2)
+        subsets = [units[:1], order[:half], order[half:], units[-1:]]
+        for subset in subsets if is_first else subsets[1:2]:
+            kept = torch.isin(units, subset)
+            key = tuple(kept.tolist())
+            for way in range(3 if len(subset) else 0):
+                values = {}
+                for slot in program.tape.roots:
+                    value = self._replaced(program, slot, kept, way, left)
+                    if value is not None:
+                        values[slot] = value
+                try:
+                    other = program.replay(values, left)
+                except Exception as found:  # values that an operation of the user's does not take
+                    failed[key] = found
+                    continue
+                tried.add(key)
+                _refuse_other_path(program, base[2], other[2])
+                moved = _moved(program, base, other, kept, left)
+                if moved is None:
+                    continue
+                first, again = base, other
+                try:
+                    if double is None:
+                        double = program.replay(program.first_records(left), left, is_double=True)
+                    again = program.replay(values, left, is_double=True)
+                    first = double
+                    moved = _moved(program, first, again, kept, left, FLOAT64_TOLERANCE)
+                except Exception:  # an operation without a form in float64: the bits have decided
+                    first, again = base, other
+                if moved is not None:
+                    what, remedy = moved
+                    _refuse(f"{what}: {_blame(program, first[2], again[2], kept, left)}", remedy)
+        for key, error in failed.items():
+            if key not in tried:  # no values at all could stand in the place of the others
                 _refuse(
                     "the loss cannot be run with other rows in the place of these "
                     f"({type(error).__name__}: {str(error)[:120]}), so it cannot be checked",
                     REMEDY,
                 )
 
-    def _trials(self, rows: RecordLayout, *, is_first: bool) -> Iterator[tuple[Tensor, int]]:
-        """Yield which rows are kept [rows], and how the others are replaced."""
-        units = torch.arange(rows.num_units)
-        order = torch.randperm(rows.num_units, generator=self._generator)
-        half = max(1, rows.num_units // 2)
-        last = torch.tensor([rows.num_units - 1])
-        subsets = [torch.zeros(1, dtype=torch.int64), order[:half], order[half:], last]
-        if not is_first:
-            subsets = subsets[1:2]
-        for subset in subsets:
-            if len(subset):
-                for way in range(3):
-                    yield torch.isin(units, subset), way
-
     def _replaced(
-        self,
-        program: Program,
-        root: TapeInput,
-        kept: Tensor,
-        way: int,
-        rows: RecordLayout,
+        self, program: Program, slot: int, kept: Tensor, way: int, left: RecordLayout
     ) -> Tensor | None:
         """Replace rows of a root that are not kept; None if it stays as it is.
 
         Args:
             program: The program.
-            root: The root.
+            slot: Of the root.
             kept: Which rows stay [rows].
             way: 0: rows of the batch. 1: values far away, of a like kind. 2: copies of one row.
-            rows: Where those rows lie that are left.
+            left: Where those rows lie that are left.
         """
-        value = root.value
-        if self._rows.dim_of(value) is None:
+        root, rows, generator = program.tape.roots[slot], self._rows, self._generator
+        if rows.dim_of(root) is None:
             # A loss that the module made itself, or a statistic: what comes after must not depend
             # on its value.
-            if not root.is_output or not value.is_floating_point():
+            if slot not in program.tape.edges or not root.is_floating_point():
                 return None
-            factor = 1 + float(torch.rand((), generator=self._generator)) * 10**way
-            return packed(value, [each.detach() * factor for each in unpacked(value)])
-        if rows != self._rows:
-            value = self._rows.like(value, self._rows.matrix(value)[: rows.num_units])
-        matrix = rows.matrix(value)
-        device, generator = matrix.device, self._generator
-        order = torch.randint(0, rows.num_units, (rows.num_units,), generator=generator)
+            factor = 1 + float(torch.rand((), generator=generator)) * 10**way
+            return packed(root, [each.detach() * factor for each in unpacked(root)])
+        value = root
+        if left != rows:
+            value = rows.like(root, rows.matrix(root)[: left.num_units])
+        matrix = left.matrix(value)
+        device = matrix.device
+        order = torch.randint(0, left.num_units, (left.num_units,), generator=generator)
         if way == 2:
-            order = order[:1].expand(rows.num_units)
+            order = order[:1].expand(left.num_units)
         new = matrix[order.to(device)]
-        size = sum(each.numel() for each in unpacked(root.value))
-        labels = None  # how many there are, if the root holds some
-        for target in program.tape.targets:
-            if sum(each.numel() for each in unpacked(target.labels)) == size:
-                labels = target.num_classes
-                break
-        if way == 2 and labels is not None and not matrix.is_floating_point():
-            label = int(torch.randint(0, labels, (), generator=generator))
-            new = torch.full_like(matrix, label)
         if way == 1:
             new = _far(matrix, generator)
-        return rows.like(value, torch.where(kept.to(device)[:, None], matrix, new))
+        elif way == 2 and not matrix.is_floating_point():
+            size = sum(each.numel() for each in unpacked(root))
+            for _, labels, _, num_classes, _ in program.tape.targets:
+                if sum(each.numel() for each in unpacked(labels)) == size:  # it holds labels
+                    label = int(torch.randint(0, num_classes, (), generator=generator))
+                    new = torch.full_like(matrix, label)
+                    break
+        return left.like(value, torch.where(kept.to(device)[:, None], matrix, new))
 
-    def _refuse_other_path(self, program: Program, base: Replay, other: Replay) -> None:
-        here = positions(sys._getframe(1))
-        for event in program.tape.events:
-            if event.kind != "branch":
-                continue
-            truths = {bool(each.env.get(event.slot, event.value)) for each in (base, other)}
-            # The same truth here and now says little, if what it was found from has changed.
-            is_other = len(truths) > 1 or (
-                may_branch(event.where, here)
-                and any(
-                    not _is_same(base.env.get(slot), other.env.get(slot))
-                    for slot in program.compared(event.slot)
-                )
-            )
-            if is_other:
-                _refuse(
-                    f"Python code asks {event.text} of a value that depends on several rows, and "
-                    "goes one way or another",
-                    "Use torch.where on values of single rows, or ask after loss.backward()",
-                )
-        for slot in program.tape.sized:
-            a, b = base.env.get(slot), other.env.get(slot)
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
-                program.tape.has_read = True
-                self._refuse_numbers(
-                    program,
-                    0,
-                    "the size of a selection was asked for, which depends on other rows",
-                    with_tensors=False,
-                )
-
-    def _moved(
+    def _compare_with_before(
         self,
         program: Program,
-        base: Replay,
-        other: Replay,
-        kept: Tensor,
-        rows: RecordLayout,
-        tolerance: float = 0.0,
-    ) -> tuple[str, str] | None:
-        """Return what changed in the kept rows, with a remedy; None if nothing did."""
-        for slot in program.tape.inputs - set(program.tape.roots):
-            a, b = base.env.get(slot), other.env.get(slot)
-            if not isinstance(a, Tensor):
-                continue
-            if _rows_differ(a, b, kept, rows, tolerance) is not None:
-                return "what the module is given for one row depends on other rows", REMEDY
-        for slot, a in base.grads.items():
-            b = other.grads[slot]
-            if rows.dim_of(a) is None:
-                if not _is_equal(a, b, tolerance):
-                    return (
-                        "the gradient of an output that does not hold the rows (a loss that the "
-                        "module made) depends on the batch",
-                        REMEDY,
-                    )
-                continue
-            row = _rows_differ(a, b, kept, rows, tolerance)
-            if row is not None:
-                return (
-                    f"the loss couples rows: the gradient of row {row} depends on other rows",
-                    REMEDY,
-                )
-        for tensor, a, b in zip(program.terms, base.terms, other.terms, strict=True):
-            if not _is_equal(a, b, tolerance):
-                return (
-                    f"a trainable tensor of shape {list(tensor.shape)} meets the private batch "
-                    "outside of the module's forward, so its gradient would be neither clipped "
-                    "nor noised",
-                    "Use it inside of the module that was made private, or freeze it with "
-                    "requires_grad_(False)",
-                )
-        return None
-
-    def _blame(
-        self, program: Program, base: Replay, other: Replay, kept: Tensor, rows: RecordLayout
-    ) -> str:
-        """Name the operation where rows meet."""
-        path = [program.path[place] for place in sorted(program.path)]
-        for operation in program.tape.operations:
-            for slot in operation.outs:
-                a, b = base.env.get(slot), other.env.get(slot)
-                if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-                    continue
-                if rows.dim_of(a) is None:
-                    continue
-                if _rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
-                    return f"rows meet in {operation}"
-        reducing = [
-            operation
-            for operation in path
-            if any(isinstance(base.env.get(slot), Tensor) for slot in operation.outs)
-            and all(rows.dim_of(base.env.get(slot)) is None for slot in operation.outs)
-        ]
-        return f"rows meet in or after {reducing[0]}" if reducing else "see the loss"
-
-    def _size_check(self, program: Program, base: Replay) -> None:
-        """Leave one record out: gradients may change by the factor of a mean."""
-        if program.is_granular:
-            return  # granules have one shape
-        fewer = self._selection(program, self._rows.num_units - 1)
-        try:
-            now = program.replay(fewer.values(program.tape), some=fewer)
-        except Exception:  # sizes are written into the program; steps of other sizes will tell
-            return
-        before = self._rows.matrices(base.grads)
-        self._require_factor(
-            dict(fewer.left.matrices(now.grads)),
-            {slot: grad[: fewer.left.num_units] for slot, grad in before},
-            self._rows.num_units / fewer.left.num_units,
-        )
-
-    def _compare_with_before(self, program: Program, known: CheckedPath | None) -> None:
+        num_before: int,
+        numbers: Sequence[float],
+        unit: Gradients,
+        grads: Gradients,
+    ) -> None:
         """Put a record of an earlier step into this batch, which has another size."""
-        rows = self._rows
-        if known is None or not known.unit or known.checked_rows == rows.num_rows:
+        rows, roots = self._rows, program.tape.roots
+        if not unit or num_before == rows.num_rows:
             return
         if any(each.func in self._substitutes for each in program.path.values()):
             return  # batch_mean divides by the rows of all ranks, which is its own affair
-        numbers = program.all_numbers
-        is_explained = len(numbers) == len(known.checked_numbers) and all(
-            a == b or a * rows.num_rows == b * known.checked_rows
-            for a, b in zip(known.checked_numbers, numbers, strict=True)
+        is_explained = len(program.numbers) == len(numbers) and all(
+            a == b or a * rows.num_rows == b * num_before
+            for a, b in zip(numbers, program.numbers, strict=True)
         )
-        if not is_explained or set(known.unit) - set(program.tape.roots):
+        if not is_explained or set(unit) - set(roots):
             return
         values = {}
-        for slot, unit in known.unit.items():
-            root = program.tape.roots[slot]
-            if rows.dim_of(root.value) is None:
+        for slot, record in unit.items():
+            if rows.dim_of(roots[slot]) is None:
                 return
-            matrix = rows.matrix(root.value).clone()
-            if matrix.shape[1:] != unit.shape[1:]:
+            matrix = rows.matrix(roots[slot]).clone()
+            if matrix.shape[1:] != record.shape[1:]:
                 return
-            matrix[:1] = unit
-            values[slot] = rows.like(root.value, matrix)
+            matrix[:1] = record
+            values[slot] = rows.like(roots[slot], matrix)
         try:
-            now = program.replay(values)
+            now, _, _ = program.replay(values)
         except Exception:  # the record's values do not go together with this batch's
             return
-        self._require_factor(
-            {s: rows.matrix(now.grads[s])[:1] for s in known.grads},
-            known.grads,
-            known.checked_rows / rows.num_rows,
-        )
+        first = {slot: rows.matrix(now[slot])[:1] for slot in grads}
+        _require_factor(first, grads, num_before / rows.num_rows)
 
-    def _require_factor(self, now: Gradients, before: Gradients, factor: float) -> None:
-        for each in (1.0, factor):
-            # Losses are often made in float32, whatever the module's dtype is.
-            if all(self._is_close(now[slot], grad * each, 1e-4) for slot, grad in before.items()):
-                return
-        _refuse(
-            "with another number of rows the gradient of a row changes by neither 1 nor "
-            f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
-            REMEDY,
-        )
+
+# --- what every pass is asked ---------------------------------------------------------------------
+
+
+def _refuse_reads(program: Program) -> None:
+    """Refuse numbers that may come from values which left torch."""
+    tape, here = program.tape, positions(sys._getframe(1))
+    for name, _, where in tape.reads:
+        if may_branch(where, here):
+            line = [each[3] for each in where if each[3] is not None][-1]
+            _refuse(
+                f"values left torch by {name}() ({line}), and code between there and "
+                "loss.backward() has conditions, which may choose another loss because of other "
+                "rows",
+                "Move what reads values behind loss.backward(), or use .item(), which is followed",
+            )
+    name, place, _ = tape.reads[0]
+    _refuse_numbers(program, place, f"values left torch by {name}()")
+    for value in tape.unknown_inputs:
+        if program.rows.dim_of(value) is not None:
+            _refuse(
+                f"values left torch by {name}(), and the module is given a tensor of shape "
+                f"{list(value.shape)} that was not made by torch functions, so it may mix rows",
+                "Do it in the data set or in collate_fn, or with torch functions",
+            )
+
+
+def _refuse_numbers(program: Program, since: int, why: str, *, with_tensors: bool = True) -> None:
+    """Refuse numbers and new tensors on the way to the loss that may come from data."""
+    for place, operation in program.path.items():
+        if place < since:
+            continue
+        found = [
+            f"a tensor of shape {list(leaf.shape)}"
+            for leaf in operation.leaves * with_tensors
+            if isinstance(leaf, Tensor) and not leaf.requires_grad
+        ]
+        if not all(_is_constant(program, operation, each) for each in numbers_of(operation)):
+            found.append("a number")  # which one, is not for logs
+        if found:
+            _refuse(
+                f"{why}, and {operation} brings {found[0]} into the loss, which may depend on "
+                "other rows",
+                "Use torch functions in the place of numpy and Python, multiply by a mask in "
+                "the place of selecting, and use .item() for metrics, or unison.public(number) "
+                "for a number that is public; or move metrics behind loss.backward()",
+            )
+
+
+def _refuse_items(program: Program) -> None:
+    """Refuse numbers that are what a value was, by way of text or of Python's functions."""
+    items = program.tape.items
+    for operation in program.path.values() if items else ():
+        for number in numbers_of(operation):
+            if _is_constant(program, operation, number):
+                continue
+            if any(_is_made_of(number, value) for value in items):
+                _refuse(
+                    f"{operation} brings a number into the loss that was made of a value read from "
+                    "the batch",
+                    "Use torch functions of each row's own values, or unison.public(number) for a "
+                    "number that is public",
+                )
+
+
+def _refuse_changed(then: int, before: Sequence[float], rows: int, now: Sequence[float]) -> None:
+    """Refuse numbers that change from step to step, where they may come from data."""
+    for a, b in zip(before, now, strict=False):
+        # A number may be the size of the batch, or its inverse.
+        if a != b and a * rows != b * then and a * then != b * rows:
+            _refuse(
+                "a number in the loss changes from step to step, and values have left torch "
+                "(numpy, tolist, float), so it may come from the batch",
+                "Use .item() for metrics, or declare the number with unison.public(number) if it "
+                "is public",
+            )
+
+
+def _is_constant(program: Program, operation: Operation, number: float) -> bool:
+    """Whether a number cannot come from data: it is in the code, or a dimension, or a size."""
+    if isinstance(number, PublicNumber) or number in (0, 1) or number in operation.constants:
+        return True
+    if not isinstance(number, int) or operation.name in ARITHMETIC:
+        return False
+    sizes = {size for value in program.tape.roots.values() for size in value.shape}
+    return -8 <= number <= 8 or number == IGNORED or number in sizes
 
 
 def _is_made_of(number: float, value: float) -> bool:
@@ -718,6 +821,120 @@ def _is_made_of(number: float, value: float) -> bool:
 
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise UnsupportedOperation(f"{what}. {remedy}")
+
+
+# --- what a replay is asked -----------------------------------------------------------------------
+
+
+def _refuse_other_path(program: Program, base: dict[int, Any], other: dict[int, Any]) -> None:
+    """Refuse truths and sizes that other rows change, where Python was told of them."""
+    here = positions(sys._getframe(1))
+    for name, slot, truth, where in program.tape.branches:
+        truths = {bool(each.get(slot, truth)) for each in (base, other)}
+        # The same truth here and now says little, if what it was found from has changed.
+        is_other = len(truths) > 1 or (
+            may_branch(where, here)
+            and any(
+                not _is_same(base.get(each), other.get(each)) for each in program.compared(slot)
+            )
+        )
+        if is_other:
+            _refuse(
+                f"Python code asks {name} of a value that depends on several rows, and "
+                "goes one way or another",
+                "Use torch.where on values of single rows, or ask after loss.backward()",
+            )
+    for slot in program.tape.sized:
+        a, b = base.get(slot), other.get(slot)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
+            program.tape.has_read = True
+            why = "the size of a selection was asked for, which depends on other rows"
+            _refuse_numbers(program, 0, why, with_tensors=False)
+
+
+def _moved(
+    program: Program,
+    base: Replay,
+    other: Replay,
+    kept: Tensor,
+    rows: RecordLayout,
+    tolerance: float = 0.0,
+) -> tuple[str, str] | None:
+    """Return what changed in the kept rows, with a remedy; None if nothing did."""
+    for slot in program.tape.inputs - set(program.tape.roots):
+        a, b = base[2].get(slot), other[2].get(slot)
+        if isinstance(a, Tensor) and _rows_differ(a, b, kept, rows, tolerance) is not None:
+            return "what the module is given for one row depends on other rows", REMEDY
+    for slot, a in base[0].items():
+        row = _rows_differ(a, other[0][slot], kept, rows, tolerance)
+        if row is None:
+            continue
+        if rows.dim_of(a) is None:
+            return (
+                "the gradient of an output that does not hold the rows (a loss that the module "
+                "made) depends on the batch",
+                REMEDY,
+            )
+        return f"the loss couples rows: the gradient of row {row} depends on other rows", REMEDY
+    for tensor, a, b in zip(program.terms, base[1], other[1], strict=True):
+        if not _is_equal(a, b, tolerance):
+            return (
+                f"a trainable tensor of shape {list(tensor.shape)} meets the private batch outside "
+                "of the module's forward, so its gradient would be neither clipped nor noised",
+                "Use it inside of the module that was made private, or freeze it with "
+                "requires_grad_(False)",
+            )
+    return None
+
+
+def _blame(
+    program: Program,
+    base: dict[int, Any],
+    other: dict[int, Any],
+    kept: Tensor,
+    rows: RecordLayout,
+) -> str:
+    """Name the operation where rows meet."""
+    for operation in program.tape.operations:
+        for slot in operation.outs:
+            a, b = base.get(slot), other.get(slot)
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+                continue
+            is_by_row = rows.dim_of(a) is not None
+            if is_by_row and _rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
+                return f"rows meet in {operation}"
+    for place in sorted(program.path):
+        made = [base.get(slot) for slot in program.path[place].outs]
+        has_tensor = any(isinstance(each, Tensor) for each in made)
+        if has_tensor and all(rows.dim_of(each) is None for each in made):
+            return f"rows meet in or after {program.path[place]}"
+    return "see the loss"
+
+
+def _size_check(program: Program, before: Gradients) -> None:
+    """Leave one record out: gradients may change by the factor of a mean."""
+    rows = program.rows
+    left = replace(rows, num_units=rows.num_units - 1)
+    if program.is_granular:
+        return  # granules have one shape
+    try:
+        now, _, _ = program.replay(program.first_records(left), left)
+    except Exception:  # sizes are written into the program; steps of other sizes will tell
+        return
+    first = {slot: grad[: left.num_units] for slot, grad in rows.matrices(before)}
+    _require_factor(dict(left.matrices(now)), first, rows.num_units / left.num_units)
+
+
+def _require_factor(now: Gradients, before: Gradients, factor: float) -> None:
+    for each in (1.0, factor):
+        # Losses are often made in float32, whatever the module's dtype is.
+        if all(_is_close(now[slot], grad * each, 1e-4) for slot, grad in before.items()):
+            return
+    _refuse(
+        "with another number of rows the gradient of a row changes by neither 1 nor "
+        f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
+        REMEDY,
+    )
 
 
 def _far(matrix: Tensor, generator: torch.Generator) -> Tensor:
@@ -775,17 +992,24 @@ def _rows_differ(
 
 def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return _is_equal(a, b, 0.0)
+        return _is_equal(a, b)
     return a == b or (a != a and b != b)
 
 
-def _is_equal(a: Tensor, b: Any, tolerance: float) -> bool:
+def _is_equal(a: Tensor, b: Any, tolerance: float = 0.0) -> bool:
     if not isinstance(b, Tensor) or a.shape != b.shape:
         return False
-    for x, y in zip(map(whole, unpacked(a)), map(whole, unpacked(b)), strict=True):
+    for x, y in zip(map(_whole, unpacked(a)), map(_whole, unpacked(b)), strict=True):
         is_same = (x == y) | ((x != x) & (y != y))
         if tolerance and x.is_floating_point() and x.numel():
             is_same |= (x - y).abs() <= tolerance * x.abs().max()
         if not bool(is_same.all()):
             return False
     return True
+
+
+def _is_close(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
+    tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
+    a, b = _whole(a).double(), _whole(b).double()
+    scale = float(torch.nan_to_num(b.abs(), posinf=0.0).max()) if b.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))

@@ -1,4 +1,4 @@
-"""The user's own operations between the loader and `backward`, written down as a program.
+"""Records the user's own operations between the loader and `backward` on a tape.
 
 [Note: the loss is looked at] Clipping bounds what one row adds to the sum of gradients only if the
 row's gradient depends on that row alone. The module is checked by running it; the loss is the
@@ -22,8 +22,7 @@ import operator
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import cache, lru_cache
 from types import CodeType, FrameType
@@ -33,8 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from unison.errors import BadInput
+from unison.modes import push_lowest, take_away, taken_away
 from unison.privacy.dealing import packed, unpacked
 
 # --- values that leave torch for Python -----------------------------------------------------------
@@ -43,23 +45,8 @@ from unison.privacy.dealing import packed, unpacked
 OURS = __file__.rsplit("privacy", 1)[0]
 NOT_THE_USERS = (torch.__path__[0], OURS)
 
-
-class Position(NamedTuple):
-    """The position of a Python frame.
-
-    Attributes:
-        frame: The identity of the frame, which is not kept.
-        code: Its code.
-        offset: Of the instruction that runs.
-        line: Its line, for messages.
-        is_users: Whether the code is the user's, and neither torch's nor ours.
-    """
-
-    frame: int
-    code: CodeType
-    offset: int
-    line: str
-    is_users: bool
+Position = tuple[int, CodeType, int, str | None]
+"""A Python frame's identity, code, instruction, and line where the code is the user's."""
 
 
 def positions(frame: FrameType | None) -> tuple[Position, ...]:
@@ -70,12 +57,17 @@ def positions(frame: FrameType | None) -> tuple[Position, ...]:
     """
     found = []
     while frame is not None:
-        code = frame.f_code
-        line = f"{code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        is_users = not code.co_filename.startswith(NOT_THE_USERS)
-        found.append(Position(id(frame), code, frame.f_lasti, line, is_users))
+        found.append((id(frame), frame.f_code, frame.f_lasti, _line_of(frame)))
         frame = frame.f_back
     return tuple(found[::-1])
+
+
+def _line_of(frame: FrameType) -> str | None:
+    """Where a frame is, for messages; None in torch's code, and in ours."""
+    file = frame.f_code.co_filename
+    if file.startswith(NOT_THE_USERS):
+        return None
+    return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
 def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
@@ -86,24 +78,24 @@ def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
         backward: Where they are when gradients are to flow.
     """
     common = 0
-    for a, b in zip(read, backward, strict=False):
-        if a.frame != b.frame or a.code is not b.code:
+    for (frame, code, offset, _), then in zip(read, backward, strict=False):
+        if frame != then[0] or code is not then[1]:
             break
         common += 1
-        if a.offset != b.offset:  # it has run on: what it called then has returned since
+        if offset != then[2]:  # it has run on: what it called then has returned since
             break
-    # Functions that have returned since: to their ends.
-    returned = (each for each in read[common:] if each.is_users)
-    if any(_has_jump(each.code, each.offset, None) for each in returned):
-        return True
+    # Functions of the user's that have returned since: to their ends.
+    for _, code, offset, line in read[common:]:
+        if line is not None and _has_jump(code, offset, None):
+            return True
     if not common:
         return True
     # Of all frames that both share, the innermost one alone has run on between them. Where that is
     # a loop of ours, as in unison.train, no code of the user's has.
-    here, there = read[common - 1], backward[common - 1]
-    if here.code.co_filename.startswith(OURS):
+    _, code, offset, _ = read[common - 1]
+    if code.co_filename.startswith(OURS):
         return False
-    return _has_jump(here.code, here.offset, there.offset)
+    return _has_jump(code, offset, backward[common - 1][2])
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +150,7 @@ def _raises(code: CodeType, start: int | None) -> bool:
     return False
 
 
-# --- the tape -------------------------------------------------------------------------------------
+# --- operations -----------------------------------------------------------------------------------
 
 
 class Handling(Enum):
@@ -216,15 +208,23 @@ def handling_of(func: Any) -> tuple[Handling, str]:
     return Handling.OPERATION, name
 
 
+EARLIER = -1  # the slot of what an earlier pass made of its data
+
+
 class SlotRef(NamedTuple):
-    """Stands for a result of the tape in the arguments of an operation."""
+    """Stands for what was made of data in the arguments of an operation.
+
+    Attributes:
+        slot: Of the result.
+        value: What it was, if an earlier pass made it; the tape keeps no others.
+    """
 
     slot: int
+    value: Any = None
 
 
-@dataclass(eq=False, slots=True)
-class Operation:
-    """One operation of the program.
+class Operation(NamedTuple):
+    """One operation of the tape.
 
     Attributes:
         func: A torch function, or an operator on numbers.
@@ -232,6 +232,8 @@ class Operation:
         name: Its name, for messages.
         args: Its arguments, with a `SlotRef` for what the tape made.
         kwargs: Likewise.
+        leaves: All leaves of both.
+        refs: The slots among them.
         outs: The slot of each result.
         is_grad_enabled: Whether autograd was on.
         autocast: The dtype of autocast for CPU and CUDA, None where it was off.
@@ -244,301 +246,347 @@ class Operation:
     name: str
     args: tuple
     kwargs: dict[str, Any]
+    leaves: list[Any]
+    refs: list[int]
     outs: list[int]
-    is_grad_enabled: bool
-    autocast: tuple[torch.dtype | None, torch.dtype | None]
-    line: str
+    is_grad_enabled: bool = True
+    autocast: Sequence[torch.dtype | None] = (None, None)
+    line: str | None = None
     constants: tuple = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.line})" if self.line else self.name
 
 
-@dataclass(eq=False)
-class TapeInput:
-    """Where data enters the program: a tensor of the batch, or an output of the module.
+def mapped(make: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to each leaf of an argument, in tuples, lists, dicts and slices.
 
-    Attributes:
-        value: The tensor, as it was handed to the user.
-        is_output: Whether the module made it in a pass that is trained on.
-        edges: Where its gradient arrives, one per granule; empty if it takes none.
+    Not `tree_map`: it takes named tuples and shapes apart, and no slice.
     """
-
-    value: Tensor
-    is_output: bool
-    edges: list[GradientEdge]
-
-
-@dataclass(eq=False)
-class MeanLabels:
-    """Labels of a cross-entropy whose mean divides by how many of them count.
-
-    Attributes:
-        labels: What the loss was given.
-        ignore_index: The label that does not count.
-        num_classes: How many classes there are.
-        weight: Of each class, by which the mean divides too.
-        place: Number of the operation.
-    """
-
-    labels: Tensor
-    ignore_index: int
-    num_classes: int
-    weight: Tensor | None
-    place: int
+    kind = type(value)
+    if kind is dict:
+        return dict(zip(value, mapped(make, list(value.values())), strict=True))
+    if kind is slice:
+        return slice(*mapped(make, [value.start, value.stop, value.step]))
+    if kind not in _NESTED:
+        return make(value)
+    return kind([mapped(make, each) if type(each) in _NESTED else make(each) for each in value])
 
 
-class TapeEvent(NamedTuple):
-    """Something that happened to data besides operations.
-
-    Attributes:
-        kind: "read" (values left torch), "item" (one value was read or printed, and is followed as
-            far as Python's arithmetic goes), "branch" (Python was told a truth), "state" (what an
-            earlier step made came back).
-        text: What it was.
-        place: How many operations there were before it.
-        slot: Of the truth that Python was told.
-        value: That truth, or the value that was read.
-        where: Where the user's code was.
-    """
-
-    kind: str
-    text: str
-    place: int
-    slot: int = -1
-    value: float = 0.0
-    where: tuple[Position, ...] = ()
+_NESTED = {tuple, list, dict, slice}
 
 
-class LossTape:
-    """The program of one pass.
+def leaves_in(value: Any) -> list[Any]:
+    """All leaves of an argument, as `mapped` finds them."""
+    found: list[Any] = []
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is slice:
+            waiting += [each.step, each.stop, each.start]
+        elif type(each) in _NESTED:
+            waiting += reversed(each.values() if type(each) is dict else each)
+        else:
+            found.append(each)
+    return found
+
+
+# --- the recorder ---------------------------------------------------------------------------------
+
+
+class LossRecorder(TorchFunctionMode):
+    """Writes down what is done with the data of the pass under way; one per engine.
 
     Args:
+        judge: Called with the recorder, the loss, the path to it and what is sent back in the place
+            of 1, before gradients flow; it raises if the loss couples rows.
+
+    Attributes:
         number: Of the pass, counting from 1.
-        earlier: Tensors that earlier passes made of their data, by identity.
+        is_judged: Whether the loss of the pass was judged.
+        is_open: Whether the tape is being written.
+        operations: What the user's code did.
+        roots: Where data enters, by slot: a tensor of the batch, or an output of the module, as it
+            was handed to the user.
+        edges: Where the gradients of the module's outputs arrive, by slot, one per granule; empty
+            if it takes none.
+        reads: Values that left torch: by which function, before which operation, and where.
+        items: Values that were read or printed, and are followed as far as Python's arithmetic
+            goes.
+        branches: Truths that Python was told: by which function, slot, truth, and where.
+        targets: Labels of a cross-entropy whose mean divides by how many of them count: operation,
+            labels, the label that does not count, number of classes, weights of classes.
+        sized: Slots whose size was asked for.
+        inputs: Slots that the module was given.
+        unknown_inputs: Tensors that it was given and nobody followed.
+        memory: Where the values of a slot lie.
+        has_read: Whether values have left torch in this pass or before, nobody knows where to.
+        has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
 
-    def __init__(self, number: int, earlier: dict[int, "weakref.ref[Tensor]"]) -> None:
-        self.number, self.earlier = number, earlier
-        self.operations: list[Operation] = []
-        self.roots: dict[int, TapeInput] = {}
-        self.events: list[TapeEvent] = []
-        self.sized: set[int] = set()  # slots whose size was asked for
-        self.targets: list[MeanLabels] = []
-        self.inputs: set[int] = set()  # slots that the module was given
-        self.unknown_inputs: list[Tensor] = []  # tensors that it was given and nobody followed
-        self.is_open = True
-        self.has_read = False  # values left torch, nobody knows where to
-        self.has_hooks = False  # users' own, which may change gradients on their way
-        self._num_slots = 0
-        self.memory: dict[int, int] = {}  # where the values of a slot lie
+    def __init__(self, judge: Callable[..., None]) -> None:
+        super().__init__()
+        self._judge = judge
+        self.number, self.has_read = 0, False
+        self.is_judged = self.is_open = False
+        self._is_on = self._is_left = self._is_over = False
+        self._num_suspended = 0
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._earlier: dict[int, weakref.ref[Tensor]] = {}
 
-    # --- who is who ------------------------------------------------------------------------------
+    # --- when ------------------------------------------------------------------------------------
 
-    def slot_of(self, value: Any) -> int | None:
-        """The slot of a tensor or number that this tape made; None for others."""
-        if isinstance(value, Tensor):
-            found = self._slots.get(id(value))
-            return found[1] if found is not None and found[0]() is value else None
-        if isinstance(value, FollowedNumber):
-            return value.slot if value.pass_number == self.number else None
-        return None
+    def begin(self, batch: Any) -> None:
+        """Start recording: a batch is handed out."""
+        self.remove()
+        for key, (ref, _) in self._slots.items():
+            self._earlier[key] = ref
+        self._earlier = {key: ref for key, ref in self._earlier.items() if ref() is not None}
+        self._slots = {}
+        self._next_slot = itertools.count()
+        self.number += 1
+        self.operations: list[Operation] = []
+        self.roots: dict[int, Tensor] = {}
+        self.edges: dict[int, list[GradientEdge]] = {}
+        self.reads: list[tuple[str, int, tuple[Position, ...]]] = []
+        self.items: list[float] = []
+        self.branches: list[tuple[str, int, bool, tuple[Position, ...]]] = []
+        self.targets: list[tuple[int, Tensor, int, int, Tensor | None]] = []
+        self.sized: set[int] = set()
+        self.inputs: set[int] = set()
+        self.unknown_inputs: list[Tensor] = []
+        self.memory: dict[int, int] = {}
+        self.is_open, self.is_judged, self.has_hooks = True, False, False
+        self._num_suspended, self._is_left, self._is_over = 0, False, False
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self.roots[self._slot_for(leaf)] = leaf
+        self._switch(is_on=True)
 
-    def is_earlier(self, value: Any) -> bool:
-        """Whether an earlier pass made a value of its data."""
-        if isinstance(value, Tensor):
-            found = self.earlier.get(id(value))
-            return found is not None and found() is value and self.slot_of(value) is None
-        return isinstance(value, FollowedNumber) and value.pass_number != self.number
+    def remove(self) -> None:
+        """Stop recording: nothing of ours stays on torch's stack of modes."""
+        self._switch(is_on=False)
+        self._num_suspended = 0
+        self._close()
 
-    def name(self, value: Tensor) -> int:
-        """Return a new slot for a tensor."""
-        slot = self._new_slot()
-        self._slots[id(value)] = weakref.ref(value), slot
-        self.memory[slot] = _memory_of(value)
-        return slot
-
-    def survivors(self) -> dict[int, "weakref.ref[Tensor]"]:
-        """Tensors of this pass and earlier ones that are still alive, by identity."""
-        alive = {key: ref for key, ref in self.earlier.items() if ref() is not None}
-        alive.update((key, ref) for key, (ref, _) in self._slots.items() if ref() is not None)
-        return alive
-
-    def add_root(self, value: Tensor, *, is_output: bool = False) -> None:
-        """Register a tensor of the batch, or an output of the module."""
-        if self.slot_of(value) is not None:
-            return
-        edges = []
-        if is_output and value.requires_grad:
-            edges = [get_gradient_edge(each) for each in unpacked(value)]
-        self.roots[self.name(value)] = TapeInput(value, is_output, edges)
-
-    def close(self) -> None:
-        """Stop recording and release the batch; slots stay known."""
+    def _close(self) -> None:
+        """End the tape and release the batch; slots stay known."""
         self.is_open = False
         self.operations, self.targets, self.unknown_inputs = [], [], []
-        self.roots = {}
+        self.roots, self.edges = {}, {}
+
+    def leave(self) -> None:
+        """Stop recording once the last batch has gone backward: the loop was left."""
+        self._is_left = True
+        if self.is_judged:
+            self.remove()
+            self._is_over = True
+
+    def suspend(self) -> None:
+        """Pause recording while the module, or the optimizer, runs: it is checked elsewhere."""
+        self._num_suspended += 1
+        self._switch(is_on=False)
+
+    def resume(self) -> None:
+        """Go on recording after `suspend`."""
+        if self._num_suspended:
+            self._num_suspended -= 1
+            if not self._num_suspended and not self._is_over:
+                self._switch(is_on=True)
+
+    def enter_module(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note what the private module is called with, and pause."""
+        for leaf in tree_leaves((args, kwargs)) if self.is_open else ():
+            if isinstance(leaf, Tensor):
+                slot = self.slot_of(leaf)
+                if slot is None or slot == EARLIER:
+                    self.unknown_inputs.append(leaf)
+                else:
+                    self.inputs.add(slot)
+        self.suspend()
+
+    def leave_module(self, output: Any, *, is_trained: bool) -> None:
+        """Go on recording, with the module's outputs (None if it raised)."""
+        self.resume()
+        for leaf in tree_leaves(output) if self.is_open else ():
+            if isinstance(leaf, Tensor) and self.slot_of(leaf) in (None, EARLIER):
+                slot = self._slot_for(leaf)
+                self.roots[slot] = leaf
+                if is_trained:
+                    parts = unpacked(leaf) if leaf.requires_grad else ()
+                    self.edges[slot] = [get_gradient_edge(each) for each in parts]
+
+    def _switch(self, *, is_on: bool) -> None:
+        if is_on == self._is_on or (is_on and not self.number):
+            return
+        self._is_on = is_on
+        if is_on:
+            push_lowest(self)
+            _recording.append(self)
+        else:
+            _recording.remove(self)
+            take_away(self)  # inside of a function that it is told of, torch puts it back
+        if len(_recording) == is_on:  # the first one comes, or the last one goes
+            _change_torch(is_on=is_on)
+
+    # --- what torch calls ------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Write an operation down, if it touches data."""
+        kwargs = kwargs or {}
+        handling, name = handling_of(func)
+        if self._is_over:
+            return func(*args, **kwargs)
+        if handling is Handling.BACKWARD:
+            return self._backward(*args, **kwargs)
+        if handling is not Handling.QUESTION and handling is not Handling.SIZE:
+            return self.call(func, handling, name, args, kwargs)
+        if handling is Handling.SIZE or name in ("register_hook", "__format__"):
+            slot = self.slot_of(args[0])
+            if slot is not None and slot != EARLIER:
+                if handling is Handling.SIZE:
+                    self.sized.add(slot)
+                elif name == "register_hook":
+                    self.has_hooks = True
+                elif args[0].numel() == len(unpacked(args[0])) == 1:
+                    self.items.append(float(args[0].detach()))  # text may be read again
+        return func(*args, **kwargs)
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        slot = self.slot_of(loss)
+        if self.is_open and slot is not None and slot != EARLIER:
+            made_of, memory = {slot}, {self.memory[slot]}
+            path: dict[int, Operation] = {}
+            for place, operation in reversed(list(enumerate(self.operations))):
+                # What is written in place is seen through all tensors that share its memory.
+                is_write = operation.handling is Handling.WRITE
+                is_seen = is_write and any(self.memory[out] in memory for out in operation.outs)
+                if is_seen or not made_of.isdisjoint(operation.outs):
+                    path[place] = operation
+                    made_of.update(operation.refs)
+                    memory.update(self.memory[ref] for ref in operation.refs if ref in self.memory)
+            if any(edges and slot in made_of for slot, edges in self.edges.items()):
+                gradient = args[0] if args else kwargs.get("gradient")
+                self._judge(self, loss, path, mapped(self._stored, gradient))
+                self.is_judged = True
+                self._close()
+        Tensor.backward(loss, *args, **kwargs)
+        # Torch puts a mode back that is taken away while it is told of a function.
+        self._is_over = self.is_judged and self._is_left
 
     # --- operations ------------------------------------------------------------------------------
 
-    def touches(self, *values: Any) -> bool:
-        """Whether any of these is made of data."""
-        return any(
-            self.slot_of(leaf) is not None or self.is_earlier(leaf) for leaf in leaves_in(values)
-        )
+    def slot_of(self, value: Any) -> int | None:
+        """The slot of a tensor or number of this pass, or `EARLIER`; None if not made of data."""
+        if isinstance(value, FollowedNumber):
+            is_own = value.recorder() is self and value.pass_number == self.number
+            return value.slot if is_own else EARLIER
+        found = self._slots.get(id(value))
+        if found is not None and found[0]() is value:
+            return found[1]
+        earlier = self._earlier.get(id(value))
+        return EARLIER if earlier is not None and earlier() is value else None
 
-    def stored(self, value: Any) -> Any:
-        """An argument as the tape keeps it."""
+    def _slot_for(self, value: Any) -> int:
+        """The slot of a result; an operation in place returns what it was given."""
+        slot = self.slot_of(value)
+        if slot is None or slot == EARLIER:
+            slot = next(self._next_slot)
+            if isinstance(value, Tensor):
+                self._slots[id(value)] = weakref.ref(value), slot
+                self.memory[slot] = _memory_of(value)
+        return slot
 
-        def stored_leaf(leaf: Any) -> Any:
-            slot = self.slot_of(leaf)
-            if slot is not None:
-                return SlotRef(slot)
-            if self.is_earlier(leaf):
-                self._note("state", "what an earlier step made of its data")
+    def _stored(self, leaf: Any) -> Any:
+        """Return what the tape keeps of an argument."""
+        slot = self.slot_of(leaf) if isinstance(leaf, _FOLLOWED) else None
+        if slot is None:
             return leaf
-
-        return mapped(stored_leaf, value)
+        return SlotRef(slot, leaf) if slot == EARLIER else SlotRef(slot)
 
     def call(
         self, func: Callable[..., Any], handling: Handling, name: str, args: tuple, kwargs: dict
     ) -> Any:
-        """Run an operation that touches data, and write it down if the program is not over."""
-        if handling is Handling.READ:
-            self.has_read = True
-        if not self.is_open:
-            result = func(*_plain(args), **_plain(kwargs))
-            return result if handling is Handling.READ else self._marked(result)
+        """Run a function; if it touches data, write it down unless the tape has ended."""
+        given = leaves_in((args, kwargs))
+        if all(self.slot_of(leaf) is None for leaf in given if isinstance(leaf, _FOLLOWED)):
+            return func(*args, **kwargs)
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
-        stored = self.stored(args), self.stored(kwargs)
-        result = func(*_plain(args), **_plain(kwargs))
+        stored: tuple[tuple, dict[str, Any]] = mapped(self._stored, (args, kwargs))
+        if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
+            args, kwargs = mapped(_plain, (args, kwargs))
+        result = func(*args, **kwargs)
         if handling is Handling.READ:
-            self._note("read", name, where=positions(sys._getframe(1)))
+            self.has_read = True
+            if self.is_open:
+                where = positions(sys._getframe(1))
+                self.reads.append((name, len(self.operations), where))
             return result
-        if func in _MEANS:
-            self._note_target(*args, **kwargs)
+        is_number = isinstance(result, int | float)  # a truth is one, too
+        if not self.is_open:
+            if is_number:
+                return result if isinstance(result, bool) else _followed(result, self, EARLIER)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._slot_for(leaf)
+            return result
+        if handling is Handling.WRITE:
+            slot = self.slot_of(args[0])
+            outs = [] if slot is None or slot == EARLIER else [slot]
+        else:
+            outs = [self._slot_for(leaf) for leaf in tree_leaves(result)]
+        if func in _MEANS and kwargs["reduction"] == "mean" and not args[1].is_floating_point():
+            num_classes = args[0].shape[min(1, args[0].ndim - 1)]
+            about = kwargs["ignore_index"], num_classes, kwargs["weight"]
+            self.targets.append((len(self.operations), args[1], *about))
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+            frame = frame.f_back
+        line, leaves = _line_of(frame), leaves_in(stored)
         operation = Operation(
             func,
             handling,
             name,
             *stored,
-            [],
+            leaves,
+            [leaf.slot for leaf in leaves if type(leaf) is SlotRef],
+            outs,
             torch.is_grad_enabled(),
-            (_autocast("cpu"), _autocast("cuda")),
-            *_line(),
+            [
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in ("cpu", "cuda")
+            ],
+            line,
+            () if line is None else frame.f_code.co_consts,
         )
         self.operations.append(operation)
-        if handling is Handling.WRITE:
-            slot = self.slot_of(args[0])
-            if slot is not None:
-                operation.outs.append(slot)
-            return result
-        if isinstance(result, Tensor):  # the usual case
-            operation.outs.append(self._slot_for(result))
-            return result
         if isinstance(result, bool):
-            slot = self._new_slot()
-            operation.outs.append(slot)
-            where = positions(sys._getframe(1))
-            self._note("branch", name, slot=slot, value=result, where=where)
-            return result
-        if isinstance(result, int | float):
-            slot = self._new_slot()
-            operation.outs.append(slot)
+            self.branches.append((name, outs[0], result, positions(sys._getframe(1))))
+        elif is_number:
             if handling is Handling.ITEM:
-                self._note("item", name, value=float(result))
-            return _followed(result, self.number, slot, weakref.ref(self))
-        for leaf in tree_leaves(result):
-            is_tensor = isinstance(leaf, Tensor)
-            operation.outs.append(self._slot_for(leaf) if is_tensor else self._new_slot())
+                self.items.append(float(result))
+            return _followed(result, self, outs[0])
         return result
-
-    def _note(self, kind: str, text: str, **details: Any) -> None:
-        self.events.append(TapeEvent(kind, text, len(self.operations), **details))
-
-    def _marked(self, result: Any) -> Any:
-        """Register results that were made of data after the program was over."""
-        if isinstance(result, int | float) and not isinstance(result, bool):
-            return _followed(result, self.number, -1, weakref.ref(self))
-        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._slot_for(leaf)
-        return result
-
-    def _slot_for(self, value: Tensor) -> int:
-        """The slot of a result; an operation in place returns what it was given."""
-        slot = self.slot_of(value)
-        return self.name(value) if slot is None else slot
-
-    def _new_slot(self) -> int:
-        slot, self._num_slots = self._num_slots, self._num_slots + 1
-        return slot
 
     def _before_write(self, target: Any) -> None:
         """Copy roots before they are overwritten; register a constant that data is written into."""
-        if not isinstance(target, Tensor):
+        if not isinstance(target, Tensor) or not self.is_open:
             return
         memory = _memory_of(target)
-        for root in self.roots.values():
-            if _memory_of(root.value) == memory:
-                copies = [each.detach().clone() for each in unpacked(root.value)]
-                root.value = packed(root.value, copies)
-        if self.slot_of(target) is None and not self.is_earlier(target):
-            before = target.detach().clone()
-            slot = self.name(target)
-            kind = Handling.OPERATION
+        for slot, value in self.roots.items():
+            if _memory_of(value) == memory:
+                copies = [each.detach().clone() for each in unpacked(value)]
+                self.roots[slot] = packed(value, copies)
+        if self.slot_of(target) is None:
+            before, outs = target.detach().clone(), [self._slot_for(target)]
             self.operations.append(
-                Operation(torch.clone, kind, "clone", (before,), {}, [slot], True, _NO_CAST, "")
+                Operation(
+                    torch.clone, Handling.OPERATION, "clone", (before,), {}, [before], [], outs
+                )
             )
-
-    def _note_target(
-        self,
-        input: Tensor,  # noqa: A002
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> None:
-        if reduction == "mean" and not target.is_floating_point():
-            num_classes = input.shape[min(1, input.ndim - 1)]
-            place = len(self.operations)
-            self.targets.append(MeanLabels(target, ignore_index, num_classes, weight, place))
-
-    def note_printed(self, value: Tensor) -> None:
-        """Remember one value that becomes text, which may be read again."""
-        if self.is_open and value.numel() == 1 and len(unpacked(value)) == 1:
-            self._note("item", "format", value=float(value.detach()))
-
-    def reaches_output(self, slot: int) -> bool:
-        """Whether a result was made of an output that is trained on."""
-        outputs = {slot for slot, root in self.roots.items() if root.edges}
-        if slot in outputs:
-            return True
-        path = path_to(self, slot)
-        return any(not outputs.isdisjoint(refs_of(operation)) for _, operation in path)
-
-    # --- the module ------------------------------------------------------------------------------
-
-    def enter_module(self, args: Any, kwargs: Any) -> None:
-        """Note what the module is given."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                slot = self.slot_of(leaf)
-                if slot is not None:
-                    self.inputs.add(slot)
-                else:
-                    self.unknown_inputs.append(leaf)
-
-    def leave_module(self, output: Any, *, is_trained: bool) -> None:
-        """Register the module's outputs."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self.add_root(leaf, is_output=is_trained)
 
 
 def _memory_of(value: Tensor) -> int:
@@ -550,28 +598,67 @@ def _memory_of(value: Tensor) -> int:
         return id(first)
 
 
-_NO_CAST = (None, None)
 _MEANS = {F.cross_entropy, F.nll_loss}
 
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+_recording: list[LossRecorder] = []  # those that are on torch's stack of modes
+_CustomFunction: Any = torch.autograd.function._SingleLevelFunction
+_stances: list[Any] = []  # torch.compile's, while somebody records
 
 
-def _line() -> tuple[str, tuple]:
-    """The line of the user's code that runs now, for messages, and the code's constants."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(NOT_THE_USERS):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}", frame.f_code.co_consts
-        frame = frame.f_back
-    return "", ()
+def _change_torch(*, is_on: bool) -> None:
+    """Let torch tell recorders of what it tells no function mode of otherwise, or not any more.
+
+    For all recorders together, since several engines begin and end in any order.
+    """
+    if is_on:
+        _CustomFunction.apply = classmethod(_recorded_apply)
+        if "torch._dynamo.eval_frame" in sys.modules:
+            # A compiled criterion runs as it was written: what dynamo makes of it calls no torch
+            # functions that could be written down.
+            _stances.append(torch.compiler.set_stance("force_eager"))
+    elif not sys.is_finalizing():  # else a loop was left with the program
+        del _CustomFunction.apply
+        while _stances:
+            _stances.pop().__exit__(None, None, None)
 
 
-# --- numbers -----------------------------------------------------------------------------------
+def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply`, of which torch tells no function mode.
+
+    It lies between `Function` and its base in C++ while somebody records, so that it is found by a
+    `MyFunction.apply` that was looked up long before, too.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return super(_CustomFunction, cls).apply(*args, **kwargs)
+
+    for recorder in _recording:
+        # Not inside of an operation that it records.
+        is_told = any(mode is recorder for mode in _get_current_function_mode_stack())
+        leaves = leaves_in((args, kwargs)) if is_told else ()
+        if any(recorder.slot_of(leaf) is not None for leaf in leaves):
+            with taken_away(recorder):
+                return recorder.call(run, Handling.OPERATION, cls.__name__, args, kwargs)
+    return run(*args, **kwargs)
+
+
+def stop_recording() -> None:
+    """Take every recorder off torch's stack of modes: of loops that were left in the middle."""
+    for recorder in list(_recording):
+        recorder.remove()
+
+
+def refuse_unseen() -> None:
+    """Raise for a gradient at the module's outputs whose loss nobody looked at."""
+    raise BadInput(
+        "a gradient reached the module's outputs from a loss that was not followed, so it is not "
+        "known whether each row's gradient depends on that row alone. Call loss.backward() on a "
+        "loss made by torch functions of the module's outputs and of the batch that the loader "
+        "handed out; torch.autograd.backward, torch.jit, vmap and numpy cannot be followed"
+    )
+
+
+# --- numbers --------------------------------------------------------------------------------------
 
 
 class FollowedNumber:
@@ -579,7 +666,7 @@ class FollowedNumber:
 
     pass_number: int
     slot: int
-    recorder: "weakref.ref[LossTape]"
+    recorder: "weakref.ref[LossRecorder]"
 
 
 def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, Any], Any]:
@@ -587,12 +674,15 @@ def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, An
         args = (other, self) if is_swapped else (self, other)
         if not isinstance(other, int | float):
             return NotImplemented
-        tape = self.recorder()
-        if tape is None:
-            made = func(*_plain(args))
-            is_float = isinstance(made, float)
-            return _followed(made, self.pass_number, -1, self.recorder) if is_float else made
-        return tape.call(func, Handling.OPERATION, func.__name__, args, {})
+        recorder = self.recorder()
+        if recorder is not None and recorder.number == self.pass_number:
+            return recorder.call(func, Handling.OPERATION, func.__name__, args, {})
+        made = func(*map(_plain, args))
+        if not isinstance(made, float):
+            return made
+        made = _Float(made)
+        vars(made).update(vars(self), slot=EARLIER)
+        return made
 
     return run
 
@@ -609,11 +699,12 @@ def _number_type(base: type) -> type:
 
 
 _Float, _Int = _number_type(float), _number_type(int)
+_FOLLOWED = (Tensor, FollowedNumber)
 
 
-def _followed(value: float, number: int, slot: int, tape: "Callable[[], LossTape | None]") -> Any:
+def _followed(value: float, recorder: LossRecorder, slot: int) -> Any:
     made: Any = (_Float if isinstance(value, float) else _Int)(value)
-    made.pass_number, made.slot, made.recorder = number, slot, tape
+    made.pass_number, made.slot, made.recorder = recorder.number, slot, weakref.ref(recorder)
     return made
 
 
@@ -635,64 +726,9 @@ def public(value: float) -> float:
     return PublicNumber(float(value))
 
 
-def _plain(value: Any) -> Any:
-    """Arguments as torch gets them: numbers without our mark."""
-
-    def plain_leaf(leaf: Any) -> Any:
-        kind = type(leaf)
-        if kind is _Float or kind is PublicNumber:
-            return float(leaf)
-        return int(leaf) if kind is _Int else leaf
-
-    return mapped(plain_leaf, value)
-
-
-# --- paths --------------------------------------------------------------------------------------
-
-
-def path_to(tape: LossTape, slot: int) -> Iterator[tuple[int, Operation]]:
-    """Yield the operations that lead to a slot, last first, with their places."""
-    needed, memory = {slot}, {tape.memory.get(slot)}
-    for place in reversed(range(len(tape.operations))):
-        operation = tape.operations[place]
-        # What is written in place is seen through all tensors that share its memory.
-        is_write = operation.handling is Handling.WRITE
-        is_seen = is_write and any(tape.memory[out] in memory for out in operation.outs)
-        if needed.isdisjoint(operation.outs) and not is_seen:
-            continue
-        refs = refs_of(operation)
-        needed.update(refs)
-        memory.update(tape.memory[ref] for ref in refs if ref in tape.memory)
-        yield place, operation
-
-
-def refs_of(operation: Operation) -> list[int]:
-    """The slots that an operation was given."""
-    return [leaf.slot for leaf in leaves_of(operation) if isinstance(leaf, SlotRef)]
-
-
-def leaves_of(operation: Operation) -> list[Any]:
-    """All leaves of an operation's arguments."""
-    return leaves_in((operation.args, operation.kwargs))
-
-
-def leaves_in(value: Any) -> list[Any]:
-    """All leaves of an argument."""
-    found: list[Any] = []
-    mapped(found.append, value)
-    return found
-
-
-def mapped(make: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to each leaf of an argument, in tuples, lists, dicts and slices.
-
-    Not `tree_map`: it takes named tuples and shapes apart, and no slice.
-    """
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([mapped(make, each) for each in value])
-    if kind is dict:
-        return {key: mapped(make, each) for key, each in value.items()}
-    if kind is slice:
-        return slice(*(mapped(make, each) for each in (value.start, value.stop, value.step)))
-    return make(value)
+def _plain(leaf: Any) -> Any:
+    """An argument as torch gets it: a number without our mark."""
+    kind = type(leaf)
+    if kind is _Float or kind is PublicNumber:
+        return float(leaf)
+    return int(leaf) if kind is _Int else leaf

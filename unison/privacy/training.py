@@ -25,12 +25,12 @@ from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.dealing import BatchDealer, Part, Ranks, batch_mean, local_batch_mean
 from unison.privacy.graph import GraphedPass, LossOf
+from unison.privacy.inputs import PublicTerms
 from unison.privacy.learning import ClippingSettings, is_recording
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_program import LossRecorder, refuse_unseen
-from unison.privacy.loss_tape import FollowedNumber
+from unison.privacy.loss_tape import FollowedNumber, LossRecorder, refuse_unseen
 from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
 from unison.privacy.noise import (
     Given,
@@ -40,7 +40,6 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.public_terms import PublicTerms
 from unison.privacy.sampling import PhysicalBatch
 from unison.rng import Key, NoiseClock
 
