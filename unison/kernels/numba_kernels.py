@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unison.kernels.permutation import NUM_ROUNDS, Network
 from unison.kernels.random import (
     CHACHA_CONSTANTS,
     CHACHA_DOUBLE_ROUNDS,
@@ -28,6 +27,7 @@ from unison.kernels.random import (
     FRACTION_MASK,
     MASK32,
     MIDDLE,
+    NUM_ROUNDS,
     ONE_BITS,
     ORDINARY,
     PHILOX_M0,
@@ -40,6 +40,7 @@ from unison.kernels.random import (
     SEGMENT_SHIFT,
     Cipher,
     Distribution,
+    Network,
     Recipe,
     fill_reference,
     inverse_table,
@@ -360,7 +361,7 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     rest = (
         int(recipe.cipher),
         int(recipe.distribution),
-        recipe.words_per_element,
+        recipe.distribution.num_words,
         np.array(recipe.key, np.int64),
         np.array(recipe.floats or (0.0,), np.float64),
         np.array(recipe.ints or (0,), np.int64),
