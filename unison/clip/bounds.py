@@ -89,7 +89,7 @@ training does: nothing of others changes. Without a grid they add float32 number
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -340,6 +340,7 @@ class NormTable(Mapping[str, SampleNorms]):
         return SampleNorms(self.squared.sum(0), self.upper.sum(0))
 
 
+@lru_cache(maxsize=1024)
 def gamma(num_roundings: int, unit: float) -> float:
     """Return γ_k = ku/(1−ku), the largest relative error of k roundings, rounded up.
 
@@ -391,14 +392,14 @@ def bounded(
         adds a vector of norm at most c_b·√upper_b. A sample that is not finite has an upper bound
         that is not finite.
     """
-    batch = check_records(records)
-    terms = sum(num_terms(record) for record in records)
+    batch, tokens = check_records(records), [num_terms(record) for record in records]
+    terms = sum(tokens)
     unit = UNIT_ROUNDOFF[arithmetic.scale]
     k2 = batch * terms + len(records) + 8
     # (1+u)²(1+γ) − 1 without the subtraction, which would lose u.
     rho = 2 * unit + unit**2 + (1 + unit) ** 2 * gamma(k2, UNIT_ROUNDOFF[arithmetic.accumulate])
     # k₁: at least the roundings that a term of any norm method meets.
-    num_tiles = sum(-(-num_terms(record) // TOKENS_PER_TILE) for record in records)
+    num_tiles = sum(-(-each // TOKENS_PER_TILE) for each in tokens)
     sizes = 2 * sum(map(sum, matrix_shapes(records)))
     k1 = 3 * terms + sizes + 2 * TOKENS_PER_TILE + (num_tiles + 1) ** 2 + 16
     slack = gamma(k1, UNIT_ROUNDOFF[arithmetic.norm])

@@ -8,25 +8,10 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
+from unison.clip import measured
 from unison.clip.bounds import NormTable, SampleNorms, num_terms, tensors_of
 from unison.clip.costs import KINDS, Choice, describe
-from unison.clip.measured import (
-    METHODS,
-    Factors,
-    SumGrid,
-    bound,
-    can_wait,
-    clipped_sum,
-    form,
-    groups_of,
-    is_taken,
-    materialize,
-    measure_factors,
-    sides_of,
-    squared_norms,
-    stacked,
-    sums_of,
-)
+from unison.clip.measured import Factors, SumGrid
 from unison.clip.norms import (
     GRADIENT_METHODS,
     NORM_METHODS,
@@ -200,8 +185,8 @@ class Clipping:
         if self._coefficients is None and planned is not None and planned.kinds is not None:
             choice = planned.chosen.choice
             if NORM_METHODS[choice.norm].is_kept:
-                return Dense(form(record), is_ours=True)
-            if choice.gradient == "records" and is_taken([record]):
+                return Dense(measured.form(record), is_ours=True)
+            if choice.gradient == "records" and measured.is_taken([record]):
                 record.finish()
                 return cast(Record, record)  # kernels take it for one
         return record.as_product()
@@ -212,7 +197,7 @@ class Clipping:
         records: Sequence[Record] = parameter.records
         choice = parameter.choice = self._choice_for(parameter)
         is_kept = NORM_METHODS[choice.norm].is_kept
-        parameter.is_fast = choice.norm in METHODS and is_taken(records)
+        parameter.is_fast = choice.norm in measured.METHODS and measured.is_taken(records)
         if not parameter.is_fast:
             lent = None
             needed = needed_to_keep(records) if is_kept and parameter.lent is None else None
@@ -220,12 +205,12 @@ class Clipping:
                 device = tensors_of(records[0])[0].device
                 lent = parameter.lent = self._storage.lend(parameter.name, *needed, device)
             parameter.norms, records = measure(records, choice.norm, lent)
-        elif can_wait(records, choice):
+        elif measured.can_wait(records, choice):
             parameter.factors = Factors.of(cast(Product, records[0]))
         elif is_kept:
-            records = [Dense(materialize(records))]
+            records = [Dense(measured.materialize(records))]
         else:
-            parameter.norms = squared_norms(records, choice.norm)
+            parameter.norms = measured.squared_norms(records, choice.norm)
         # Of the records, what the gradient method needs is kept.
         is_dropped = parameter.comes_again if choice.num_forwards == 2 else ()
         if choice.num_backwards == 2:
@@ -274,9 +259,9 @@ class Clipping:
         if gradients:
             values = list(gradients.values())
             numel = max(value.numel() for value in values) // max(1, self.num_samples)
-            norms |= _by_name(gradients, bound(squares(values), self.num_samples, numel))
-        for names in groups_of(found) if found else ():
-            norms |= _by_name(names, measure_factors(names, found))
+            norms |= _by_name(gradients, measured.bound(squares(values), self.num_samples, numel))
+        for names in measured.groups_of(found) if found else ():
+            norms |= _by_name(names, measured.measure_factors(names, found))
         for name, each in norms.items():
             self._parameters[name].norms = each
         by_name = {name: self._parameters[name].norms for name in sorted(self._parameters)}
@@ -358,7 +343,7 @@ class Clipping:
                     found[parameter.name] = parameter.factors
                     parameter.factors, parameter.records = None, []
             if found:
-                sums = sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
+                sums = measured.sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
                 for name, total in sums:
                     self._parameters[name].clipped = total
         for parameter in used:
@@ -411,16 +396,16 @@ class Clipping:
                     totals[name] = make(math.prod(value.shape[1:]), dtype=dtype)
             combine(
                 list(gradients.values()),
-                stacked([coefficients[name] for name in gradients]),
+                measured.stacked([coefficients[name] for name in gradients]),
                 [each for name in gradients if (each := totals[name]) is not None],
                 add=not is_first,
                 spacing=spacing,
             )
             gradients.clear()
-        for names in groups_of(found) if found else ():
+        for names in measured.groups_of(found) if found else ():
             outs = [each for name in names if (each := totals[name]) is not None]
-            weights = stacked([coefficients[name] for name in names], grid)
-            factored.weighted_sums(*sides_of(names, found), weights, outs, add=True)
+            weights = measured.stacked([coefficients[name] for name in names], grid)
+            factored.weighted_sums(*measured.sides_of(names, found), weights, outs, add=True)
         for name, total in self.clipped_sums(coefficients, list(totals)):
             unit = 1.0 if grid is None else grid.spacing
             exact = total.double() if total.is_floating_point() else total.double() * unit
@@ -463,7 +448,7 @@ class Clipping:
                 )
                 sums.append(each.clipped)
                 each.records, each.gradients = [], None
-        combine(values, stacked(weights), sums)
+        combine(values, measured.stacked(weights), sums)
 
     def _add(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Put the float64 sum of the records in their place."""
@@ -481,7 +466,7 @@ class Clipping:
             records, parameter.records = parameter.records, []
             shape = records[0].shape
             if parameter.is_fast and (self.grid is None or self.grid.is_held):
-                parameter.clipped = clipped_sum(records, coefficients, shape, self.grid)
+                parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
                 method = GRADIENT_METHODS[parameter.choice.gradient]
                 whole = [

@@ -465,12 +465,8 @@ def method_costs(layer: LayerShape, machine: str) -> dict[str, Cost]:
 
 def _torch_costs(layer: LayerShape) -> dict[str, Cost]:
     """Return the costs of methods in plain torch, on a CPU."""
-    flops, moved, numel, size = (
-        product_flops(layer),
-        record_bytes(layer),
-        layer.numel,
-        layer.batch * layer.numel,
-    )
+    flops, moved, numel = product_flops(layer), record_bytes(layer), layer.numel
+    size = layer.batch * numel
     rows, columns, tokens = layer.uses[0].rows, layer.uses[0].columns, layer.num_tokens("product")
     looked_up, num_dense = layer.num_tokens("lookup"), layer.num_tokens("dense")
     tile = min(TOKENS_PER_TILE, max(1, tokens))
@@ -521,11 +517,8 @@ def _torch_costs(layer: LayerShape) -> dict[str, Cost]:
 
 def _kernel_costs(layer: LayerShape) -> dict[str, Cost]:
     """Return the costs of methods where compiled kernels do them, on CUDA."""
-    flops, moved, kinds = (
-        product_flops(layer),
-        record_bytes(layer),
-        {use.kind for use in layer.uses},
-    )
+    flops, moved = product_flops(layer), record_bytes(layer)
+    kinds = {use.kind for use in layer.uses}
     is_float32 = layer.itemsize != 2 or kinds == {"dense"} or layer.is_float16
     kept = (4 if is_float32 else 2) * layer.numel  # bytes of one sample
     size = layer.batch * kept

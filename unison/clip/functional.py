@@ -241,7 +241,13 @@ def clipped_gradients(
         surroundings = RngAutocastState.here(model, batch)
         with capture.following(batch):
             losses = per_sample_loss(model, batch)
-        _check_losses(losses, size)
+        if losses.shape != (size,):
+            raise BadInput(
+                f"expected one loss per sample, [{size}], found {list(losses.shape)}; use "
+                "reduction='none' and average over each sample's own tokens"
+            )
+        if not losses.requires_grad:
+            raise BadInput("the losses do not depend on any trainable parameter")
         losses.sum().backward(retain_graph=plan.num_backwards == 2)
         norms = clipping.norms().total()
         coefficients = RULES[rule](norms, max_norm)
@@ -286,13 +292,3 @@ def _of_nothing(model: nn.Module, mode: str) -> ClippedGradients:
         num_dropped=torch.zeros((), dtype=torch.int64, device=device),
         plan=plan_clipping([], mode=mode),
     )
-
-
-def _check_losses(losses: Tensor, size: int) -> None:
-    if losses.shape != (size,):
-        raise BadInput(
-            f"expected one loss per sample, [{size}], found {list(losses.shape)}; use "
-            "reduction='none' and average over each sample's own tokens"
-        )
-    if not losses.requires_grad:
-        raise BadInput("the losses do not depend on any trainable parameter")

@@ -133,19 +133,14 @@ def materialize(records: Sequence[Record]) -> Tensor:
         return only.value if only.value[:1].is_contiguous() else only.value.contiguous()
     if isinstance(only, Product):
         left, right = factors(only)
-        if can_multiply(left, right, dtype):
+        is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0
+        if left.dtype == right.dtype == dtype and is_aligned:
             made = torch.bmm(left.mT, right)
         else:
             made = left.new_empty(len(left), left.shape[2], right.shape[2], dtype=dtype)
             _multiply_into(made, left, right.to(left.dtype))
         return made.view(-1, *only.shape)
     return _sum_of(records, dtype).view(-1, *records[0].shape)
-
-
-def can_multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `torch.bmm` makes the per-sample gradients of a product, in this dtype."""
-    is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0
-    return left.dtype == right.dtype == dtype and is_aligned
 
 
 def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -221,7 +216,10 @@ def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNo
     if len(products) == len(records):
         left, right = _joined(products)
         if method == "gram":
-            return _by_gram(left, right, batch)
+            squares, masses = _products().squared_norms(left, right, _precision())
+            features, mass = left.shape[2] + right.shape[2], masses.sum(1) * (1 + 2.0**-16)
+            error = _gram_slack(features, left.dtype) * mass.square()
+            return _bounded_gram(squares.sum(1), error, mass, batch, left.shape[1], left.dtype)
         parts = _products().per_sample(left, right, None, _precision())
         return bound(parts.double().sum(1), batch, numel)
     if len(records) == 1 and isinstance(records[0], Lookup):
@@ -304,13 +302,6 @@ def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
     """
     slack = (1 + gamma(SQUARE_ROUNDINGS, _UNIT)) * (1 + gamma(batch + 4, _UNIT)) ** 2
     return SampleNorms(squared, squared * slack + numel * _UNDERFLOW)
-
-
-def _by_gram(left: Tensor, right: Tensor, batch: int) -> SampleNorms:
-    squares, masses = _products().squared_norms(left, right, _precision())
-    features, mass = left.shape[2] + right.shape[2], masses.sum(1) * (1 + 2.0**-16)
-    error = _gram_slack(features, left.dtype) * mass.square()
-    return _bounded_gram(squares.sum(1), error, mass, batch, left.shape[1], left.dtype)
 
 
 def bound_grams(

@@ -89,7 +89,11 @@ def _squared_norms(records: Sequence[Record]) -> Tensor:  # [batch]
     if lookups:
         parts.append(lookup_squared_norms(lookups))
     if denses:
-        parts.append(_of_denses(denses))
+        squares = denses[0].new_zeros(len(denses[0]), dtype=torch.float64)
+        for rows in spans(denses[0].shape[1], ROWS_PER_TILE):
+            together = torch.stack([dense[:, rows].double() for dense in denses]).sum(0)
+            squares += together.square_().sum(-1).sum(-1)
+        parts.append(squares)
     parts += [2 * _lookup_product(lookup, p) for lookup in lookups for p in products]
     parts += [2 * _dense_product(dense, p) for dense in denses for p in products]
     parts += [2 * _dense_lookup(dense, lookup) for dense in denses for lookup in lookups]
@@ -157,15 +161,6 @@ def _lookup_product(lookup: Lookup, product: Product) -> Tensor:  # [batch]
             weights = _inner_products(right[:, tokens], g)  # [batch, s, t]
             picked = left[:, tokens].gather(2, index.expand(-1, weights.shape[1], -1))
             total += weights.mul_(picked).sum(-1).sum(-1)
-    return total
-
-
-def _of_denses(denses: Sequence[Tensor]) -> Tensor:  # [batch]
-    """Return ‖Σ V‖² of matrices V [batch, rows, columns]."""
-    total = denses[0].new_zeros(len(denses[0]), dtype=torch.float64)
-    for rows in spans(denses[0].shape[1], ROWS_PER_TILE):
-        together = torch.stack([dense[:, rows].double() for dense in denses]).sum(0)
-        total += together.square_().sum(-1).sum(-1)
     return total
 
 

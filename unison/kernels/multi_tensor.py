@@ -83,31 +83,11 @@ def _compiled_for(x: Tensor) -> Any:
     return None
 
 
-@torch.library.custom_op("unison::per_sample_squared_norms", mutates_args=())
-def _squared_norms(x: Tensor) -> Tensor:
-    compiled = _compiled_for(x)
-    return squared_norms_reference(x) if compiled is None else compiled.squared_norms(x)
-
-
-@_squared_norms.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.float64)
-
-
-@torch.library.custom_op("unison::per_sample_weighted_sum", mutates_args=("out",))
-def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    compiled = _compiled_for(x)
-    (weighted_sum_reference if compiled is None else compiled.weighted_sum)(x, weights, out)
-
-
-@_weighted_sum.register_fake
-def _(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    return None
-
-
 def squared_norms(x: Tensor) -> Tensor:
     """Return Σ_i x[b, i]² of x [batch, numel]: [batch], float64, added in float64."""
-    return _squared_norms(x.detach())
+    compiled = _compiled_for(x)
+    run = squared_norms_reference if compiled is None else compiled.squared_norms
+    return run(x.detach())
 
 
 def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -119,7 +99,9 @@ def weighted_sum(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         out: [numel], float32 or float64. The sum is float64 and is rounded once, to its dtype.
     """
     assert weights.dtype == torch.float64, weights.dtype
-    _weighted_sum(x.detach(), weights, out)
+    compiled = _compiled_for(x)
+    run = weighted_sum_reference if compiled is None else compiled.weighted_sum
+    run(x.detach(), weights, out)
     return out
 
 

@@ -431,8 +431,16 @@ def draw(
             rank = ints[0] + scale_word(words[0], ints[1])
             value = (normal_of_rank(rank) * floats[1] + floats[0]).clamp(floats[2], floats[3])
         case Distribution.SECURE_NORMAL:
-            assert more_words is not None
-            value = _secure_steps(words, more_words, floats[0], floats[2]) * floats[1]
+            upper, lower = words[0] & 0x7FFFFFFF, words[1]
+            scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * floats[0]
+            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+            is_open = ((scaled - steps).abs() > 0.5 - floats[2]) | (upper < FAR_UPPER)
+            if bool(is_open.any()):
+                assert more_words is not None
+                more = more_words()[:, is_open]
+                steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, floats[0])
+            steps = torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
+            value = steps * floats[1]
         case Distribution.BERNOULLI:
             return ((words[0] << 31) | (words[1] >> 1)) <= ints[0]
         case Distribution.INTEGERS:
@@ -452,20 +460,6 @@ def inverse_tail(v: Tensor, shape: TableShape) -> Tensor:
     for coefficient in coefficients[:-1].flip(0):
         z = z * u + coefficient[segment]
     return z
-
-
-def _secure_steps(
-    words: Tensor, more_words: Callable[[], Tensor], scale: float, near: float
-) -> Tensor:
-    """Return secure noise in spacings: integers, float64."""
-    upper, lower = words[0] & 0x7FFFFFFF, words[1]
-    scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * scale
-    steps = scaled + ROUND_MAGIC - ROUND_MAGIC
-    is_open = ((scaled - steps).abs() > 0.5 - near) | (upper < FAR_UPPER)
-    if bool(is_open.any()):
-        more = more_words()[:, is_open]
-        steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, scale)
-    return torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
 
 
 def exact_steps(upper: Tensor, lower: Tensor, more: Tensor, scale: float) -> Tensor:
@@ -620,7 +614,7 @@ def _is_triton_chosen(x: Tensor) -> bool:
 @torch.library.custom_op("unison::random_fill", mutates_args={"out"})
 def _random_fill(out: Tensor, recipe: Tensor, starts: Tensor, run: int) -> None:
     fill = fill_reference  # of words and integers nobody draws so many that more would pay
-    if out.dtype != torch.int64 and _is_triton_chosen(out):
+    if out.dtype != torch.int64 and (out.is_cuda or _forced) and _is_triton_chosen(out):
         fill = import_module("unison.kernels.random_triton").fill
     elif out.dtype != torch.int64 and out.device.type == "cpu" and is_numba_chosen(out.numel()):
         fill = import_module("unison.kernels.numba_kernels").fill

@@ -33,17 +33,16 @@ def of_divisor(layout: Layout, g: Tensor, x: Tensor, w: Tensor, *, shape: tuple[
 
 
 def _operands(tap: Tap, left: Any, right: Any) -> tuple[Any, Any] | None:
-    """The plain operand and the parameter; None if both are parameters."""
-    if tap.tracks(left) and tap.tracks(right):
-        return None
-    return (right, left) if tap.tracks(left) else (left, right)
+    """The plain tensor and the parameter; None if both are parameters, or one is a number."""
+    x, w = (right, left) if tap.tracks(left) else (left, right)
+    return None if tap.tracks(x) or not isinstance(x, Tensor) else (x, w)
 
 
 @rule(torch.mul, torch.multiply, Tensor.mul)
 def scale(tap: Tap, left: Any, right: Any) -> Any:
     """`x * w` in either order."""
     operands = _operands(tap, left, right)
-    if operands is None or not isinstance(operands[0], Tensor):
+    if operands is None:
         return NotImplemented
     x, w = operands
     return tap(x * tap.plain(w), saved=(x,), uses=[(w, of_factor)])
@@ -53,7 +52,7 @@ def scale(tap: Tap, left: Any, right: Any) -> Any:
 def shift(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
     """`x + w` in either order."""
     operands = _operands(tap, left, right)
-    if operands is None or not isinstance(operands[0], Tensor) or alpha != 1:
+    if operands is None or alpha != 1:
         return NotImplemented
     x, w = operands
     return tap(x + tap.plain(w), saved=(), uses=[(w, of_bias)])
@@ -63,17 +62,15 @@ def shift(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
 def subtract(tap: Tap, left: Any, right: Any, *, alpha: float = 1) -> Any:
     """`x - w` and `w - x`."""
     operands = _operands(tap, left, right)
-    if operands is None or not isinstance(operands[0], Tensor) or alpha != 1:
+    if operands is None or alpha != 1:
         return NotImplemented
     w = operands[1]
     y = tap.plain(left) - tap.plain(right)
     return tap(y, saved=(), uses=[(w, of_bias if tap.tracks(left) else of_subtracted)])
 
 
-@rule(Tensor.__rsub__)
-def rsubtract(tap: Tap, right: Any, left: Any) -> Any:
-    """`x - w` as Python asks the parameter for it."""
-    return subtract(tap, left, right)
+# `x - w` as Python asks the parameter for it.
+rule(Tensor.__rsub__)(lambda tap, right, left: subtract(tap, left, right))
 
 
 @rule(torch.div, torch.true_divide, Tensor.div)
@@ -105,10 +102,8 @@ def where(tap: Tap, condition: Any, left: Any, right: Any) -> Any:
     return tap(y, saved=(condition,), uses=[(w, chosen)])
 
 
-@rule(Tensor.where)
-def where_method(tap: Tap, left: Any, condition: Any, right: Any) -> Any:
-    """The same as a method of the first choice."""
-    return where(tap, condition, left, right)
+# The same as a method of the first choice.
+rule(Tensor.where)(lambda tap, left, condition, right: where(tap, condition, left, right))
 
 
 @rule(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)

@@ -76,10 +76,8 @@ def matmul(tap: Tap, left: Any, right: Any) -> Any:
     return tap(y, saved=(as_computed(x, y),), uses=[(w, builder)])
 
 
-@rule(Tensor.__rmatmul__)
-def rmatmul(tap: Tap, right: Any, left: Any) -> Any:
-    """`x @ W` as Python asks the parameter for it."""
-    return matmul(tap, left, right)
+# `x @ W` as Python asks the parameter for it.
+rule(Tensor.__rmatmul__)(lambda tap, right, left: matmul(tap, left, right))
 
 
 @rule(torch.addmm, Tensor.addmm)

@@ -119,9 +119,12 @@ def rms_norm(
     return tap(y, saved=(input,), uses=[(weight, gain)])
 
 
-def _per_channel(x: Tensor) -> tuple[int, ...]:
-    """The shape of one number per channel of [batch, channels, ...]."""
-    return (x.shape[1], *(1 for _ in x.shape[2:]))
+def _tap_channels(tap: Tap, y: Tensor, x: Tensor, weight: Any, bias: Any, normalise: Any) -> Tensor:
+    """Record one gain and one offset per channel of x [batch, channels, ...]."""
+    broadcast = (x.shape[1], *(1 for _ in x.shape[2:]))
+    gain = partial(of_gain, normalise=normalise, broadcast=broadcast)
+    offset = partial(of_offset, broadcast=broadcast)
+    return tap(y, saved=(x,), uses=[(weight, gain), (bias, offset)])
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -138,13 +141,8 @@ def group_norm(
     if tap.tracks(input):
         return NotImplemented
     y = F.group_norm(input, num_groups, tap.plain(weight), tap.plain(bias), eps)
-    gain = partial(
-        of_gain,
-        normalise=lambda x: F.group_norm(x, num_groups, None, None, eps),
-        broadcast=_per_channel(input),
-    )
-    offset = partial(of_offset, broadcast=_per_channel(input))
-    return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
+    normalise = lambda x: F.group_norm(x, num_groups, None, None, eps)  # noqa: E731
+    return _tap_channels(tap, y, input, weight, bias, normalise)
 
 
 @rule(F.instance_norm)
@@ -168,13 +166,7 @@ def instance_norm(
             "track_running_stats=False"
         )
     y = F.instance_norm(input, None, None, tap.plain(weight), tap.plain(bias), True, momentum, eps)
-    gain = partial(
-        of_gain,
-        normalise=lambda x: F.instance_norm(x, eps=eps),
-        broadcast=_per_channel(input),
-    )
-    offset = partial(of_offset, broadcast=_per_channel(input))
-    return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
+    return _tap_channels(tap, y, input, weight, bias, lambda x: F.instance_norm(x, eps=eps))
 
 
 @rule(F.batch_norm, torch.batch_norm)

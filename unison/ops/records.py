@@ -80,7 +80,7 @@ class Dense:
     value: Tensor
     is_ours: bool = False
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape."""
         return tuple(self.value.shape[1:])
