@@ -305,7 +305,7 @@ def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
 
 
 def bound_grams(
-    grams: Sequence[Tensor], batch: int, tokens: int, features: int, dtype: torch.dtype
+    grams: Tensor | Sequence[Tensor], batch: int, tokens: int, features: int, dtype: torch.dtype
 ) -> SampleNorms:
     """Return norms that were found by inner products: see [Note: what a Gram errs by].
 

@@ -168,20 +168,16 @@ def fastest(
         BadInput: If nothing fits.
     """
     preferred = [[a for a in each if a.measured is not None] or each for each in options]
-    found = _fastest(preferred, memory_budget, forwards, freed)
-    if found is None:
-        found = _fastest(options, memory_budget, forwards, freed)
-    if found is None:
-        smallest = [
-            [
-                min(each, key=lambda a: a.cost.kept_bytes + a.cost.transient_bytes)
-                for each in allowed
-            ]
-            for _, allowed in _by_passes(options)
-        ]
-        check_fits(min(smallest, key=lambda each: bytes_needed(each, freed)), memory_budget, freed)
-        raise AssertionError("the smallest fit, and were not found")
-    return found
+    for allowed in (preferred, options):
+        found = _fastest(allowed, memory_budget, forwards, freed)
+        if found is not None:
+            return found
+    smallest = [
+        [min(each, key=lambda a: a.cost.kept_bytes + a.cost.transient_bytes) for each in allowed]
+        for _, allowed in _by_passes(options)
+    ]
+    check_fits(min(smallest, key=lambda each: bytes_needed(each, freed)), memory_budget, freed)
+    raise AssertionError("the smallest fit, and were not found")
 
 
 def fastest_compiled(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from unison import check
 from unison.errors import BadInput
+from unison.kernels.available import TAKEN
 
 
 class Cipher(IntEnum):
@@ -673,7 +674,7 @@ def drop(
         limit: Greatest 63-bit draw that is dropped.
         scale: Factor of what stays.
     """
-    if _is_triton_chosen(x) and x.dtype in _DROPPED_BY_TRITON and x.numel():
+    if _is_triton_chosen(x) and x.dtype in TAKEN and x.numel():
         # One kernel for one run of elements: the mask is drawn where it is used, never stored.
         first = int(starts[0])
         if first % 2 == 0 and bool((starts.diff() == run).all()):
@@ -683,9 +684,6 @@ def drop(
     recipe = Recipe(Cipher.PHILOX, key, Distribution.BERNOULLI, (), (limit,))
     fill_rows(is_dropped, recipe, starts, run)
     return torch.where(is_dropped, 0.0, x * scale)
-
-
-_DROPPED_BY_TRITON = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # --- a keyed permutation of [0, n) by a Feistel network -------------------------------------------
