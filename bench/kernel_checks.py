@@ -74,7 +74,7 @@ def lookup(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
 
 def affine(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     """Check per-sample sums of layer norm, RMS norm and biases."""
-    from unison.kernels import affine as kernels
+    from unison.kernels import multi_tensor as kernels
 
     runs, generator = Runs(setting, dtype), setting.generator()
     sizes = [(3, 77, 257), (3, 1, 257), (4, 1024, 1280)]
@@ -88,10 +88,10 @@ def affine(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         for is_centred, name in ((True, "layer norm"), (False, "RMS norm")):
             normal = (F.layer_norm if is_centred else F.rms_norm)(wide, size[2:], eps=1e-5)
             sums = [(slope * normal).sum(1), slope.sum(1)]
-            expected = torch.stack(sums if is_centred else sums[:1], 1)
+            expected = torch.stack(sums if is_centred else sums[:1])
             (found,), is_same = runs.repeat(
                 lambda x=x, g=g, is_centred=is_centred: (
-                    kernels.sums(x, g, 1e-5, is_centred=is_centred, has_offset=is_centred),
+                    kernels.norm_sums(x, g, 1e-5, is_centred=is_centred, has_offset=is_centred),
                 )
             )
             error = largest_error(found, expected)
@@ -99,33 +99,7 @@ def affine(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         (found,), is_same = runs.repeat(lambda g=g: (kernels.column_sums(g),))
         error = largest_error(found, slope.sum(1))
         runs.add("affine: column sums", shape, error, "largest element", is_same)
-        _check_many_affine(runs, shape, (x, g), (wide, slope))
     return runs.outcomes
-
-
-def _check_many_affine(
-    runs: Runs, shape: str, given: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor]
-) -> None:
-    """Check the same sums of several tensors at once, of different widths too."""
-    from unison.kernels import affine as kernels
-
-    x, g = given
-    xs, gs = [x, x.flip(1).contiguous(), x], [g, g, g.flip(0).contiguous()]
-    cut = [g, g[..., : g.shape[2] // 2].contiguous(), g[..., 2:].contiguous()]
-    found, is_same = runs.repeat(
-        lambda: (
-            *kernels.sums_of_many(xs, gs, 1e-5, is_centred=True, has_offset=True),
-            *kernels.column_sums_of_many(cut),
-        )
-    )
-    normal, slope = F.layer_norm(wide[0], x.shape[2:], eps=1e-5), wide[1]
-    normals, slopes = [normal, normal.flip(1), normal], [slope, slope, slope.flip(0)]
-    pairs = [((b * a).sum(1), b.sum(1)) for a, b in zip(normals, slopes, strict=True)]
-    expected = [each for pair in pairs for each in pair]
-    error = max(map(largest_error, found[:6], expected))
-    runs.add("affine: many norms", shape, error, "largest element", is_same)
-    error = max(map(largest_error, found[6:], [each.double().sum(1) for each in cut]))
-    runs.add("affine: many column sums", shape, error, "largest element", is_same)
 
 
 # ---- many tensors at once ------------------------------------------------------------------------
@@ -167,7 +141,7 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
     for has_noise in (False, True):
         noise = None
         if has_noise:
-            noise = multi_tensor.NoiseDraw(recipes.to(setting.device), [0] * len(values))
+            noise = (recipes.to(setting.device), [0] * len(values))
 
         def release(noise: multi_tensor.NoiseDraw | None = noise) -> tuple[Tensor, ...]:
             outs = outputs()
@@ -177,7 +151,7 @@ def of_many(setting: Setting, dtype: torch.dtype) -> list[Outcome]:
         outs, is_same = runs.repeat(release)
         there = [torch.empty(x.shape[1:]) for x in values]
         with using_backend("reference"):
-            plain = multi_tensor.NoiseDraw(recipes, [0] * len(values)) if has_noise else None
+            plain = (recipes, [0] * len(values)) if has_noise else None
             multi_tensor.release_reference(
                 [x.cpu() for x in values], weights.cpu(), plain, 8.0, there
             )

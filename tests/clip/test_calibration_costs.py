@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.privacy.common import attach, data, train
-from unison.clip import MODES, LayerShape, Plan, UseShape, kernel_costs, plan_clipping
+from unison.clip import MODES, LayerShape, Plan, UseShape, costs, plan_clipping
 from unison.clip import calibration as calibrations
-from unison.clip.alternatives import alternatives_of
 from unison.clip.calibration import (
     FOLDER_VARIABLE,
     Calibration,
@@ -22,6 +21,7 @@ from unison.clip.calibration import (
     kind_of,
     versions,
 )
+from unison.clip.plan import alternatives_of
 from unison.errors import BadInput
 from unison.privacy import learning
 
@@ -114,20 +114,20 @@ def test_every_choice_is_made_of_parts():
     layers = [linear(), linear(tokens=1), table(), alone(), linear(rows=1284)]
     for layer in (*layers, *[replace(each, is_checkpointed=True) for each in layers]):
         timed = {part: float(i + 1) for i, part in enumerate([*ALL_PARTS, "forward"])}
-        for option in alternatives_of(layer, "cuda", timed):
-            parts = kernel_costs.parts_of(layer, option.choice)
+        for option in alternatives_of(layer, "cuda", timed)[0]:
+            parts = costs.parts_of(layer, option.choice)
             assert parts.keys() <= timed.keys()
             least = sum(count * timed[part] for part, count in parts.items())
             assert option.measured is not None
             assert option.measured >= least  # fingerprints are predicted, and added
     once, again = (
-        kernel_costs.parts_of(replace(linear(), is_checkpointed=is_checkpointed), MODES["ghost"])
+        costs.parts_of(replace(linear(), is_checkpointed=is_checkpointed), MODES["ghost"])
         for is_checkpointed in (False, True)
     )
     assert 0 < once["forward"] < again["forward"]
-    assert "forward" not in kernel_costs.parts_of(table(), MODES["ghost"])  # no GEMM of its own
-    assert "gram" not in kernel_costs.parts_of(table(), MODES["ghost"])  # rows are added up
-    of_layers = [kernel_costs.parts_of(each, MODES["ghost_bk"]).keys() for each in layers]
+    assert "forward" not in costs.parts_of(table(), MODES["ghost"])  # no GEMM of its own
+    assert "gram" not in costs.parts_of(table(), MODES["ghost"])  # rows are added up
+    of_layers = [costs.parts_of(each, MODES["ghost_bk"]).keys() for each in layers]
     alone_parts = {"gram", "records"}
     assert of_layers == [{*TOGETHER}, {*TOGETHER}, {"tile", "records"}, alone_parts, alone_parts]
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tests.harness.oracle import clipped_sum, per_sample_norms
 from unison.clip import MODES, Clipping, Storage, clipped_gradients, learn, plan_clipping
-from unison.clip.layers import describe
+from unison.clip.costs import describe
 from unison.errors import UnsupportedOperation
 from unison.ops import Product
 

@@ -32,9 +32,7 @@ from unison.clip import (
     per_group,
     per_layer,
 )
-from unison.clip.bounds import gamma
-from unison.clip.coefficients import total_sensitivity
-from unison.clip.matrix import take
+from unison.clip.bounds import gamma, take, total_sensitivity
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product, Record
 

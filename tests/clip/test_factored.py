@@ -19,7 +19,7 @@ from tests.harness import assert_close, per_sample_gradients
 from tests.harness import assert_same_bits as assert_same_tensors
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.capture import Capture, learn_axes
-from unison.clip import MODES, Clipping, LayerShape, Plan, kernel_costs, plan_clipping
+from unison.clip import MODES, Clipping, LayerShape, Plan, costs, plan_clipping
 from unison.clip.plan import LayerPlan
 from unison.ops import Product, Record
 
@@ -311,7 +311,7 @@ def test_layers_that_wait():
         replace(linear(), is_checkpointed=True),
         replace(linear(), uses=(replace(use, is_transposed=True),)),
     ):
-        assert kernel_costs.waits(layer)
+        assert costs.waits(layer)
     for layer in (
         alone(),
         linear(rows=1284),
@@ -324,4 +324,4 @@ def test_layers_that_wait():
         vector(),
         replace(vector(), itemsize=2, uses=(replace(vector().uses[0], columns=8),)),
     ):
-        assert not kernel_costs.waits(layer)
+        assert not costs.waits(layer)

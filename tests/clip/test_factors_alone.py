@@ -16,7 +16,15 @@ from tests.clip.test_factored import MIXED, PLENTY, assert_right, coefficients_o
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import Clipping, SampleNorms, describe, flat
-from unison.clip.measured import Factors, bound_grams, groups_of, sums_of
+from unison.clip.measured import (
+    Factors,
+    bound_grams,
+    factor_sums,
+    groups_of,
+    measure_factors,
+    stacked,
+    sums_of,
+)
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.ops import Product, Record
@@ -91,7 +99,7 @@ def test_what_is_alike_is_a_group():
     expected = [["a", "d", "e"], ["b", "f"], ["c"], ["g"]]
     for names in (list(records), sorted(records), sorted(records, reverse=True)):
         found = factors_of({name: records[name] for name in names})
-        assert [list(group.names) for group in groups_of(found)] == expected
+        assert groups_of(found) == expected
     assert groups_of({}) == []
 
 
@@ -112,9 +120,9 @@ def test_dtypes_of_sums_whatever_the_default(default):
     records = {"a": use(8, 16), "b": use(24, 8)}
     found, c = factors_of(records), coefficients_of(["a", "b"])
     with as_on_cuda(), default_dtype(default):
-        (group,) = groups_of(found)
-        norms = group.measure(found)
-        sums = group.sums(found, list(c.values()), None)
+        (names,) = groups_of(found)
+        norms = measure_factors(names, found)
+        sums = factor_sums(names, found, stacked(list(c.values())))
         _, combined = assert_right(as_lists(records), clipping_of(records, "grad_materialize"))
     assert norms.squared.dtype == norms.upper.dtype == torch.float64
     for i, (name, record) in enumerate(records.items()):
@@ -123,7 +131,7 @@ def test_dtypes_of_sums_whatever_the_default(default):
         torch.testing.assert_close(norms.squared[i], squared, rtol=1e-4, atol=0.0)
         total = torch.einsum("b,b...->...", c[name], gradients)
         assert (sums[i].dtype, combined[name].dtype) == (torch.float32, torch.float64)
-        assert_close(sums[i][0], total, dtype=torch.float32)
+        assert_close(sums[i], total, dtype=torch.float32)
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -134,9 +142,9 @@ def test_factors_are_the_record(is_transposed):
     record = use(8, 32, is_transposed=is_transposed, shape=(8, 4, 8))
     made = Factors.of(record)
     assert (made.left.shape[2], made.right.shape[2]) == (8, 32)
-    assert made.num_bytes == record.g.nbytes
-    assert (made.product.a, made.product.g) == (record.a, record.g)  # the very tensors
-    assert (made.product.is_transposed, made.product.shape) == (is_transposed, (8, 4, 8))
+    sides = (record.a, record.g) if is_transposed else (record.g, record.a)
+    assert (made.left, made.right, made.held) == (*sides, record.g)  # the very tensors
+    assert made.shape == (8, 4, 8)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -233,15 +241,15 @@ def launched(found: dict[str, Factors], *, is_bounded: bool) -> list[list[int]]:
 @pytest.mark.parametrize("name", SETS)
 def test_without_a_bound_a_group_is_added_up_at_once(name):
     found = factors_like(SETS[name])
-    expected = [len(group.names) for group in groups_of(found)]
+    expected = [len(names) for names in groups_of(found)]
     assert [len(each) for each in launched(found, is_bounded=False)] == expected
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_bound_holds_for_what_is_made_at_a_time(name):
     found = factors_like(SETS[name])
-    order = [each for group in groups_of(found) for each in group.names]
-    given = [found[each].num_bytes for each in order]
+    order = [each for names in groups_of(found) for each in names]
+    given = [found[each].held.nbytes for each in order]
     sizes = launched(found, is_bounded=True)
     largest = max(size for launch in sizes for size in launch)
     made = back = count = 0
@@ -259,7 +267,7 @@ def test_what_was_given_back_is_spent():
     """Once: sums that are larger than their factors take from it."""
     found = factors_like({"a": (64, 8, 64), **LARGE_SUMS})
     (size,) = {4 * math.prod(each.shape) for each in found.values()}
-    assert found["a"].num_bytes == 12 * size
+    assert found["a"].held.nbytes == 12 * size
     assert [len(each) for each in launched(found, is_bounded=True)] == [1, 12, 1, 1, 1]
 
 
@@ -316,8 +324,7 @@ def test_no_sample_adds_more_than_its_bound(name, dtype):
     found = factors_of({"w": record})
     exact = explicit_gradients([record]).reshape(BATCH, -1).square().sum(1)
     with as_on_cuda():
-        (group,) = groups_of(found)
-        measured = group.measure(found)
+        measured = measure_factors(["w"], found)
         norms = SampleNorms(measured.squared[0], measured.upper[0])
         assert (exact <= norms.upper).all()
         clipped = flat(norms, 0.3 * float(norms.upper.max().sqrt())).values
@@ -325,7 +332,7 @@ def test_no_sample_adds_more_than_its_bound(name, dtype):
             for b in range(BATCH):
                 alone = torch.zeros_like(c)
                 alone[b] = c[b]
-                (total,) = group.sums(found, [alone], None)
+                (total,) = factor_sums(["w"], found, stacked([alone]))
                 share = math.sqrt(math.fsum(total.double().square().flatten().tolist()))
                 assert share <= float(c[b] * norms.upper[b].sqrt()), b
 
@@ -338,7 +345,7 @@ def test_the_bound_is_tight_for_tokens_that_have_little_to_do_with_each_other():
         grams = factored.grams([record.g], [record.a])
     found, by_mass = (
         (bound_grams(each, BATCH, 256, 400, torch.bfloat16).upper[0] / exact).sqrt() - 1
-        for each in (grams, grams._replace(left_traces=grams.left_traces + math.inf))
+        for each in (grams, [*grams[:2], grams[2] + math.inf, *grams[3:]])
     )
     assert ((found >= 0) & (found < 1e-3)).all(), found
     assert (found < by_mass / 2).all(), (found, by_mass)

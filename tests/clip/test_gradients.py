@@ -13,7 +13,7 @@ from unison.clip import (
     from_records,
     measure,
 )
-from unison.clip.matrix import tensors_of
+from unison.clip.bounds import tensors_of
 from unison.errors import BadInput
 from unison.ops import Dense
 

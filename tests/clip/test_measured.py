@@ -21,7 +21,7 @@ from tests.clip.hard import HARD
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
 from unison.clip import MODES, SampleNorms, clipped_gradients, flat, measured
-from unison.clip.coefficients import SMALLEST_MAX_NORM
+from unison.clip.bounds import SMALLEST_MAX_NORM
 from unison.kernels import multi_tensor
 from unison.kernels.cross_entropy import ChunkedHead
 from unison.ops import Dense, Lookup, Product, Record, Streamed

@@ -20,7 +20,7 @@ from tests.clip.common import (
 )
 from tests.harness import assert_close, assert_same_bits
 from unison.clip import NORM_METHODS, mass, measure, per_sample_gradients
-from unison.clip.matrix import tensors_of
+from unison.clip.bounds import tensors_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Dense, Lookup, Product
 

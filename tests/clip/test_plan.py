@@ -20,12 +20,11 @@ from unison.clip import (
     describe,
     flat,
     from_records,
-    kernel_costs,
     measure,
     plan_clipping,
 )
-from unison.clip.alternatives import COMPILED_SHARE, COSTS
-from unison.clip.costs import GRADIENT_COSTS, NORM_COSTS
+from unison.clip.costs import method_costs
+from unison.clip.plan import COMPILED_SHARE
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Product
 
@@ -56,13 +55,13 @@ MODEL = [
 
 
 def test_every_method_has_a_cost():
-    assert COSTS.keys() == MACHINES.keys()
-    for table in COSTS.values():
-        assert table.NORM_COSTS.keys() == NORM_METHODS.keys()
-        assert table.GRADIENT_COSTS.keys() == GRADIENT_METHODS.keys()
     for layer in MODEL:
-        for method in (*kernel_costs.NORM_COSTS.values(), *kernel_costs.GRADIENT_COSTS.values()):
-            cost = method(layer)
+        for machine in MACHINES:
+            found = method_costs(layer, machine)
+            assert found.keys() == {*NORM_METHODS, *GRADIENT_METHODS, "forward"}
+        for name, cost in method_costs(layer, "cuda").items():
+            if name == "forward":
+                continue
             assert cost.double_flops == 0  # tensor cores have better to do
             assert min(cost.moved_bytes, cost.kept_bytes, cost.transient_bytes) >= 0
             assert cost.seconds(MACHINES["cuda"]) > 0
@@ -71,20 +70,18 @@ def test_every_method_has_a_cost():
 def test_halves_cost_half_where_kernels_take_them():
     layer = linear("weight", 512, 644, 1280)  # not of a size that is taken with others
     half = replace(layer, itemsize=2)
+    wide, narrow = (method_costs(each, "cuda") for each in (layer, half))
     for name in ("kept", "records", "recomputed"):
-        method = kernel_costs.GRADIENT_COSTS[name]
-        assert method(half).kept_bytes * 2 == method(layer).kept_bytes > 0
-    assert kernel_costs.GRADIENT_COSTS["kept"](half).kept_bytes == 2 * 4 * 644 * 1280
-    assert kernel_costs.GRADIENT_COSTS["second_backward"](half).kept_bytes == 0
-    for name in ("gram", "tile", "materialize"):
-        cost, narrow = (kernel_costs.NORM_COSTS[name](each) for each in (layer, half))
+        assert narrow[name].kept_bytes * 2 == wide[name].kept_bytes > 0
+    assert narrow["kept"].kept_bytes == 2 * 4 * 644 * 1280
+    assert narrow["second_backward"].kept_bytes == 0
+    for cost, narrow in [(wide[name], narrow[name]) for name in ("gram", "tile", "materialize")]:
         assert (cost.half_flops, narrow.native_flops) == (0, 0)
         assert cost.native_flops == narrow.half_flops > 0
     # Sums over tokens are float32, whatever the records are, and are kept as they are.
     vector = describe("norm.weight", [dense(torch.Generator(), 1280)])
     kept = [
-        kernel_costs.GRADIENT_COSTS["kept"](replace(vector, itemsize=size)).kept_bytes
-        for size in (2, 4)
+        method_costs(replace(vector, itemsize=size), "cuda")["kept"].kept_bytes for size in (2, 4)
     ]
     assert kept[0] == kept[1]
 
@@ -133,22 +130,22 @@ def test_flops_are_those_of_the_design():
     batch, tokens, rows, columns = 4, 4096, 640, 1280
     layer = linear("weight", tokens, rows, columns, batch)
     flops = 2 * batch * tokens * rows * columns
-    assert NORM_COSTS["tile"](layer).flops == pytest.approx(flops, rel=1e-3)
-    assert NORM_COSTS["materialize"](layer).flops == pytest.approx(flops, rel=1e-3)
+    assert method_costs(layer, "cpu")["tile"].flops == pytest.approx(flops, rel=1e-3)
+    assert method_costs(layer, "cpu")["materialize"].flops == pytest.approx(flops, rel=1e-3)
     gram = batch * tokens**2 * (rows + columns)
-    assert NORM_COSTS["gram"](layer).flops == pytest.approx(gram, rel=0.07)
-    assert GRADIENT_COSTS["records"](layer).flops == flops
-    assert GRADIENT_COSTS["kept"](layer).kept_bytes == 4 * batch * rows * columns
-    assert GRADIENT_COSTS["records"](layer).kept_bytes == 4 * batch * tokens * (rows + columns)
-    assert GRADIENT_COSTS["second_backward"](layer).kept_bytes == 0
-    recomputed = GRADIENT_COSTS["recomputed"](layer)
+    assert method_costs(layer, "cpu")["gram"].flops == pytest.approx(gram, rel=0.07)
+    assert method_costs(layer, "cpu")["records"].flops == flops
+    assert method_costs(layer, "cpu")["kept"].kept_bytes == 4 * batch * rows * columns
+    assert method_costs(layer, "cpu")["records"].kept_bytes == 4 * batch * tokens * (rows + columns)
+    assert method_costs(layer, "cpu")["second_backward"].kept_bytes == 0
+    recomputed = method_costs(layer, "cpu")["recomputed"]
     assert recomputed.flops == pytest.approx(2 * flops, rel=0.06)  # with its share of a forward
     assert recomputed.kept_bytes == 4 * batch * tokens * rows  # g
     turned = replace(layer, uses=(replace(layer.uses[0], is_transposed=True),))
-    assert GRADIENT_COSTS["recomputed"](turned).kept_bytes == 4 * batch * tokens * columns
+    assert method_costs(turned, "cpu")["recomputed"].kept_bytes == 4 * batch * tokens * columns
     for kind in ("lookup", "dense"):  # nothing to recompute
         other = replace(layer, uses=(replace(layer.uses[0], kind=kind),))
-        kept = [GRADIENT_COSTS[name](other).kept_bytes for name in ("recomputed", "records")]
+        kept = [method_costs(other, "cpu")[name].kept_bytes for name in ("recomputed", "records")]
         assert kept[0] == kept[1]
 
 
@@ -345,8 +342,11 @@ def test_the_details_of_a_plan_are_all_alternatives():
 
 def test_float16_is_kept_as_float32():
     layer = replace(linear("weight", 512, 640, 1280), itemsize=2)
-    costs = [kernel_costs.kept_cost(replace(layer, is_float16=is_16)) for is_16 in (False, True)]
-    assert costs[1].kept_bytes == 2 * costs[0].kept_bytes
+    kept = [
+        method_costs(replace(layer, is_float16=is_16), "cuda")["kept"].kept_bytes
+        for is_16 in (False, True)
+    ]
+    assert kept[1] == 2 * kept[0]
     record = product(torch.Generator())
     assert not describe("weight", [record]).is_float16
     halves = Product(record.a.half(), record.g.half(), False, record.shape)

@@ -17,19 +17,18 @@ from tests.clip.test_calibration_costs import (
     table,
 )
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MACHINES, LayerShape, UseShape, calibration, kernel_costs, plan_clipping
-from unison.clip.alternatives import alternatives_of
+from unison.clip import MACHINES, LayerShape, UseShape, calibration, costs, plan_clipping
+from unison.clip.bounds import tensors_of
 from unison.clip.calibration import (
     MOST_BYTES,
     Calibration,
     CostFile,
-    Limits,
     Stopwatch,
     num_bytes,
     wanted_parts,
 )
-from unison.clip.layers import CHOICES
-from unison.clip.matrix import tensors_of
+from unison.clip.costs import CHOICES
+from unison.clip.plan import alternatives_of
 from unison.kernels import factored
 
 
@@ -72,7 +71,7 @@ def test_every_part_of_every_choice_runs(name):
     assert found is not None
     assert set(found) == set(wanted_parts(layer))
     assert torch.equal(torch.get_rng_state(), before)  # the training's own numbers are untouched
-    options = alternatives_of(layer, "cuda", found)
+    options, _ = alternatives_of(layer, "cuda", found)
     assert all(option.measured is not None for option in options)
 
 
@@ -113,10 +112,10 @@ def test_the_memory_of_timing_holds_the_sums_of_all(rows):
 @interpreted
 def test_a_stopwatch_keeps_to_its_limits():
     with as_on_cuda():
-        assert watch(limits=Limits(timing=0.0)).time_layer(small()) is None
-        assert watch(limits=Limits(warming=0.0)).time_layer(small()) is None
+        assert watch(timing=0.0).time_layer(small()) is None
+        assert watch(warming=0.0).time_layer(small()) is None
         clock = itertools.count(0.0, 1.0).__next__
-        slow = watch(limits=Limits(timing=50.0, warming=50.0), clock=clock)
+        slow = watch(timing=50.0, warming=50.0, clock=clock)
         results = [slow.time_layer(small()) for _ in range(20)]
     assert results[0] is not None
     assert results[-1] is None
@@ -147,7 +146,7 @@ def test_the_memory_of_timing_is_bounded():
 
 def test_what_is_hopeless_is_not_timed():
     long = linear(batch=1, tokens=131_072, rows=4096)
-    assert kernel_costs.gram_cost(long).seconds(MACHINES["cuda"]) > 0.1
+    assert costs.method_costs(long, "cuda")["gram"].seconds(MACHINES["cuda"]) > 0.1
     parts = wanted_parts(long)
     assert {"gram", *TOGETHER}.isdisjoint(parts)
     assert {"tile", "materialize", "kept", "records", "forward"} <= set(parts)
@@ -157,7 +156,7 @@ def test_what_is_hopeless_is_not_timed():
     assert set(TOGETHER).isdisjoint(wanted_parts(alone()))
     known = {*ALL_PARTS, "forward"}
     for layer in (linear(), alone()):
-        assert set().union(*(kernel_costs.parts_of(layer, each) for each in CHOICES)) <= known
+        assert set().union(*(costs.parts_of(layer, each) for each in CHOICES)) <= known
 
 
 def test_plain_torch_is_not_timed():

@@ -59,15 +59,4 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (torch.tensor([[0, 5], [9, 3]]), torch.tensor([1, 2, 3, 4]), 10, [4, 3], True),
         (torch.empty(0, dtype=torch.int64), torch.tensor([1, 2, 3, 4]), 3, [2, 2], False),
     ],
-    "unison::per_sample_squared_norms": [
-        (torch.randn(3, 7),),
-        (torch.randn(5, 20_000, dtype=torch.float64),),
-        (torch.randn(2, 9).bfloat16(),),
-        (torch.randn(0, 4),),
-    ],
-    "unison::per_sample_weighted_sum": [
-        (torch.randn(3, 7), torch.rand(3, dtype=torch.float64), torch.empty(7)),
-        (torch.randn(5, 20_000), torch.zeros(5, dtype=torch.float64), torch.empty(20_000)),
-        (torch.randn(0, 4), torch.zeros(0, dtype=torch.float64), torch.empty(4)),
-    ],
 }

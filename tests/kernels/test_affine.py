@@ -20,19 +20,19 @@ def draw(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tup
 
 
 def check(x: Tensor, g: Tensor, eps: float = 1e-5) -> None:
-    from unison.kernels import affine as kernels
+    from unison.kernels import multi_tensor as kernels
 
     wide, shape = x.double(), x.shape[2:]
     for is_centred in (True, False):
         normal = (
             F.layer_norm(wide, shape, eps=eps) if is_centred else F.rms_norm(wide, shape, eps=eps)
         )
-        expected = torch.stack([(g.double() * normal).sum(1), g.double().sum(1)], 1)
-        both = kernels.sums(x, g, eps, is_centred=is_centred, has_offset=True)
+        expected = torch.stack([(g.double() * normal).sum(1), g.double().sum(1)])
+        both = kernels.norm_sums(x, g, eps, is_centred=is_centred, has_offset=True)
         assert both.dtype == torch.float32
         assert_close(both, expected)
-        gain = kernels.sums(x, g, eps, is_centred=is_centred, has_offset=False)
-        assert_same_bits(gain, both[:, :1].contiguous())
+        gain = kernels.norm_sums(x, g, eps, is_centred=is_centred, has_offset=False)
+        assert_same_bits(gain, both[:1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,90 +58,50 @@ def test_an_eps_of_0():
 
 @interpreted
 def test_a_mean_far_from_0():
-    from unison.kernels import affine as kernels
+    from unison.kernels import multi_tensor as kernels
 
     x, g = draw((2, 5, 64))
     x = x + 1000
-    found = kernels.sums(x, g, 1e-5, is_centred=True, has_offset=False)
+    found = kernels.norm_sums(x, g, 1e-5, is_centred=True, has_offset=False)
     expected = (g.double() * F.layer_norm(x.double(), (64,))).sum(1)
-    torch.testing.assert_close(found[:, 0].double(), expected, rtol=0.0, atol=1e-3)
+    torch.testing.assert_close(found[0].double(), expected, rtol=0.0, atol=1e-3)
 
 
 @interpreted
 def test_what_is_not_finite_stays_with_its_sample():
-    from unison.kernels import affine as kernels
+    from unison.kernels import multi_tensor as kernels
 
     x, g = draw((3, 17, 20))
     x[1, 16, 3] = torch.nan
     g[2, 0, 0] = torch.inf
-    found = kernels.sums(x, g, 1e-5, is_centred=True, has_offset=True)
-    assert found.flatten(1).isfinite().all(1).tolist() == [True, False, False]
+    found = kernels.norm_sums(x, g, 1e-5, is_centred=True, has_offset=True)
+    assert found.isfinite().all(2).all(0).tolist() == [True, False, False]
 
 
 def test_what_the_kernel_takes():
-    from unison.kernels import affine
+    from unison.kernels.multi_tensor import takes_norm
 
     x, g = draw((3, 17, 20))
-    assert not affine.is_taken(x, g)  # on the CPU
+    assert not takes_norm(x, g)  # on the CPU
 
 
-@pytest.mark.parametrize(
-    ("widths", "dtype"),
-    [
-        ((32, 5, 129, 64), torch.bfloat16),
-        ((7,), torch.float16),
-        ((1 << 5, 2, 3, 40, 33, 31, 2, 96), torch.float32),
-        pytest.param((20,) * 8, torch.bfloat16, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @interpreted
-def test_columns_of_many(widths, dtype):
-    """Every number of tensors, each with programs of its own: the bits of single launches."""
-    from unison.kernels import affine as kernels
+def test_columns(dtype):
+    from unison.kernels import affine_triton
 
-    for samples, tokens in ((3, 17), (1, 1), (2, 40)):
-        gs = [torch.randn(samples, tokens, width).to(dtype) for width in widths]
-        found = kernels.column_sums_of_many(gs)
-        assert [each.is_contiguous() for each in found] == [True] * len(gs)
-        for each, g in zip(found, gs, strict=True):
-            assert_same_bits(each, kernels.column_sums(g))
-            assert_close(each, g.double().sum(1))
-
-
-@pytest.mark.parametrize(
-    ("count", "is_centred", "has_offset"),
-    [
-        (1, True, True),
-        (3, False, False),
-        *[
-            pytest.param(8, is_centred, has_offset, marks=pytest.mark.full)
-            for is_centred in (True, False)
-            for has_offset in (True, False)
-        ],
-    ],
-)
-@interpreted
-def test_sums_of_many(count, is_centred, has_offset):
-    from unison.kernels import affine as kernels
-
-    options = {"is_centred": is_centred, "has_offset": has_offset}
-    for shape in ((2, 17, 20), (1, 1, 5)):
-        xs = [torch.randn(shape).bfloat16() for _ in range(count)]
-        gs = [torch.randn(shape).bfloat16() for _ in range(count)]
-        found = kernels.sums_of_many(xs, gs, 1e-5, **options)
-        assert all(each.is_contiguous() for each in found)
-        single = [kernels.sums(x, g, 1e-5, **options) for x, g in zip(xs, gs, strict=True)]
-        expected = [part.contiguous() for each in single for part in each.unbind(1)]
-        for left, right in zip(found, expected, strict=True):
-            assert_same_bits(left, right)
+    for samples, tokens, width in ((3, 17, 32), (1, 1, 1), (2, 40, 129), (2, 600, 5), (0, 4, 5)):
+        g = torch.randn(samples, tokens, width).to(dtype)
+        found = affine_triton.column_sums(g)
+        assert found.is_contiguous()
+        assert found.shape == (samples, width)
+        assert_close(found, g.double().sum(1))
 
 
 @interpreted
-def test_many_of_no_samples():
-    from unison.kernels import affine as kernels
+def test_no_samples():
+    from unison.kernels import multi_tensor as kernels
 
     x = torch.randn(0, 4, 5)
-    found = kernels.sums_of_many([x], [x], 1e-5, is_centred=True, has_offset=True)
-    assert [each.shape for each in found] == [(0, 5), (0, 5)]
-    assert kernels.column_sums_of_many([x, x])[1].shape == (0, 5)
+    found = kernels.norm_sums(x, x, 1e-5, is_centred=True, has_offset=True)
+    assert found.shape == (2, 0, 5)

@@ -22,7 +22,6 @@ POINTERS = {
     "keys": "*i64", "order": "*i64", "layers": "*i32", "squares": "*fp32", "masses": "*fp32",
     "out": "*fp32",
     "g": "*bf16", "x": "*bf16", "left": "*bf16", "right": "*bf16",
-    **{f"{name}{i}": "*bf16" for name in "gx" for i in range(8)},
 }
 FLOATS = ("divisor", "factor", "eps")
 
@@ -37,7 +36,7 @@ def compiled(kernel, options, types=(), **constants):
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name in ("rows", "columns", "features")
-        or re.fullmatch("s[lrgxot]*[bt]|f[0-7]", name)
+        or re.fullmatch("s[lrgxot]*[bt]", name)
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, places, aligned)
@@ -76,9 +75,8 @@ def other_cases():
     yield "affine", affine._sums_kernel, {"num_warps": 8}, {}, {
             "CENTRED": True, "OFFSET": True, "TOKENS": affine._TOKENS, "ROWS": affine._ROWS,
             "FEATURES": 2048}
-    for name, is_many in (("columns", False), ("columns many", True)):
-        yield name, affine._columns_kernel, {"num_warps": 8}, {}, {
-            "MANY": is_many, "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
+    yield "columns", affine._columns_kernel, {"num_warps": 8}, {}, {
+        "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         sides = {"left": pointer, "right": pointer}
         config = products.choose_config(1280, 5120, dtype)
@@ -149,7 +147,7 @@ def test_aligned_tensors_are_read_wide():
         "release sum True",
         "release noisy True",
         "affine",
-        "columns many",
+        "columns",
     )
     assert len(found) == 5
     for name, counts in found.items():
@@ -163,7 +161,7 @@ def test_aligned_tensors_are_read_wide():
         (("squares*", "total", "add*"), 5),
         (("release*",), 4),
         (("rows*", "affine"), 5),
-        (("columns*",), 2),
+        (("columns",), 1),
         (("*bf16*",), 5),
         (("gram *fp32", "per sample *fp32*", "weighted *fp32*"), 5),
         (("factored*",), 5),

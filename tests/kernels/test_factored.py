@@ -101,8 +101,8 @@ def check(
         assert float(error.max()) <= of_norms, (i, error)
         torch.testing.assert_close(masses[i], mass, rtol=of_elements, atol=0.0)
         for side, traces, squared in (
-            (left, grams.left_traces, grams.left_squares),
-            (right, grams.right_traces, grams.right_squares),
+            (left, grams[2], grams[4]),
+            (right, grams[3], grams[5]),
         ):
             gram = side.double() @ side.double().mT
             trace = gram.diagonal(dim1=1, dim2=2).sum(1)
@@ -335,32 +335,6 @@ def test_runs_of_features_are_even():
         assert 0 < run * launch._STEP <= run_of(torch.bfloat16)
         assert num_runs == -(-features // run_of(torch.bfloat16))  # no more than there have to be
         assert 0 <= num_runs * run - steps < num_runs  # steps that are outside: a part of one each
-
-
-@interpreted
-def test_a_table_is_sent_again_only_if_an_address_changed():
-    from unison.kernels import factored_triton as launch
-
-    launch._known.clear()
-    lefts, rights = draw([(8, 16), (16, 8)], (1, 3), torch.bfloat16)
-    outs = [torch.empty(8, 16), torch.empty(16, 8)]
-    others = [lefts[0], lefts[1].clone()], rights
-    weights = torch.ones(2, 1)
-    with mock.patch.object(launch, "empty_table", wraps=launch.empty_table) as made:
-        for _ in range(2):
-            expected = factored.grams(lefts, rights)
-            assert made.call_count == 1
-        for _ in range(2):
-            factored.weighted_sums(lefts, rights, weights, outs)
-            assert made.call_count == 2
-        found = factored.grams(*others)
-        assert made.call_count == 3
-        factored.weighted_sums(lefts, rights, weights, [torch.empty(8, 16), outs[1]])
-        assert made.call_count == 4
-        others[0][1].zero_()  # numbers are no addresses
-        assert factored.grams(*others)[0][1].tolist() == [0.0]
-        assert made.call_count == 4
-    assert_all_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("fails", [False, True])

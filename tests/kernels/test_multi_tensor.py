@@ -1,6 +1,7 @@
 """Per-sample gradients of many parameters at once: against the reference, most of it to the bit."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -177,9 +178,9 @@ def test_release_equals_the_reference(shapes, starts):
     values, weights = draw(2, shapes), weights_of(3, 2)
     found, expected = outs_like(values), outs_like(values)
     with as_on_cuda():
-        noise = multi_tensor.NoiseDraw(recipes_of(3, near=0.002), starts)  # some values are open
+        noise = (recipes_of(3, near=0.002), starts)  # some values are open
         multi_tensor.release(values, weights, noise, 8.0, found)
-    noise = multi_tensor.NoiseDraw(recipes_of(3), starts)
+    noise = (recipes_of(3), starts)
     multi_tensor.release_reference(values, weights, noise, 8.0, expected)
     assert_all_same_bits(found, expected)
 
@@ -192,9 +193,9 @@ def test_a_part_has_the_noise_of_its_elements():
     value, recipes, one = torch.randn(1, 1200), recipes_of(1), torch.ones(1, 1)
     whole, parts = torch.empty(1200), torch.empty(1200)
     with as_on_cuda():
-        multi_tensor.release([value], one, multi_tensor.NoiseDraw(recipes, [0]), 1.0, [whole])
+        multi_tensor.release([value], one, (recipes, [0]), 1.0, [whole])
         for begin, end in [(0, 1001), (1001, 1200)]:
-            noise = multi_tensor.NoiseDraw(recipes, [begin])
+            noise = (recipes, [begin])
             multi_tensor.release([value[:, begin:end]], one, noise, 1.0, [parts[begin:end]])
     assert_same_bits(parts, whole)
 
@@ -206,7 +207,7 @@ def test_a_batch_of_none_is_released_as_noise():
     values, recipes = draw(0, NOISED), recipes_of(3)
     found, expected = outs_like(values), outs_like(values)
     with as_on_cuda():
-        noise = multi_tensor.NoiseDraw(recipes, STARTS["whole"])
+        noise = (recipes, STARTS["whole"])
         multi_tensor.release(values, torch.empty(3, 0), noise, 1.0, found)
     for out, recipe in zip(expected, recipes, strict=True):
         fill_rows(out, Recipe.unpack(recipe), torch.tensor([0]), out.numel())
@@ -255,10 +256,8 @@ def test_noise_is_added_on_its_grid():
     found, alone = torch.empty(200), torch.empty(200)
     with as_on_cuda():
         one = torch.ones(1, 1)
-        multi_tensor.release(values, one, multi_tensor.NoiseDraw(recipes, [0]), 1.0, [found])
-        multi_tensor.release(
-            [torch.zeros(1, 200)], one, multi_tensor.NoiseDraw(recipes, [0]), 1.0, [alone]
-        )
+        multi_tensor.release(values, one, (recipes, [0]), 1.0, [found])
+        multi_tensor.release([torch.zeros(1, 200)], one, (recipes, [0]), 1.0, [alone])
     spacing = noise_spacing(std)
     on_grid = (values[0][0].double() / spacing).round() * spacing
     assert_same_bits(found, (on_grid + alone.double()).float())
@@ -284,7 +283,35 @@ def test_plain_torch_serves_the_cpu():
     multi_tensor.combine(values, weights, found)
     multi_tensor.release(values, weights, None, 1.0, expected)
     assert_all_same_bits(found, expected)
-    multi_tensor.release(
-        values, weights, multi_tensor.NoiseDraw(recipes, [0] * len(SHAPES)), 1.0, found
-    )
+    multi_tensor.release(values, weights, (recipes, [0] * len(SHAPES)), 1.0, found)
     assert all(not torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a.numel())
+
+
+@interpreted
+def test_kernels_read_tables_that_were_filled_later():
+    """As a graph does: what is launched while recording reads the tables when it is replayed."""
+    from unison.kernels import multi_tensor
+    from unison.kernels import multi_tensor_triton as kernels
+
+    values, tables = draw(2, [(24,), (7,)]), multi_tensor.Tables(torch.device("cpu"))
+    weights, found, expected = weights_of(2, 2), outs_like(values), outs_like(values)
+    recorded = []
+    release = kernels.release_kernel
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: recorded.append((grid, args, options))
+
+    with as_on_cuda():
+        kernels.release(values, weights, None, 1.0, expected)
+        with (
+            mock.patch.object(kernels, "release_kernel", Recorder()),
+            multi_tensor.tables_kept(tables),
+        ):
+            # Weights of the two launches are looked up by tables, which are empty as yet.
+            kernels.release(values, weights.expand(2, 2), None, 1.0, found)
+        tables.fill()
+        for (grid, args, options), row in zip(recorded, weights, strict=True):
+            given = [*args[:4], row.unsqueeze(0), *args[5:]]
+            release[grid](*given, **options)
+    assert_all_same_bits(found, expected)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unison.kernels import numba_kernels as compiled
-from unison.kernels.per_sample import (
+from unison.kernels.multi_tensor import (
     LEAST_ELEMENTS,
     squared_norms,
     squared_norms_reference,

@@ -16,7 +16,6 @@ from unison.kernels import random
 from unison.kernels.random import (
     OUTPUT_DTYPES,
     SECURE,
-    WORDS_PER_ELEMENT,
     Cipher,
     Distribution,
     Recipe,
@@ -54,7 +53,7 @@ def drawn(backend: str, recipe: Recipe, dtype: torch.dtype, starts: list[int], r
 
 
 def test_every_distribution_is_covered():
-    assert set(NUMBERS) == set(Distribution) == set(WORDS_PER_ELEMENT) == set(OUTPUT_DTYPES)
+    assert set(NUMBERS) == set(Distribution) == set(OUTPUT_DTYPES)
 
 
 @pytest.mark.parametrize(("cipher", "kind", "dtype"), CASES)
@@ -270,8 +269,8 @@ def test_missing_numba_is_said_once_and_changes_nothing(monkeypatch):
 
 def test_small_requests_do_not_wait_for_the_compiler(monkeypatch):
     monkeypatch.setattr(random, "_num_served", 0)
-    assert random._choose(torch.empty(1000)) is random.fill_reference
-    assert random._choose(torch.empty(random.PATIENCE)) is not random.fill_reference
+    assert not random.is_numba_chosen(1000)
+    assert random.is_numba_chosen(random.PATIENCE)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [

@@ -24,7 +24,7 @@ _OPS = [
     ("multi_head_attention", "dropout_p if training else 0.0", "dropout_p"),
     ("Layout.rows", "value.movedim(self.axis, 0).reshape", "value.reshape"),
     ("Layout.check_nobodys", "self.index == NOBODY", "self.index < NOBODY"),
-    ("per_sample", "torch.where(counts, _wide(record.g), 0.0)", "_wide(record.g)"),
+    ("per_sample", "torch.where(counts, wide(record.g), 0.0)", "wide(record.g)"),
     ("in_rows", "record.ids + start", "record.ids"),
     ("part_of", "ids = record.ids - start", "ids = record.ids"),
     ("gru_step", "z * (state[0] - n)", "z * (n - state[0])"),

@@ -17,7 +17,7 @@ from unison.capture import AxisTable, Capture, check_samples_apart, learn_axes
 from unison.errors import UnsupportedOperation
 from unison.kernels import cross_entropy as kernels
 from unison.kernels.cross_entropy import ROW_MULTIPLE, ChunkedHead
-from unison.ops import Dense, Product, Streamed, cross_entropy, per_sample
+from unison.ops import Dense, Streamed, per_sample
 
 BATCH, TOKENS, WIDTH, VOCAB, CHUNK = 5, 6, 4, 37, 13  # chunks of two samples
 
@@ -57,12 +57,6 @@ def run(model: nn.Module, ids: Tensor) -> Tensor:
 @pytest.fixture
 def ids(gen) -> Tensor:
     return torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=gen)
-
-
-@pytest.fixture(params=[False, True], ids=["product", "streamed"])
-def is_streaming(request, monkeypatch) -> bool:
-    monkeypatch.setattr(cross_entropy, "STREAMING", request.param)
-    return request.param
 
 
 @pytest.fixture
@@ -132,7 +126,7 @@ def slopes(record: Streamed) -> Tensor:
 @pytest.mark.parametrize(("chunk", "num_pieces"), [(13, 3), (1, 5), (6, 5), (100, 1), (None, 1)])
 def test_pieces_are_the_product(chunk, num_pieces):
     record = record_of(chunk=chunk)
-    assert (record.batch, record.tokens, record.shape) == (BATCH, TOKENS, (VOCAB, WIDTH))
+    assert (record.a.shape[:2], record.shape) == ((BATCH, TOKENS), (VOCAB, WIDTH))
     whole = record.as_product()
     assert_close(whole.g, slopes(record))
     for _ in range(2):  # as often as it is asked
@@ -206,24 +200,23 @@ def test_an_empty_batch():
 @pytest.mark.parametrize(
     "options", [{}, {"has_bias": False}, {"is_tied": True}, {"chunk": 3}, {"chunk": 1000}], ids=str
 )
-def test_equals_one_sample_at_a_time(options, is_checkpointed, is_streaming, ids):
+def test_equals_one_sample_at_a_time(options, is_checkpointed, ids):
     model = Model(**options).double()
     model.is_checkpointed = is_checkpointed
     check_samples_apart(model, run, ids, learn_axes(model, run, ids))
     expected = per_sample_gradients(model, run, ids)
-    readers = [lambda record: None]
-    if is_streaming:
-        readers += [
-            lambda record: list(record.first_chunks()),
-            lambda record: next(record.first_chunks()),
-            lambda record: list(record.chunks()),
-        ]
+    readers = [
+        lambda record: None,
+        lambda record: list(record.first_chunks()),
+        lambda record: next(record.first_chunks()),
+        lambda record: list(record.chunks()),
+    ]
     for take in readers:
         assert_close(gradients_of(model, ids, take), expected)
 
 
 @pytest.mark.parametrize("frozen", ["head.weight", "head.bias", "table.weight middle"])
-def test_frozen_parts(frozen, is_streaming, ids):
+def test_frozen_parts(frozen, ids):
     model = Model().double()
     for name, each in model.named_parameters():
         each.requires_grad_(not any(name.startswith(part) for part in frozen.split()))
@@ -231,15 +224,15 @@ def test_frozen_parts(frozen, is_streaming, ids):
     assert_close(gradients_of(model, ids), expected)
 
 
-def test_kinds_of_records(is_streaming, ids):
+def test_kinds_of_records(ids):
     found = {}
     captured(Model().double(), ids, found.__setitem__)
-    assert type(found["head.weight"]) is (Streamed if is_streaming else Product)
+    assert type(found["head.weight"]) is Streamed
     assert type(found["head.bias"]) is Dense
     assert found["head.bias"].value.shape == (BATCH, VOCAB)
 
 
-def test_bias_sums_of_halves_are_float32(is_streaming, ids):
+def test_bias_sums_of_halves_are_float32(ids):
     found = {}
     captured(Model().bfloat16(), ids, found.__setitem__)
     assert found["head.bias"].value.dtype == torch.float32
@@ -247,7 +240,7 @@ def test_bias_sums_of_halves_are_float32(is_streaming, ids):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_logits_are_made_once_for_records_and_backward(has_bias, is_streaming, ids, gemms):
+def test_logits_are_made_once_for_records_and_backward(has_bias, ids, gemms):
     model = Model(has_bias=has_bias).double()
     axes = learn_axes(model, run, ids)
 
@@ -263,7 +256,7 @@ def test_logits_are_made_once_for_records_and_backward(has_bias, is_streaming, i
     assert gemms == [2 * TOKENS, 2 * TOKENS, TOKENS]
 
 
-def test_records_of_a_second_backward_pass(is_streaming, ids):
+def test_records_of_a_second_backward_pass(ids):
     model, found = Model().double(), []
     axes = learn_axes(model, run, ids)
     keep = lambda name, record: found.append((name, record))  # noqa: E731
@@ -273,11 +266,11 @@ def test_records_of_a_second_backward_pass(is_streaming, ids):
         total.backward()
     heads = [record for name, record in found if name == "head.weight"]
     assert len(heads) == 2
-    first, second = (each.as_product() if is_streaming else each for each in heads)
+    first, second = (each.as_product() for each in heads)
     assert_same_bits(first.g.contiguous(), second.g.contiguous())
 
 
-def test_a_part_of_a_weight_is_multiplied_out(is_streaming, ids):
+def test_a_part_of_a_weight_is_multiplied_out(ids):
     class Sliced(Model):
         def losses(self, h, labels):
             weight = self.head.weight[:30].contiguous()
@@ -293,7 +286,6 @@ def test_a_part_of_a_weight_is_multiplied_out(is_streaming, ids):
 
 
 def test_the_gradient_of_all_logits_never_exists(monkeypatch, gen):
-    monkeypatch.setattr(cross_entropy, "STREAMING", True)
     ids = torch.randint(0, VOCAB, (40, TOKENS + 1), generator=gen)
     model = Model(has_bias=False)
     axes = learn_axes(model, run, ids)
@@ -322,7 +314,7 @@ def test_only_one_piece_exists_at_a_time():
             assert sum(each() is not None for each in alive) <= 1
 
 
-def test_a_record_goes_when_nobody_holds_it(is_streaming, ids):
+def test_a_record_goes_when_nobody_holds_it(ids):
     """Without the garbage collector, which comes too late for a GPU's memory."""
     model, alive = Model().double(), []
     axes = learn_axes(model, run, ids)
@@ -336,7 +328,6 @@ def test_a_record_goes_when_nobody_holds_it(is_streaming, ids):
 
 
 def test_a_record_that_stays_holds_no_gradients(monkeypatch, ids):
-    monkeypatch.setattr(cross_entropy, "STREAMING", True)
     found = {}
     captured(Model().double(), ids, found.__setitem__)
     assert found["head.weight"].hidden_gradient is None

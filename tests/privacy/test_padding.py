@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import unison
 from tests.privacy.common import attach
-from unison.clip.layers import MODES
+from unison.clip.costs import MODES
 from unison.errors import BadInput
 from unison.privacy.sampling import Poisson, Shuffled
 from unison.shard.sharded_tensor import local_part

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.harness import World, run_on_ranks
 from tests.privacy import sharded
 from unison.clip import MODES
-from unison.clip.bounds import SUM_ERROR, bounded, mass_factor
-from unison.clip.coefficients import flat
+from unison.clip.bounds import SUM_ERROR, bounded, flat, mass_factor
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product
 from unison.privacy import Poisson, PrivacyEngine, noise

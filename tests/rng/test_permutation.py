@@ -8,8 +8,7 @@ import torch
 from scipy import stats
 
 from unison.errors import BadInput
-from unison.kernels.permutation import apply_rounds
-from unison.kernels.random import using_backend
+from unison.kernels.random import apply_rounds, using_backend
 from unison.rng import Cipher, Key, Permutation, Stream
 
 

@@ -24,7 +24,7 @@ from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
 from unison.modes import FunctionMode
 from unison.ops import Record
-from unison.ops.layout import NOBODY
+from unison.ops.records import NOBODY
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 

@@ -93,8 +93,8 @@ def record_of(
     if needs is None:
         whole = builder(layout, _cut(g), *map(_cut, saved), shape=tuple(value.shape))
         return part_of(whole, *span)
-    inputs = [_cut(x, at) for x, at in zip(saved, needs.inputs, strict=True)]
-    return builder(layout, _cut(g, needs.g), *inputs, shape=tuple(local(value).shape))
+    inputs = [_cut(x, at) for x, at in zip(saved, needs[1], strict=True)]
+    return builder(layout, _cut(g, needs[0]), *inputs, shape=tuple(local(value).shape))
 
 
 def _of_replicated(

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.ops.layout import NOBODY
+from unison.ops.records import NOBODY
 
 MIXED = -2
 

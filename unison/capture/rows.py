@@ -31,7 +31,7 @@ from unison.capture.row_rules import (
     view_rule,
 )
 from unison.errors import UnsupportedOperation
-from unison.ops.layout import NOBODY, Layout
+from unison.ops.records import NOBODY, Layout
 
 # --- functions -----------------------------------------------------------------------------------
 

@@ -1,18 +1,32 @@
 """Per-sample clipping as pure maths: norm methods × gradient methods, coefficients, the planner."""
 
-from unison.clip.alternatives import Alternative
-from unison.clip.bounds import DOUBLE, Arithmetic, NormTable, SampleNorms, bounded, mass
-from unison.clip.clipping import Clipping, Storage
-from unison.clip.coefficients import (
+from unison.clip.bounds import (
+    DOUBLE,
     RULES,
+    Arithmetic,
     Coefficients,
     GroupCoefficients,
+    NormTable,
+    SampleNorms,
     automatic,
+    bounded,
     flat,
+    mass,
     per_group,
     per_layer,
 )
-from unison.clip.costs import MACHINES, Cost, Machine
+from unison.clip.clipping import Clipping, Storage
+from unison.clip.costs import (
+    AUTO,
+    MACHINES,
+    MODES,
+    Choice,
+    Cost,
+    LayerShape,
+    Machine,
+    UseShape,
+    describe,
+)
 from unison.clip.functional import (
     ClippedGradients,
     Learned,
@@ -22,16 +36,18 @@ from unison.clip.functional import (
     learn,
     zeros_of,
 )
-from unison.clip.gradients import (
+from unison.clip.norms import (
     GRADIENT_METHODS,
+    NORM_METHODS,
     GradientMethod,
+    NormMethod,
     add_clipped,
     from_kept,
     from_records,
+    measure,
+    per_sample_gradients,
 )
-from unison.clip.layers import AUTO, MODES, Choice, LayerShape, UseShape, describe
-from unison.clip.norms import NORM_METHODS, NormMethod, measure, per_sample_gradients
-from unison.clip.plan import LayerPlan, Plan, choose, plan_clipping
+from unison.clip.plan import Alternative, LayerPlan, Plan, choose, plan_clipping
 
 __all__ = [
     "AUTO",

@@ -1,4 +1,15 @@
-"""An upper bound on what a sample really adds to a gradient, rounding included.
+"""From records to coefficients: an upper bound on what a sample adds, rounding included.
+
+A clipping rule maps norms to c_b such that the contribution of sample b, as it is computed, has
+norm at most C. It divides by an upper bound of the computed contribution instead of by the
+estimated norm. On float32 records the two differ by 6e-8.
+
+[Note: left and right] A parameter is a matrix [rows, columns], whatever form its records have. The
+gradient of a sample is Σ_t left_t right_tᵀ reshaped to the parameter's shape. A `Product` has
+left = g and right = a, or the other way round if it is transposed; a `Lookup` has the one-hot
+vector of its id on the left. Seen like this, two uses of one parameter differ in nothing but their
+number of tokens, and join on the token axis. Everything cuts tensors into tiles, so that a float64
+copy of a whole record never exists.
 
 [Note: proved sensitivity] Privacy needs ‖contribution of one sample‖ ≤ C of the numbers that are
 *computed*. Let the gradient of a sample be G = Σ_k x_k over its K terms: x_k = g_t a_tᵀ for a token
@@ -76,26 +87,151 @@ training does: nothing of others changes. Without a grid they add float32 number
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
 
-from unison.clip.matrix import (
-    MOST_TERMS_TOGETHER,
-    TOKENS_PER_TILE,
-    check_records,
-    matrix_shapes,
-    num_per_tile,
-    num_terms,
-    plain_arithmetic,
-    spans,
-    take,
-)
+from unison import check
 from unison.errors import BadInput
-from unison.ops import Dense, Lookup, Product, Record
+from unison.kernels.available import num_per_tile, plain_arithmetic, spans
+from unison.ops import Dense, Lookup, Product, Record, Streamed
+
+# --- records as matrices --------------------------------------------------------------------------
+
+# Samples × tokens that one float64 GEMM adds up. Few, so that its rounding is small.
+MOST_TERMS_TOGETHER = 4096
+# Sizes of tiles. They bound memory, and a GEMM of a few hundred tokens runs at full speed.
+TOKENS_PER_TILE = 256
+ROWS_PER_TILE = 256
+
+
+def factors(product: Product) -> tuple[Tensor, Tensor]:
+    """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
+    return (product.a, product.g) if product.is_transposed else (product.g, product.a)
+
+
+def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
+    """Return the floating-point tensors of a record, each batched on dim 0.
+
+    Of one that is made while it is read, those that it holds: what is made has their dtype.
+    """
+    match record:
+        case Product():
+            return record.a, record.g
+        case Streamed():
+            return (record.a,)
+        case Lookup():
+            return (record.g,)
+        case Dense():
+            return (record.value,)
+        case _:
+            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
+
+
+def take(record: Record, samples: slice) -> Record:
+    """Return the record of some samples of the batch, as views."""
+    match record:
+        case Product():
+            a, g = record.a[samples], record.g[samples]
+            return Product(a, g, record.is_transposed, record.shape)
+        case Lookup():
+            return Lookup(record.ids[samples], record.g[samples], record.shape)
+        case Dense():
+            return Dense(record.value[samples])
+        case _:
+            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
+
+
+def num_terms(record: Record | Streamed) -> int:
+    """Return how many terms one sample's gradient is a sum of: its tokens, 1 for `Dense`."""
+    return 1 if isinstance(record, Dense) else tensors_of(record)[0].shape[1]
+
+
+def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:
+    """Return the [rows, columns] in which the uses see their parameter: one, unless they differ.
+
+    `Dense` records are matrices of any shape, and count only if there is nothing else.
+    """
+    found = set()
+    for record in records:
+        if isinstance(record, Product):
+            left, right = factors(record)
+            found.add((left.shape[-1], right.shape[-1]))
+        elif isinstance(record, Lookup | Streamed):
+            found.add((record.shape[0], math.prod(record.shape[1:])))
+    if found:
+        return found
+    shape = records[0].shape
+    return {(shape[0], math.prod(shape[1:])) if shape else (1, 1)}
+
+
+def matrix_shape(records: Sequence[Record | Streamed]) -> tuple[int, int]:
+    """Return the one [rows, columns] of all uses.
+
+    Raises:
+        BadInput: if two uses see the parameter as matrices of different shapes.
+    """
+    found = matrix_shapes(records)
+    if len(found) > 1:
+        raise BadInput(f"expected uses of one matrix [rows, columns], found {sorted(found)}")
+    return next(iter(found))
+
+
+def check_records(records: Sequence[Record | Streamed]) -> int:
+    """Require records to be uses of one parameter by one batch, and return the batch's size.
+
+    Raises:
+        BadInput: if there is no record, or if shapes, batches or devices differ.
+    """
+    if not records:
+        raise BadInput("expected the records of a parameter, found none: it was not used")
+    shapes = {record.shape for record in records}
+    if len(shapes) > 1:
+        raise BadInput(f"expected records of one parameter, found shapes {sorted(shapes)}")
+    tensors = [tensor for record in records for tensor in tensors_of(record)]
+    batches = {len(tensor) for tensor in tensors}
+    if len(batches) > 1:
+        raise BadInput(f"expected records of one batch, found batches of {sorted(batches)} samples")
+    if len({tensor.device for tensor in tensors}) > 1:
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        raise BadInput(f"expected records on one device, found {devices}")
+    for record in records:
+        match record:
+            case Product(a=a, g=g, shape=shape):
+                if a.ndim != 3 or g.ndim != 3 or a.shape[:2] != g.shape[:2]:
+                    raise BadInput(
+                        "expected a [batch, tokens, d_in] and g [batch, tokens, d_out], "
+                        f"found {list(a.shape)} and {list(g.shape)}"
+                    )
+                if a.shape[2] * g.shape[2] != math.prod(shape):
+                    raise BadInput(
+                        f"expected d_in * d_out elements of a parameter of shape {list(shape)}, "
+                        f"found a {list(a.shape)} and g {list(g.shape)}"
+                    )
+            case Lookup(ids=ids, g=g, shape=shape):
+                if g.ndim != 3 or ids.shape != g.shape[:2] or g.shape[2] != math.prod(shape[1:]):
+                    raise BadInput(
+                        f"expected ids [batch, tokens] and g [batch, tokens, features] of a table "
+                        f"{list(shape)}, found {list(ids.shape)} and {list(g.shape)}"
+                    )
+            case _:
+                pass  # any shape will do
+    return batches.pop()
+
+
+def wide_dtype(records: Sequence[Record]) -> torch.dtype:
+    """Return the dtype of results: the widest of the records', and at least float32."""
+    dtype = torch.float32
+    for record in records:
+        for tensor in tensors_of(record):
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+# --- norms with their bounds ----------------------------------------------------------------------
 
 UNIT_ROUNDOFF: dict[torch.dtype, float] = {
     torch.float64: 2.0**-53,
@@ -204,6 +340,7 @@ class NormTable(Mapping[str, SampleNorms]):
         return SampleNorms(self.squared.sum(0), self.upper.sum(0))
 
 
+@lru_cache(maxsize=1024)
 def gamma(num_roundings: int, unit: float) -> float:
     """Return γ_k = ku/(1−ku), the largest relative error of k roundings, rounded up.
 
@@ -225,13 +362,22 @@ def mass(records: Sequence[Record]) -> Tensor:
     No rounding error of a sample's norm or gradient can be larger than a small multiple of it.
     """
     batch = check_records(records)
-    first = records[0].value if isinstance(records[0], Dense) else records[0].g
-    total = torch.zeros(batch, dtype=torch.float64, device=first.device)
-    with plain_arithmetic(first.device):
+    device = tensors_of(records[0])[0].device
+    total = torch.zeros(batch, dtype=torch.float64, device=device)
+    with plain_arithmetic(device):
         for record in records:
-            size = num_per_tile(_bytes_per_sample(record), first.device)
-            for samples in spans(batch, size):
-                total[samples] += _mass_of(take(record, samples))
+            sides = tensors_of(record)
+            is_dense = isinstance(record, Dense)  # one token
+            width = math.prod(record.shape) if is_dense else sum(each.shape[2] for each in sides)
+            per_sample = 8 * width * min(TOKENS_PER_TILE, num_terms(record))
+            for samples in spans(batch, num_per_tile(per_sample, device)):
+                parts = [each[samples] for each in sides]
+                if is_dense:
+                    parts = [parts[0].reshape(len(parts[0]), 1, width)]
+                norms = reduce(torch.mul, map(_token_norms, parts))  # [samples, tokens]
+                if isinstance(record, Lookup):
+                    norms = norms.masked_fill(record.ids[samples] < 0, 0.0)
+                total[samples] += norms.sum(1)
     return total
 
 
@@ -246,13 +392,17 @@ def bounded(
         adds a vector of norm at most c_b·√upper_b. A sample that is not finite has an upper bound
         that is not finite.
     """
-    batch = check_records(records)
-    terms = sum(num_terms(record) for record in records)
+    batch, tokens = check_records(records), [num_terms(record) for record in records]
+    terms = sum(tokens)
     unit = UNIT_ROUNDOFF[arithmetic.scale]
     k2 = batch * terms + len(records) + 8
     # (1+u)²(1+γ) − 1 without the subtraction, which would lose u.
     rho = 2 * unit + unit**2 + (1 + unit) ** 2 * gamma(k2, UNIT_ROUNDOFF[arithmetic.accumulate])
-    slack = gamma(num_roundings(records), UNIT_ROUNDOFF[arithmetic.norm])
+    # k₁: at least the roundings that a term of any norm method meets.
+    num_tiles = sum(-(-each // TOKENS_PER_TILE) for each in tokens)
+    sizes = 2 * sum(map(sum, matrix_shapes(records)))
+    k1 = 3 * terms + sizes + 2 * TOKENS_PER_TILE + (num_tiles + 1) ** 2 + 16
+    slack = gamma(k1, UNIT_ROUNDOFF[arithmetic.norm])
     squared = squared.double()
     is_own_norm = len(records) == 1 and isinstance(records[0], Dense)
     # The mass is itself rounded, by far less than this factor.
@@ -292,26 +442,6 @@ def mass_factor(records: Sequence[Record], batch: int) -> float:
     return factor / _CHANGE
 
 
-def num_roundings(records: Sequence[Record]) -> int:
-    """Return k₁: at least the roundings that a term of any norm method meets."""
-    rows, columns = (sum(sizes) for sizes in zip(*matrix_shapes(records), strict=True))
-    terms = sum(num_terms(record) for record in records)
-    num_tiles = sum(-(-num_terms(record) // TOKENS_PER_TILE) for record in records)
-    return 3 * terms + 2 * (rows + columns) + 2 * TOKENS_PER_TILE + (num_tiles + 1) ** 2 + 16
-
-
-def _mass_of(record: Record) -> Tensor:  # [batch]
-    match record:
-        case Product(a=a, g=g):
-            return (_token_norms(a) * _token_norms(g)).sum(1)
-        case Lookup(ids=ids, g=g):
-            return _token_norms(g).masked_fill(ids < 0, 0.0).sum(1)
-        case Dense(value=value):
-            return _token_norms(value.reshape(len(value), 1, math.prod(record.shape))).squeeze(1)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
-
-
 def _token_norms(x: Tensor) -> Tensor:
     """Return the norm of every token of x [batch, tokens, features]: [batch, tokens], float64."""
     pieces = [
@@ -321,14 +451,164 @@ def _token_norms(x: Tensor) -> Tensor:
     return torch.cat(pieces, 1) if pieces else x.new_zeros(x.shape[:2], dtype=torch.float64)
 
 
-def _bytes_per_sample(record: Record) -> int:
-    match record:
-        case Product(a=a, g=g):
-            features = a.shape[2] + g.shape[2]
-        case Lookup(g=g):
-            features = g.shape[2]
-        case Dense(shape=shape):
-            return 8 * math.prod(shape)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
-    return 8 * features * min(TOKENS_PER_TILE, num_terms(record))
+# --- coefficients ---------------------------------------------------------------------------------
+
+# Pays for the rounding of the coefficient's own formula, of sums over up to 2¹² parameters, and
+# for subnormal results.
+_MARGIN = 1 + 2.0**-38
+
+SMALLEST_MAX_NORM = 1e-20
+
+
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """One coefficient per sample, and how many samples were left out.
+
+    Attributes:
+        values: [batch], float64, in [0, 1] for `flat`; 0 for a sample that is not finite.
+        is_finite: Which samples are [batch].
+    """
+
+    values: Tensor
+    is_finite: Tensor
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """How many samples were not finite: an integer tensor without dims, without waiting.
+
+        It is a function of private data. Counted when it is asked for, which most never do.
+        """
+        return (~self.is_finite).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCoefficients:
+    """Coefficients per group of parameters.
+
+    Attributes:
+        values: {group: [batch]}; a sample that is not finite in one group is 0 in all.
+        is_finite: Which samples are, in all groups [batch].
+        sensitivity: √(Σ C_k²), rounded up: the norm that no sample exceeds over all groups.
+    """
+
+    values: dict[str, Tensor]
+    is_finite: Tensor
+    sensitivity: float
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """As in `Coefficients`."""
+        return (~self.is_finite).sum()
+
+
+Rule = Callable[[SampleNorms, float], Coefficients]
+
+
+def flat(norms: SampleNorms, max_norm: float) -> Coefficients:
+    """Return C / max(C, N), with N an upper bound of the computed contribution (Abadi et al. 2016).
+
+    Guarantees:
+        ‖c_b · gradient_b‖ ≤ C for the numbers that are computed, in every dtype, with nothing
+        added for rounding. Samples with N ≤ C have c = 1 exactly.
+
+    Args:
+        norms: Bounded norms, summed over all parameters.
+        max_norm: C, the bound.
+
+    | sample                            | coefficient |
+    |-----------------------------------|-------------|
+    | gradient 0                        | 1           |
+    | N ≤ C                             | 1           |
+    | N > C                             | C / N       |
+    | NaN or infinity in any record     | 0, counted  |
+    """
+    _check_max_norm(max_norm)
+    upper = norms.upper.sqrt() * _MARGIN  # [batch]
+    is_finite = _is_finite(norms)
+    return Coefficients((max_norm / upper.clamp(min=max_norm)).where(is_finite, 0.0), is_finite)
+
+
+def automatic(norms: SampleNorms, max_norm: float, gamma: float = 0.01) -> Coefficients:
+    """Return C / (N + γ): every sample is scaled to nearly C (AUTO-S, Bu et al. 2023).
+
+    Guarantees:
+        As `flat`: the computed contribution has norm below C. A gradient of 0 has c = C / γ.
+
+    Args:
+        norms: Bounded norms, summed over all parameters.
+        max_norm: C, the bound.
+        gamma: γ, which keeps small gradients apart from large ones.
+    """
+    _check_max_norm(max_norm)
+    check.positive(gamma=gamma)
+    upper = norms.upper.sqrt() * _MARGIN  # [batch]
+    is_finite = _is_finite(norms)
+    return Coefficients((max_norm / (upper + gamma)).where(is_finite, 0.0), is_finite)
+
+
+RULES: dict[str, Rule] = {"flat": flat, "automatic": automatic}
+
+
+def per_group(
+    norms: Mapping[str, SampleNorms], max_norms: Mapping[str, float], rule: Rule = flat
+) -> GroupCoefficients:
+    """Clip every group of parameters to its own bound C_k.
+
+    Guarantees:
+        A sample adds at most √(Σ C_k²) over all groups: the returned `sensitivity`.
+
+    Args:
+        norms: Bounded norms per group, each summed over the group's parameters.
+        max_norms: C_k per group, for the same groups.
+        rule: How each group is clipped.
+    """
+    if not norms or norms.keys() != max_norms.keys():
+        raise BadInput(
+            f"expected one bound per group, found groups {sorted(norms)} and bounds for "
+            f"{sorted(max_norms)}"
+        )
+    is_finite = torch.stack([_is_finite(norms[group]) for group in norms]).all(0)  # [batch]
+    values = {
+        group: rule(norms[group], max_norms[group]).values.where(is_finite, 0.0) for group in norms
+    }
+    return GroupCoefficients(values, is_finite, total_sensitivity(max_norms))
+
+
+def per_layer(
+    norms: Mapping[str, SampleNorms],
+    max_norm: float,
+    rule: Rule = flat,
+    num_parameters: int | None = None,
+) -> GroupCoefficients:
+    """Clip every parameter to C / √L, so that a sample adds at most C over all L of them.
+
+    Args:
+        norms: Bounded norms of each parameter that the batch used.
+        max_norm: C, the bound over all.
+        rule: How each is clipped.
+        num_parameters: L, if there are others that the batch did not use.
+    """
+    _check_max_norm(max_norm)
+    count = len(norms) if num_parameters is None else num_parameters
+    bound = max_norm / math.sqrt(max(1, count)) * (1 - 2.0**-48)  # rounded down
+    return per_group(norms, dict.fromkeys(norms, bound), rule)
+
+
+def total_sensitivity(max_norms: Mapping[str, float]) -> float:
+    """Return √(Σ C_k²), rounded up.
+
+    >>> 5.0 <= total_sensitivity({"attention": 3.0, "mlp": 4.0}) < 5.000001
+    True
+    """
+    return math.sqrt(math.fsum(bound**2 for bound in max_norms.values())) * (1 + 2.0**-51)
+
+
+def _check_max_norm(max_norm: float) -> None:
+    check.positive(max_norm=max_norm)
+    if max_norm < SMALLEST_MAX_NORM:
+        raise BadInput(f"max_norm must be at least {SMALLEST_MAX_NORM}, found {max_norm}")
+
+
+def _is_finite(norms: SampleNorms) -> Tensor:  # [batch]
+    # A maximum with NaN is NaN, and no NaN is below infinity: four launches, and not nine.
+    return norms.squared.abs().maximum(norms.upper.abs()) < math.inf

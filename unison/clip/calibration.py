@@ -9,7 +9,7 @@ kept in a file, per GPU and version: a cache, which counts as empty if anything 
 * A kind of layer is: dtype, samples rounded up to a power of two, and the shapes of its uses.
   Batches of another size are timed as one of that many samples, or of fewer that fit into memory,
   and scaled: logical batches that are drawn at random must not be timed one by one.
-* A process times for two seconds at most, and compiles kernels for 30 at most (`Limits`). A kind
+* A process times for two seconds at most, and compiles kernels for 30 at most. A kind
   that was not timed to its end is planned by prediction, until another process has the time.
 * Only methods depend on it, and so nothing but rounding. Where rounding must not change (the
   ordered reducer), or where all ranks must run the same passes and could find different times
@@ -26,39 +26,39 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from unison.clip import measured
-from unison.clip.costs import MACHINES, record_bytes
-from unison.clip.gradients import from_records
-from unison.clip.kernel_costs import (
+from unison.clip.bounds import tensors_of
+from unison.clip.costs import (
+    CHOICES,
     FACTOR_NORMS,
     FACTORS,
     FORWARD,
     KEPT,
-    NORM_COSTS,
+    MACHINES,
     PLAIN_RECORDS,
     RECORDS,
-    kept_cost,
+    WAITING,
+    LayerShape,
+    method_costs,
     parts_of,
+    record_bytes,
     waits,
 )
-from unison.clip.layers import CHOICES, LayerShape, UseShape
-from unison.clip.matrix import plain_arithmetic, tensors_of
-from unison.clip.measured import CHOICE, Factors, Group, can_wait
-from unison.clip.norms import NORM_METHODS, measure
+from unison.clip.measured import Factors, can_wait
+from unison.clip.norms import NORM_METHODS, from_records, measure
 from unison.kernels import multi_tensor
-from unison.kernels.available import has_triton
-from unison.ops import Dense, Lookup, Product, Record
+from unison.kernels.available import has_triton, on_device_of, plain_arithmetic
+from unison.ops import Product, Record
 
 FORMAT = 1
 FOLDER_VARIABLE = "UNISON_CACHE_DIR"
@@ -92,17 +92,23 @@ class CostFile:
     def read(self) -> Seconds:
         """Return what the file holds: nothing, if there is none or it cannot be used."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT or content["made_by"] != self.made_by:
+                raise ValueError(f"made by {content['made_by']}, expected {self.made_by}")
+            found: Seconds = {}
+            for kind, parts in content["seconds"].items():
+                found[kind] = {str(part): float(value) for part, value in parts.items()}
+                if not all(math.isfinite(value) and value > 0 for value in found[kind].values()):
+                    raise ValueError(f"seconds of {kind!r}: {parts}")
         except FileNotFoundError:
             return {}
         except (OSError, UnicodeDecodeError) as error:
             self._warn(f"cannot be read ({error})")
             return {}
-        try:
-            return self._seconds(json.loads(text))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             self._warn(f"is not what was written ({type(error).__name__}: {error})")
             return {}
+        return found
 
     def add(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Add kinds of layers to the file; what another process has added meanwhile stays."""
@@ -120,21 +126,6 @@ class CostFile:
             if written is not None:
                 Path(written).unlink(missing_ok=True)
             self._warn(f"cannot be written ({error}): methods are timed again in the next run")
-
-    def _seconds(self, content: Any) -> Seconds:
-        """Return the seconds of a file's content.
-
-        Raises:
-            ValueError: If it was not made by the same, or holds what seconds cannot be.
-        """
-        if content["format"] != FORMAT or content["made_by"] != self.made_by:
-            raise ValueError(f"made by {content['made_by']}, expected {self.made_by}")
-        found: Seconds = {}
-        for kind, parts in content["seconds"].items():
-            found[kind] = {str(part): float(value) for part, value in parts.items()}
-            if not all(math.isfinite(value) and value > 0 for value in found[kind].values()):
-                raise ValueError(f"seconds of {kind!r}: {parts}")
-        return found
 
     def _warn(self, what: str) -> None:
         warnings.warn(
@@ -157,19 +148,6 @@ _HOPELESS_SECONDS, _HOPELESS_FACTOR = 0.1, 8.0  # predicted, and as a multiple o
 _CYCLES_AHEAD, _MOST_CYCLES_AHEAD = 4_000_000, 128_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long a process may time methods.
-
-    Attributes:
-        timing: Seconds for everything but first runs.
-        warming: Seconds for the first run of each part, in which kernels are compiled.
-    """
-
-    timing: float = 2.0
-    warming: float = 30.0
-
-
 def dtype_of(layer: LayerShape) -> torch.dtype:
     """Return the dtype of a layer's records."""
     halves = torch.float16 if layer.is_float16 else torch.bfloat16
@@ -181,7 +159,8 @@ class Stopwatch:
 
     Args:
         device: The GPU.
-        limits: How long.
+        timing: Seconds for everything but first runs.
+        warming: Seconds for the first run of each part, in which kernels are compiled.
         seconds_of: Returns how long the GPU takes for a call that has run before.
         free_bytes: Returns how much memory there is.
         clock: Returns seconds; only differences count.
@@ -190,19 +169,20 @@ class Stopwatch:
     def __init__(
         self,
         device: torch.device,
-        limits: Limits | None = None,
         *,
+        timing: float = 2.0,
+        warming: float = 30.0,
         seconds_of: Callable[[Run], float] | None = None,
         free_bytes: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._device, self._limits, self._clock = device, limits or Limits(), clock
+        self._device, self._clock = device, clock
+        self._timing_left, self._warming_left = timing, warming
         self._seconds_of = seconds_of or event_seconds
         self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
-        self._num_timing = self._num_warming = 0.0
 
     def time_layer(self, layer: LayerShape) -> dict[str, float] | None:
-        """Return seconds by part (`kernel_costs.parts_of`) for a layer's whole batch.
+        """Return seconds by part (`costs.parts_of`) for a layer's whole batch.
 
         Parts that are hopelessly slow are left out.
 
@@ -210,17 +190,18 @@ class Stopwatch:
             None if time or memory do not suffice for all the others, if no kernels take the layer's
             records, or while a CUDA graph is recorded.
         """
-        if layer.itemsize > 4 or self._is_over() or _is_recording(self._device):
+        is_cuda = self._device.type == "cuda"
+        if layer.itemsize > 4 or (is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        some = self._that_fits(layer)
+        some = None if self._is_over() else self._that_fits(layer)
         if some is None:
             return None
-        with self._current(), plain_arithmetic(self._device):
+        with on_device_of(torch.empty(0, device=self._device)), plain_arithmetic(self._device):
             try:
                 found = self._time(some)
             except torch.OutOfMemoryError:
                 return None
-        if self._device.type == "cuda":
+        if is_cuda:
             torch.cuda.empty_cache()  # blocks of these sizes may be of no use to the training
         if found is None:
             return None
@@ -236,16 +217,16 @@ class Stopwatch:
                 return None
             begin = self._clock()
             run()
-            self._wait()
-            self._num_warming += self._clock() - begin
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._warming_left -= self._clock() - begin
             begin = self._clock()
             found[part] = self._seconds_of(run) / times
-            self._num_timing += self._clock() - begin
+            self._timing_left -= self._clock() - begin
         return found
 
     def _is_over(self) -> bool:
-        limits = self._limits
-        return self._num_timing >= limits.timing or self._num_warming >= limits.warming
+        return self._timing_left <= 0 or self._warming_left <= 0
 
     def _that_fits(self, layer: LayerShape) -> LayerShape | None:
         """Return the layer with as many samples as fit, halving them; None if not one fits."""
@@ -256,59 +237,37 @@ class Stopwatch:
             layer = replace(layer, batch=layer.batch // 2)
         return layer
 
-    def _current(self) -> AbstractContextManager[object]:
-        is_cuda = self._device.type == "cuda"
-        return torch.cuda.device(self._device) if is_cuda else nullcontext()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def num_bytes(layer: LayerShape) -> int:
     """Return what timing a layer takes: records, outputs, kept gradients, sums."""
-    kept = kept_cost(layer).kept_bytes
+    kept = method_costs(layer, "cuda")["kept"].kept_bytes
     together = 4 * (_FILLING + layer.numel) if waits(layer) else 0
     return 2 * record_bytes(layer) + max(kept, together) + 16 * layer.numel
 
 
 def wanted_parts(layer: LayerShape) -> list[str]:
     """Return the parts of all choices that take this layer, without those that are hopeless."""
-    records = layer.placeholder_records()
+    records, costs = layer.records(), method_costs(layer, "cuda")
     choices = [each for each in CHOICES if NORM_METHODS[each.norm].refusal(records) is None]
-    machine = MACHINES["cuda"]
-    norms = {part for each in choices for part in parts_of(layer, each) if part in NORM_COSTS}
-    predicted = {part: NORM_COSTS[part](layer).seconds(machine) for part in norms}
+    parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
+    predicted = {
+        part: costs[part].seconds(MACHINES["cuda"]) for part in parts if part in NORM_METHODS
+    }
     slowest = max(_HOPELESS_SECONDS, _HOPELESS_FACTOR * min(predicted.values()))
     predicted |= dict.fromkeys((FACTOR_NORMS, FACTORS), predicted.get("gram", 0.0))
-    parts = dict.fromkeys(part for each in choices for part in parts_of(layer, each))
     return [part for part in parts if predicted.get(part, 0.0) <= slowest]
 
 
 def draw_records(layer: LayerShape, device: torch.device) -> list[Record]:
     """Return records of a layer's shapes, of random numbers that are nobody else's."""
     generator = torch.Generator(device).manual_seed(0)
-    dtype = dtype_of(layer)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    def draw(shape: tuple[int, ...], num_rows: int | None) -> Tensor:
+        if num_rows is not None:
+            return torch.randint(num_rows, shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype_of(layer))
 
-    def record(use: UseShape) -> Record:
-        size, shape = (layer.batch, use.tokens), (use.rows, use.columns)
-        match use.kind:
-            case "product":
-                left, right = draw(*size, use.rows), draw(*size, use.columns)
-                a, g = (left, right) if use.is_transposed else (right, left)
-                return Product(a, g, use.is_transposed, shape)
-            case "lookup":
-                ids = torch.randint(use.rows, size, generator=generator, device=device)
-                return Lookup(ids, draw(*size, use.columns), shape)
-            case "dense":
-                return Dense(draw(layer.batch, *shape))
-            case _:
-                raise ValueError(f"expected product, lookup or dense, found {use.kind!r}")
-
-    return [record(use) for use in layer.uses]
+    return layer.records(draw)
 
 
 def runs_of(
@@ -325,7 +284,7 @@ def runs_of(
         yield "rank_one", lambda: measure(records, "rank_one"), 1
     if RECORDS in parts:
         yield RECORDS, lambda: measured.clipped_sum(records, coefficients, shape), 1
-    if FACTORS in parts and can_wait(records, CHOICE):
+    if FACTORS in parts and can_wait(records, WAITING):
         yield from _together(records, coefficients)
     elif FACTORS in parts:  # a GPU that is too small for it
         yield FACTOR_NORMS, lambda: measured.squared_norms(records, "gram"), 1
@@ -357,27 +316,21 @@ def _together(records: Sequence[Record], coefficients: Tensor) -> Iterator[tuple
     factors = Factors.of(cast(Product, records[0]))
     times = min(_MOST_TOGETHER, -(-_FILLING // math.prod(factors.shape)))
     found = {str(i): factors for i in range(times)}
-    group = Group(list(found), found)
-    yield FACTOR_NORMS, lambda: group.measure(found), times
-    yield FACTORS, lambda: group.sums(found, [coefficients] * times, None), times
+    names, weights = list(found), measured.stacked([coefficients] * times)
+    yield FACTOR_NORMS, lambda: measured.measure_factors(names, found), times
+    yield FACTORS, lambda: measured.factor_sums(names, found, weights), times
 
 
 def _forward(records: Sequence[Record]) -> Run:
     """Return what multiplies the inputs of all products by a weight."""
-    products = [record for record in records if isinstance(record, Product)]
-    weights = [_random_like(each.a, each.g.shape[2]) for each in products]
-
-    def run() -> None:
-        for product, weight in zip(products, weights, strict=True):
-            torch.matmul(product.a, weight)
-
-    return run
-
-
-def _random_like(a: Tensor, num_outputs: int) -> Tensor:
-    generator = torch.Generator(a.device).manual_seed(1)
-    shape = (a.shape[2], num_outputs)
-    return torch.randn(shape, generator=generator, device=a.device, dtype=a.dtype)
+    pairs = []
+    for each in records:
+        if isinstance(each, Product):
+            generator = torch.Generator(each.a.device).manual_seed(1)
+            shape = (each.a.shape[2], each.g.shape[2])
+            kind = {"device": each.a.device, "dtype": each.a.dtype}
+            pairs.append((each.a, torch.randn(shape, generator=generator, **kind)))
+    return lambda: [torch.matmul(a, weight) for a, weight in pairs]
 
 
 def event_seconds(run: Run) -> float:
@@ -403,10 +356,6 @@ def _event_seconds(run: Run, repeats: int) -> float:
         cycles *= 2
         if not is_late or cycles > _MOST_CYCLES_AHEAD:
             return begin.elapsed_time(end) / 1e3 / repeats
-
-
-def _is_recording(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 VARIABLE = "UNISON_CALIBRATE"
@@ -449,7 +398,7 @@ class Calibration:
 def kind_of(layer: LayerShape) -> str:
     """Return all of a layer that its methods' times depend on, as text.
 
-    >>> from unison.clip.layers import UseShape
+    >>> from unison.clip.costs import UseShape
     >>> use = UseShape(kind="product", tokens=512, rows=3840, columns=1280)
     >>> kind_of(LayerShape(name="qkv.weight", batch=4, itemsize=2, uses=(use,)))
     'bfloat16 4 × product 512×3840×1280'
@@ -481,22 +430,18 @@ def _of_gpu(index: int) -> Calibration:
 
 
 def versions() -> dict[str, str]:
-    """Return what times depend on beside the GPU: versions, and the text of our own kernels."""
-    found = {name: _version(name) for name in ("torch", "triton", "unison")}
-    return {**found, "kernels": _digest_of_kernels()}
+    """Return what times depend on beside the GPU: versions, and the text of our own kernels.
 
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from its source tree
-        return "unknown"
-
-
-def _digest_of_kernels() -> str:
-    """Return a digest of the sources that are timed: they change while the version does not."""
+    The latter change while the version does not.
+    """
+    found = {}
+    for name in ("torch", "triton", "unison"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from its source tree
+            found[name] = "unknown"
     root = Path(__file__).resolve().parents[1]
     digest = sha256()
     for path in [*sorted((root / "kernels").rglob("*.py")), root / "clip" / "measured.py"]:
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return {**found, "kernels": digest.hexdigest()[:16]}

@@ -3,35 +3,25 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from unison.clip.bounds import NormTable, SampleNorms
-from unison.clip.gradients import GRADIENT_METHODS, add_clipped
-from unison.clip.layers import KINDS, Choice, describe
-from unison.clip.matrix import num_terms, tensors_of
-from unison.clip.measured import (
-    METHODS,
-    Factors,
-    SumGrid,
-    bound,
-    can_make_again,
-    can_wait,
-    clipped_sum,
-    form,
-    groups_of,
-    is_taken,
-    materialize,
-    squared_norms,
-    stacked,
-    sums_of,
+from unison.clip import measured
+from unison.clip.bounds import NormTable, SampleNorms, num_terms, tensors_of
+from unison.clip.costs import KINDS, Choice, describe
+from unison.clip.measured import Factors, SumGrid
+from unison.clip.norms import (
+    GRADIENT_METHODS,
+    NORM_METHODS,
+    add_clipped,
+    measure,
+    needed_to_keep,
 )
-from unison.clip.norms import NORM_METHODS, measure, needed_to_keep
-from unison.clip.plan import Plan
+from unison.clip.plan import LayerPlan, Plan
 from unison.errors import UnsupportedOperation
+from unison.kernels import factored
 from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed
 
@@ -73,6 +63,7 @@ class UsedParameter:
 
     Attributes:
         name: Its name.
+        planned: What was planned for it; None if nothing was.
         records: What is to be measured, or to be added up.
         comes_again: Which records of the first pass a second one makes again.
         choice: Its methods, once it was measured.
@@ -82,12 +73,13 @@ class UsedParameter:
         total: The float64 sum of records that have come again, while others are missing.
         clipped: Its clipped sum, where a second pass made it.
         is_fast: Whether Triton kernels take its records.
-        is_waiting: Whether its per-sample gradients, or its factors, are measured with those of all
-            other parameters when the pass is over.
-        factors: Of its one use, where kernels measure and add them up with those of others.
+        gradients: Per-sample gradients that kernels take together with those of other parameters,
+            measuring them when the pass is over if their norms are not known.
+        factors: Of its one use, likewise.
     """
 
     name: str
+    planned: LayerPlan | None
     records: list[Record] = field(default_factory=list)
     comes_again: list[bool] = field(default_factory=list)
     choice: Choice | None = None
@@ -97,20 +89,8 @@ class UsedParameter:
     total: Tensor | None = None
     clipped: Tensor | None = None
     is_fast: bool = False
-    is_waiting: bool = False
+    gradients: Tensor | None = None
     factors: Factors | None = None
-
-    @property
-    def gradients(self) -> Tensor | None:
-        """Per-sample gradients that kernels take together with those of other parameters."""
-        only = self.records[0] if self.is_fast and len(self.records) == 1 else None
-        return only.value if isinstance(only, Dense) and self.clipped is None else None
-
-    @property
-    def is_worth_adding(self) -> bool:
-        """Whether a float64 sum is smaller than the records that it would stand for."""
-        held = sum(each.nbytes for record in self.records for each in tensors_of(record))
-        return 8 * math.prod(self.records[-1].shape) <= held
 
     def refuse(self, what: str) -> NoReturn:
         """Raise for a use that came otherwise than expected."""
@@ -153,29 +133,23 @@ class Clipping:
 
     # --- records come ----------------------------------------------------------------------------
 
-    def take(self, name: str, record: Record | Streamed) -> None:
-        """Take a record of a parameter; given to `Capture` as its `on_record`."""
-        parameter = self._parameter(name)
+    def take(self, name: str, record: Record | Streamed, *, comes_again: bool = False) -> None:
+        """Take a record of a parameter; given to `Capture` as its `on_record`.
+
+        Args:
+            name: Of the parameter.
+            record: Of one use.
+            comes_again: Whether a second forward pass makes it again.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            parameter = UsedParameter(name, self.plan.by_name.get(name))
+            self._parameters[name] = parameter
         if isinstance(record, Streamed):
             record = self._read(parameter, record)
-        if self._coefficients is None:
-            self._take(parameter, record, comes_again=False)
-        else:
+        if self._coefficients is not None:
             self._take_again(parameter, record, self._coefficients[name])
-
-    def take_product(self, name: str, record: Product) -> bool:
-        """Take a record that a second forward pass can make again, and return whether it should.
-
-        Given to `Capture` as its `on_product`.
-        """
-        comes_again = self.plan.num_forwards_of(name) == 2
-        self._take(self._parameter(name), record, comes_again=comes_again)
-        return comes_again
-
-    def _parameter(self, name: str) -> UsedParameter:
-        return self._parameters.get(name) or self._parameters.setdefault(name, UsedParameter(name))
-
-    def _take(self, parameter: UsedParameter, record: Record, *, comes_again: bool) -> None:
+            return
         if parameter.choice is not None:  # used more often than planned
             if parameter.num_missing:
                 parameter.refuse(
@@ -184,11 +158,22 @@ class Clipping:
                 )
             if parameter.factors is not None:
                 parameter.factors.check()
-            parameter.norms, parameter.is_waiting, parameter.factors = None, False, None
+            parameter.norms = parameter.gradients = parameter.factors = None
         parameter.records.append(record)
         parameter.comes_again.append(comes_again)
-        if len(parameter.comes_again) == self.plan.num_uses(parameter.name):
+        kinds = None if parameter.planned is None else parameter.planned.kinds
+        if kinds is not None and len(parameter.comes_again) == len(kinds):
             self._measure(parameter)
+
+    def take_product(self, name: str, record: Product) -> bool:
+        """Take a record that a second forward pass can make again, and return whether it should.
+
+        Given to `Capture` as its `on_product`.
+        """
+        planned = self.plan.by_name.get(name)
+        comes_again = planned is not None and planned.chosen.choice.num_forwards == 2
+        self.take(name, record, comes_again=comes_again)
+        return comes_again
 
     def _read(self, parameter: UsedParameter, record: Streamed) -> Record:
         """Read a record that comes in pieces.
@@ -196,98 +181,91 @@ class Clipping:
         It is multiplied out piece by piece, or kept as it is, to be made again: then nothing but
         one piece ever exists.
         """
-        is_known = self._coefficients is None and self.plan.num_uses(parameter.name) is not None
-        choice = self.plan.choice(parameter.name) if is_known else None
-        if choice is not None and NORM_METHODS[choice.norm].is_kept:
-            return Dense(form(record), is_ours=True)
-        if choice is not None and choice.gradient == "records" and can_make_again(record):
-            record.finish()
-            return cast(Record, record)  # kernels take it for one
+        planned = parameter.planned
+        if self._coefficients is None and planned is not None and planned.kinds is not None:
+            choice = planned.chosen.choice
+            if NORM_METHODS[choice.norm].is_kept:
+                return Dense(measured.form(record), is_ours=True)
+            if choice.gradient == "records" and measured.is_taken([record]):
+                record.finish()
+                return cast(Record, record)  # kernels take it for one
         return record.as_product()
 
     # --- norms -----------------------------------------------------------------------------------
 
     def _measure(self, parameter: UsedParameter) -> None:
-        parameter.choice = self._choice_for(parameter)
-        parameter.is_fast = parameter.choice.norm in METHODS and is_taken(parameter.records)
-        measure_records = self._measure_fast if parameter.is_fast else self._measure_in_torch
-        records = measure_records(parameter, parameter.choice)
-        # Of the records, what the gradient method needs is kept.
-        if parameter.choice.num_backwards == 2:
-            dropped = [True] * len(parameter.comes_again)
+        records: Sequence[Record] = parameter.records
+        choice = parameter.choice = self._choice_for(parameter)
+        is_kept = NORM_METHODS[choice.norm].is_kept
+        parameter.is_fast = choice.norm in measured.METHODS and measured.is_taken(records)
+        if not parameter.is_fast:
+            lent = None
+            needed = needed_to_keep(records) if is_kept and parameter.lent is None else None
+            if needed is not None:  # else the records are in storage already
+                device = tensors_of(records[0])[0].device
+                lent = parameter.lent = self._storage.lend(parameter.name, *needed, device)
+            parameter.norms, records = measure(records, choice.norm, lent)
+        elif measured.can_wait(records, choice):
+            parameter.factors = Factors.of(cast(Product, records[0]))
+        elif is_kept:
+            records = [Dense(measured.materialize(records))]
         else:
-            again = parameter.choice.num_forwards == 2
-            dropped = [again and each for each in parameter.comes_again]
-        parameter.num_missing = sum(dropped)
+            parameter.norms = measured.squared_norms(records, choice.norm)
+        # Of the records, what the gradient method needs is kept.
+        is_dropped = parameter.comes_again if choice.num_forwards == 2 else ()
+        if choice.num_backwards == 2:
+            is_dropped = [True] * len(parameter.comes_again)
+        parameter.num_missing = sum(is_dropped)
         if parameter.num_missing:  # then no method has put other records in their place
-            records = [each for each, is_out in zip(records, dropped, strict=True) if not is_out]
+            records = [each for each, is_out in zip(records, is_dropped, strict=True) if not is_out]
         parameter.records = list(records)
+        only = records[0] if parameter.is_fast and len(records) == 1 else None
+        if isinstance(only, Dense) and not parameter.num_missing:
+            parameter.gradients = only.value
 
     def _choice_for(self, parameter: UsedParameter) -> Choice:
         """Return the methods that were planned, if the records are those that were planned for."""
-        name, records = parameter.name, parameter.records
-        kinds = self.plan.kinds(name)
-        if kinds is not None:
+        planned, records = parameter.planned, parameter.records
+        if planned is not None and planned.kinds is not None:
+            choice = planned.chosen.choice
             if any(isinstance(each, Streamed) for each in records):
-                return self.plan.choice(name)
+                return choice
             # Code may cut a batch to its longest row: tokens differ where shapes of inputs do not.
             found = sorted((KINDS[type(each)], num_terms(each)) for each in records)
-            is_kept = NORM_METHODS[self.plan.choice(name).norm].is_kept
-            is_formed = found == [("dense", 1)] and is_kept
-            if found == kinds or is_formed:  # compiled passes multiply products out themselves
-                return self.plan.choice(name)
-        return self.plan.choice_for(describe(name, records))
-
-    def _measure_fast(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
-        if can_wait(parameter.records, choice):
-            parameter.factors = Factors.of(cast(Product, parameter.records[0]))
-            parameter.is_waiting = True
-            return parameter.records
-        if not NORM_METHODS[choice.norm].is_kept:
-            parameter.norms = squared_norms(parameter.records, choice.norm)
-            return parameter.records
-        parameter.is_waiting = True
-        return [Dense(materialize(parameter.records))]
-
-    def _measure_in_torch(self, parameter: UsedParameter, choice: Choice) -> Sequence[Record]:
-        lent = None
-        if NORM_METHODS[choice.norm].is_kept and parameter.lent is None:
-            needed = needed_to_keep(parameter.records)
-            if needed is not None:  # else the records are in storage already
-                device = tensors_of(parameter.records[0])[0].device
-                lent = parameter.lent = self._storage.lend(parameter.name, *needed, device)
-        parameter.norms, records = measure(parameter.records, choice.norm, lent)
-        return records
+            # Compiled passes multiply products out themselves.
+            is_formed = found == [("dense", 1)] and NORM_METHODS[choice.norm].is_kept
+            if found == planned.kinds or is_formed:
+                return choice
+        return self.plan.choice_for(describe(parameter.name, records))
 
     def norms(self) -> NormTable:
         """End the first pass: each used parameter's norms, by name and in order of names.
 
         The order in which parameters came is that of autograd, and sums of norms depend on it.
         """
-        for parameter in self._parameters.values():
-            if parameter.norms is None and not parameter.is_waiting:
-                self._measure(parameter)
         gradients: dict[str, Tensor] = {}
-        factors: dict[str, Factors] = {}
-        norms: dict[str, SampleNorms] = {}
+        found: dict[str, Factors] = {}
         for name, parameter in self._parameters.items():
+            if parameter.norms is parameter.gradients is parameter.factors is None:
+                self._measure(parameter)
             if parameter.norms is not None:
-                norms[name] = parameter.norms
-            elif parameter.factors is not None:
-                factors[name] = parameter.factors
+                continue
+            if parameter.factors is not None:
+                found[name] = parameter.factors
             else:
                 assert parameter.gradients is not None
                 gradients[name] = parameter.gradients
-            parameter.is_waiting = False
+        norms: dict[str, SampleNorms] = {}
         if gradients:
             values = list(gradients.values())
             numel = max(value.numel() for value in values) // max(1, self.num_samples)
-            norms |= _by_name(gradients, bound(squares(values), self.num_samples, numel))
-        for group in groups_of(factors):
-            norms |= _by_name(group.names, group.measure(factors))
-        for name, found in norms.items():
-            self._parameters[name].norms = found
-        return NormTable.of(dict(sorted(norms.items(), key=itemgetter(0))), self.num_samples)
+            norms |= _by_name(gradients, measured.bound(squares(values), self.num_samples, numel))
+        for names in measured.groups_of(found) if found else ():
+            norms |= _by_name(names, measured.measure_factors(names, found))
+        for name, each in norms.items():
+            self._parameters[name].norms = each
+        by_name = {name: self._parameters[name].norms for name in sorted(self._parameters)}
+        return NormTable.of(cast(dict[str, SampleNorms], by_name), self.num_samples)
 
     # --- a second pass, where the plan has one ---------------------------------------------------
 
@@ -324,8 +302,10 @@ class Clipping:
         parameter.num_missing -= 1
         if not parameter.num_missing:
             self._finish(parameter, coefficients)
-        elif not parameter.is_fast and parameter.is_worth_adding:
-            self._add(parameter, coefficients)
+        elif not parameter.is_fast:
+            held = sum(each.nbytes for kept in parameter.records for each in tensors_of(kept))
+            if 8 * math.prod(record.shape) <= held:  # a float64 sum is smaller
+                self._add(parameter, coefficients)
 
     def _refuse_missing(self) -> None:
         """Refuse to make sums of records that a second pass should have made again."""
@@ -354,16 +334,18 @@ class Clipping:
         self._refuse_missing()
         wanted = list(self._parameters) if names is None else names
         used = [self._parameters[each] for each in wanted if each in self._parameters]
-        self._combine(used, coefficients)
+        if any(each.gradients is not None for each in used):
+            self._combine(used, coefficients)
         if self.grid is None or self.grid.is_held:  # else it is too fine for int32
             found: dict[str, Factors] = {}
             for parameter in used:
                 if parameter.factors is not None and parameter.clipped is None:
                     found[parameter.name] = parameter.factors
                     parameter.factors, parameter.records = None, []
-            sums = sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
-            for name, total in sums:
-                self._parameters[name].clipped = total.squeeze(0)
+            if found:
+                sums = measured.sums_of(found, coefficients, self.grid, is_bounded=self._is_bounded)
+                for name, total in sums:
+                    self._parameters[name].clipped = total
         for parameter in used:
             del self._parameters[parameter.name]
             if parameter.clipped is None:
@@ -389,57 +371,47 @@ class Clipping:
             dtype: Of the integers.
         """
         self._refuse_missing()  # before anything is added
-        gradients = {
-            each.name: each.gradients
-            for each in map(self._parameters.get, totals)
-            if each is not None and each.gradients is not None
-        }
+        gradients: dict[str, Tensor] = {}
+        found: dict[str, Factors] = {}
+        grid = self.grid
+        is_same = grid == SumGrid(spacing) and dtype == torch.int32 and not self._is_bounded
+        for name, before in totals.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.clipped is not None:
+                continue
+            if parameter.gradients is not None:
+                gradients[name] = parameter.gradients
+                del self._parameters[name]
+            elif parameter.factors is not None and is_same:
+                left, shape = parameter.factors.left, parameter.factors.shape
+                found[name] = parameter.factors
+                del self._parameters[name]
+                if before is None:
+                    totals[name] = left.new_zeros(math.prod(shape), dtype=torch.int32)
         if gradients:
             is_first = all(totals[name] is None for name in gradients)
             for name, value in gradients.items():
-                del self._parameters[name]
                 if totals[name] is None:
                     make = value.new_empty if is_first else value.new_zeros
                     totals[name] = make(math.prod(value.shape[1:]), dtype=dtype)
             combine(
                 list(gradients.values()),
-                stacked([coefficients[name] for name in gradients]),
+                measured.stacked([coefficients[name] for name in gradients]),
                 [each for name in gradients if (each := totals[name]) is not None],
                 add=not is_first,
                 spacing=spacing,
             )
             gradients.clear()
-        grid = self.grid
-        is_same = grid == SumGrid(spacing) and dtype == torch.int32
-        if grid is not None and is_same and not self._is_bounded:
-            self._add_factors(totals, coefficients, grid)
+        for names in measured.groups_of(found) if found else ():
+            outs = [each for name in names if (each := totals[name]) is not None]
+            weights = measured.stacked([coefficients[name] for name in names], grid)
+            factored.weighted_sums(*measured.sides_of(names, found), weights, outs, add=True)
         for name, total in self.clipped_sums(coefficients, list(totals)):
             unit = 1.0 if grid is None else grid.spacing
             exact = total.double() if total.is_floating_point() else total.double() * unit
             integers = (exact / spacing).round_().to(dtype).flatten()
             before = totals[name]
             totals[name] = integers if before is None else before.add_(integers)
-
-    def _add_factors(
-        self,
-        totals: MutableMapping[str, Tensor | None],
-        coefficients: Mapping[str, Tensor],
-        grid: SumGrid,
-    ) -> None:
-        """Add the clipped sums of parameters whose factors were kept to integers on the grid."""
-        found: dict[str, Factors] = {}
-        for name, before in totals.items():
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.factors is None or parameter.clipped is not None:
-                continue
-            found[name] = parameter.factors
-            del self._parameters[name]
-            if before is None:
-                left, numel = parameter.factors.left, math.prod(parameter.factors.shape)
-                totals[name] = left.new_zeros(numel, dtype=torch.int32)
-        for group in groups_of(found):
-            outs = [each for name in group.names if (each := totals[name]) is not None]
-            group.add(found, [coefficients[name] for name in group.names], grid, outs)
 
     def shares(self, coefficients: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Hand out what the clipped sums are made of: X [n, *shape] and weights [n] of each.
@@ -466,18 +438,17 @@ class Clipping:
         self, parameters: Sequence[UsedParameter], coefficients: Mapping[str, Tensor]
     ) -> None:
         """Make the clipped sums of kept per-sample gradients, all at once."""
-        found = [each for each in parameters if each.gradients is not None]
-        values = [each.gradients for each in found if each.gradients is not None]
-        if not values:
-            return
-        for parameter, value in zip(found, values, strict=True):
-            parameter.clipped = value.new_empty(value.shape[1:], dtype=torch.float64)
-            parameter.records = []
-        combine(
-            values,
-            stacked([coefficients[each.name] for each in found]),
-            [each.clipped for each in found if each.clipped is not None],
-        )
+        values, weights, sums = [], [], []
+        for each in parameters:
+            if each.gradients is not None:
+                values.append(each.gradients)
+                weights.append(coefficients[each.name])
+                each.clipped = each.gradients.new_empty(
+                    each.gradients.shape[1:], dtype=torch.float64
+                )
+                sums.append(each.clipped)
+                each.records, each.gradients = [], None
+        combine(values, measured.stacked(weights), sums)
 
     def _add(self, parameter: UsedParameter, coefficients: Tensor) -> None:
         """Put the float64 sum of the records in their place."""
@@ -495,14 +466,13 @@ class Clipping:
             records, parameter.records = parameter.records, []
             shape = records[0].shape
             if parameter.is_fast and (self.grid is None or self.grid.is_held):
-                parameter.clipped = clipped_sum(records, coefficients, shape, self.grid)
+                parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
                 method = GRADIENT_METHODS[parameter.choice.gradient]
-                parameter.clipped = method.clipped_sum(
-                    [each.as_product() if isinstance(each, Streamed) else each for each in records],
-                    coefficients,
-                    shape,
-                )
+                whole = [
+                    each.as_product() if isinstance(each, Streamed) else each for each in records
+                ]
+                parameter.clipped = method.clipped_sum(whole, coefficients, shape)
         else:
             self._add(parameter, coefficients)
             parameter.clipped, parameter.total = parameter.total, None

@@ -30,10 +30,10 @@ from unison.capture import (
     state_kept,
 )
 from unison.capture.recompute import SavedBytes
+from unison.clip.bounds import RULES
 from unison.clip.clipping import Clipping, Storage
-from unison.clip.coefficients import RULES
-from unison.clip.layers import LayerShape, describe, with_shared_inputs
-from unison.clip.plan import AUTO, MODES, Plan, Timed, plan_clipping
+from unison.clip.costs import AUTO, MODES, LayerShape, describe, with_shared_inputs
+from unison.clip.plan import Plan, plan_clipping
 from unison.errors import BadInput
 from unison.ops import Record, Streamed
 
@@ -56,42 +56,21 @@ class Learned:
     storage: Storage = field(default_factory=Storage)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
-    def plan(
-        self,
-        num_samples: int,
-        *,
-        mode: str,
-        memory_budget: int | None,
-        machine: str,
-        timed: Timed | None = None,
-        is_alone: bool = False,
-        is_compiled: bool = False,
-    ) -> Plan:
+    def plan(self, num_samples: int, *, is_alone: bool = False, **settings: Any) -> Plan:
         """Return the methods for batches of this size; the same ones every time.
 
         Args:
             num_samples: Of a batch.
-            mode: As in `plan_clipping`.
-            memory_budget: Likewise.
-            machine: Likewise.
-            timed: Likewise.
             is_alone: Whether nobody else has to plan the same. Then clipping may use what autograd
                 has freed, which depends on the code of the model, and not on shapes alone.
-            is_compiled: As in `plan_clipping`.
+            settings: Those of `plan_clipping`.
         """
-        key = (num_samples, mode, memory_budget, machine, timed, is_alone, is_compiled)
+        key = (num_samples, is_alone, *sorted(settings.items()))
         if key not in self._plans:
             layers = [replace(layer, batch=num_samples) for layer in self.layers]
             if not is_alone:
                 layers = [replace(layer, freed_per_sample=0) for layer in layers]
-            self._plans[key] = plan_clipping(
-                layers,
-                mode=mode,
-                memory_budget=memory_budget,
-                machine=machine,
-                timed=timed,
-                is_compiled=is_compiled,
-            )
+            self._plans[key] = plan_clipping(layers, **settings)
         return self._plans[key]
 
 
@@ -110,7 +89,15 @@ def learn(
             trained decide whether what was learned still holds.
         is_checked: Whether to make sure that samples do not mix.
     """
-    key = (*kind_of(model, batch), code_of(per_sample_loss))
+    leaves, spec = tree_flatten(batch)
+    kinds = tuple(
+        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
+    )
+    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    # The code, not the function: that of a closure may be made anew for each batch, and hold the
+    # model, which then would never be forgotten.
+    code = getattr(per_sample_loss, "__code__", type(per_sample_loss))
+    key = (str(spec), kinds, *mode_of(model, trained), code)
     tables = _learned.setdefault(model, {})
     if key not in tables:
         with state_kept(model, batch) as state:
@@ -128,21 +115,6 @@ def axes_of(
     return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
 
 
-def kind_of(model: nn.Module, batch: Any) -> tuple:
-    """All but the number of samples that decides what a model does with a batch.
-
-    Args:
-        model: The model.
-        batch: A batch, samples first in all of its tensors.
-    """
-    leaves, spec = tree_flatten(batch)
-    kinds = tuple(
-        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves
-    )
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    return str(spec), kinds, *mode_of(model, trained)
-
-
 def mode_of(model: nn.Module, trained: tuple[str, ...]) -> tuple:
     """All but its input that decides what a model does.
 
@@ -155,15 +127,6 @@ def mode_of(model: nn.Module, trained: tuple[str, ...]) -> tuple:
         for kind in ("cpu", "cuda")
     )
     return model.training, trained, autocast
-
-
-def code_of(function: Callable[..., Any]) -> Any:
-    """The code, not the function.
-
-    That of a closure may be made anew for each batch, and hold the model, which then would never be
-    forgotten.
-    """
-    return getattr(function, "__code__", type(function))
 
 
 _FEW = 2
@@ -247,7 +210,7 @@ def clipped_gradients(
         batch: Tensors, or tuples, lists and dicts of them, with samples along dimension 0.
         max_norm: C, the bound on one sample's gradient.
         mode: `"auto"`, or one of `unison.clip.MODES`.
-        rule: `"flat"` or `"automatic"`, see `unison.clip.coefficients`.
+        rule: `"flat"` or `"automatic"`, see `unison.clip.bounds`.
         memory_budget: Bytes that clipping may hold beside the model's own training.
         is_checked: Whether to make sure, the first time a model sees batches of this shape, that
             its samples do not mix.
@@ -278,7 +241,13 @@ def clipped_gradients(
         surroundings = RngAutocastState.here(model, batch)
         with capture.following(batch):
             losses = per_sample_loss(model, batch)
-        _check_losses(losses, size)
+        if losses.shape != (size,):
+            raise BadInput(
+                f"expected one loss per sample, [{size}], found {list(losses.shape)}; use "
+                "reduction='none' and average over each sample's own tokens"
+            )
+        if not losses.requires_grad:
+            raise BadInput("the losses do not depend on any trainable parameter")
         losses.sum().backward(retain_graph=plan.num_backwards == 2)
         norms = clipping.norms().total()
         coefficients = RULES[rule](norms, max_norm)
@@ -323,13 +292,3 @@ def _of_nothing(model: nn.Module, mode: str) -> ClippedGradients:
         num_dropped=torch.zeros((), dtype=torch.int64, device=device),
         plan=plan_clipping([], mode=mode),
     )
-
-
-def _check_losses(losses: Tensor, size: int) -> None:
-    if losses.shape != (size,):
-        raise BadInput(
-            f"expected one loss per sample, [{size}], found {list(losses.shape)}; use "
-            "reduction='none' and average over each sample's own tokens"
-        )
-    if not losses.requires_grad:
-        raise BadInput("the losses do not depend on any trainable parameter")

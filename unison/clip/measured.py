@@ -38,18 +38,24 @@ that is not full.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from unison.capture.capture import refuse_changed
-from unison.clip.bounds import SampleNorms, gamma
-from unison.clip.layers import MODES, Choice
-from unison.clip.matrix import factors, matrix_shape, num_per_tile, spans, take, tensors_of
+from unison.clip.bounds import (
+    SampleNorms,
+    factors,
+    gamma,
+    matrix_shape,
+    take,
+    tensors_of,
+)
+from unison.clip.costs import WAITING, Choice
 from unison.kernels import factored, multi_tensor
-from unison.kernels.available import takes
-from unison.kernels.factored import Grams
+from unison.kernels.available import num_per_tile, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 METHODS = ("tile", "gram", "materialize")  # norm methods that have kernels
@@ -91,7 +97,7 @@ def form(record: Streamed) -> Tensor:
     dtype = torch.promote_types(record.a.dtype, torch.float32)
     if takes(record.a):
         dtype = kept_dtype([Product(record.a, record.a, record.is_transposed, record.shape)])
-    out = record.a.new_empty(record.batch, *record.shape, dtype=dtype)
+    out = record.a.new_empty(len(record.a), *record.shape, dtype=dtype)
     for samples, piece in record.first_chunks():
         left, right = factors(piece)
         if takes(left, right):
@@ -102,15 +108,9 @@ def form(record: Streamed) -> Tensor:
     return out
 
 
-def can_make_again(record: Streamed) -> bool:
-    """Whether a record may be kept as it is, and measured and added up while it is made again."""
-    return takes(record.a)
-
-
 def is_taken(records: Sequence[Record | Streamed]) -> bool:
     """Whether the kernels take the records of a parameter."""
-    tensors = [each for record in records for each in tensors_of(record)]
-    if not takes(*tensors):
+    if not all(takes(*tensors_of(record)) for record in records):
         return False
     return len({matrix_shape([r]) for r in records if not isinstance(r, Dense)}) <= 1
 
@@ -128,31 +128,19 @@ def kept_dtype(records: Sequence[Record | Streamed]) -> torch.dtype:
 
 def materialize(records: Sequence[Record]) -> Tensor:
     """Form the per-sample gradients [batch, *shape] of one parameter, to be measured and kept."""
-    if len(records) == 1:
-        match records[0]:
-            case Dense(value=value):
-                return value if value[:1].is_contiguous() else value.contiguous()
-            case Product() as product:
-                return _of_product(product, kept_dtype(records)).view(-1, *product.shape)
-            case _:
-                pass
-    return _sum_of(records, kept_dtype(records)).view(-1, *records[0].shape)
-
-
-def can_multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `torch.bmm` makes the per-sample gradients of a product, in this dtype."""
-    is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0
-    return left.dtype == right.dtype == dtype and is_aligned
-
-
-def _of_product(product: Product, dtype: torch.dtype) -> Tensor:
-    left, right = factors(product)
-    if can_multiply(left, right, dtype):
-        return torch.bmm(left.mT, right)
-    rows, columns = left.shape[2], right.shape[2]
-    out = left.new_empty(len(left), rows, columns, dtype=dtype)
-    _multiply_into(out, left, right.to(left.dtype))
-    return out
+    only, dtype = records[0] if len(records) == 1 else None, kept_dtype(records)
+    if isinstance(only, Dense):
+        return only.value if only.value[:1].is_contiguous() else only.value.contiguous()
+    if isinstance(only, Product):
+        left, right = factors(only)
+        is_aligned = left.shape[2] % _ALIGNED == 0 and right.shape[2] % _ALIGNED == 0
+        if left.dtype == right.dtype == dtype and is_aligned:
+            made = torch.bmm(left.mT, right)
+        else:
+            made = left.new_empty(len(left), left.shape[2], right.shape[2], dtype=dtype)
+            _multiply_into(made, left, right.to(left.dtype))
+        return made.view(-1, *only.shape)
+    return _sum_of(records, dtype).view(-1, *records[0].shape)
 
 
 def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -179,10 +167,9 @@ def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _sum_of(records: Sequence[Record], dtype: torch.dtype) -> Tensor:
     """Return X_b of several uses, by kernels alone: the same bits every time [batch, r, c]."""
-    batch = len(tensors_of(records[0])[0])
-    rows, columns = matrix_shape(records)
-    products = [record for record in records if isinstance(record, Product)]
     first = tensors_of(records[0])[0]
+    batch, rows, columns = len(first), *matrix_shape(records)
+    products = [record for record in records if isinstance(record, Product)]
     dense = [record for record in records if isinstance(record, Dense)]
     formed = next((each for each in dense if each.is_ours and each.value.dtype == dtype), None)
     if formed is not None and not products:
@@ -229,7 +216,10 @@ def squared_norms(records: Sequence[Record | Streamed], method: str) -> SampleNo
     if len(products) == len(records):
         left, right = _joined(products)
         if method == "gram":
-            return _by_gram(left, right, batch)
+            squares, masses = _products().squared_norms(left, right, _precision())
+            features, mass = left.shape[2] + right.shape[2], masses.sum(1) * (1 + 2.0**-16)
+            error = _gram_slack(features, left.dtype) * mass.square()
+            return _bounded_gram(squares.sum(1), error, mass, batch, left.shape[1], left.dtype)
         parts = _products().per_sample(left, right, None, _precision())
         return bound(parts.double().sum(1), batch, numel)
     if len(records) == 1 and isinstance(records[0], Lookup):
@@ -277,7 +267,12 @@ def _in_pieces(records: Sequence[Record | Streamed]) -> Iterator[tuple[slice, Te
     """Yield per-sample gradients of a few samples at a time, the same bits every time."""
     streamed = next((each for each in records if isinstance(each, Streamed)), None)
     if streamed is not None:
-        others = _made([each for each in records if each is not streamed])
+        # At most one comes in pieces: the others have to exist.
+        others = [
+            each.as_product() if isinstance(each, Streamed) else each
+            for each in records
+            if each is not streamed
+        ]
         for samples, piece in streamed.chunks():
             whole = [piece, *[take(each, samples) for each in others]]
             del piece  # only one may exist
@@ -285,7 +280,7 @@ def _in_pieces(records: Sequence[Record | Streamed]) -> Iterator[tuple[slice, Te
                 yield slice(samples.start + some.start, samples.start + some.stop), part
             del whole
         return
-    records = _made(records)
+    records = cast(Sequence[Record], records)
     if len(records) == 1 and isinstance(records[0], Dense):
         value = records[0].value.contiguous()
         yield slice(0, len(value)), value
@@ -295,11 +290,6 @@ def _in_pieces(records: Sequence[Record | Streamed]) -> Iterator[tuple[slice, Te
     dtype = kept_dtype(records)
     for samples in spans(len(first), num_per_tile(dtype.itemsize * rows * columns, first.device)):
         yield samples, _sum_of([take(record, samples) for record in records], dtype)
-
-
-def _made(records: Sequence[Record | Streamed]) -> list[Record]:
-    """Return records of which at most one comes in pieces: the others have to exist."""
-    return [each.as_product() if isinstance(each, Streamed) else each for each in records]
 
 
 def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
@@ -314,40 +304,34 @@ def bound(squared: Tensor, batch: int, numel: int) -> SampleNorms:
     return SampleNorms(squared, squared * slack + numel * _UNDERFLOW)
 
 
-def _by_gram(left: Tensor, right: Tensor, batch: int) -> SampleNorms:
-    squares, masses = _grams().squared_norms(left, right, _precision())
-    features, mass = left.shape[2] + right.shape[2], masses.sum(1) * (1 + 2.0**-16)
-    error = _gram_slack(features, left.dtype) * mass.square()
-    return _bounded_gram(squares.sum(1), error, mass, batch, left.shape[1], left.dtype)
-
-
 def bound_grams(
-    grams: Grams, batch: int, tokens: int, features: int, dtype: torch.dtype
+    grams: Tensor | Sequence[Tensor], batch: int, tokens: int, features: int, dtype: torch.dtype
 ) -> SampleNorms:
     """Return norms that were found by inner products: see [Note: what a Gram errs by].
 
     Args:
-        grams: Of many layers.
+        grams: Of many layers, as `factored.grams` returns them.
         batch: Samples that are added up.
         tokens: Of a sample.
         features: Rows and columns of one sample's gradient together, at most.
         dtype: Of what was multiplied.
     """
     above = 1 + 2.0**-14  # of roundings in the bounds themselves
-    mass, left, right = grams.masses * above, grams.left_traces * above, grams.right_traces * above
+    squares, *others, left_squares, right_squares = grams
+    mass, left, right = (each * above for each in others)  # the latter are traces
     least = tokens * 2.0**-62  # of inner products whose squares underflow
-    of_left = grams.left_squares.sqrt() * above + least
-    of_right = grams.right_squares.sqrt() * above + least
+    of_left = left_squares.sqrt() * above + least
+    of_right = right_squares.sqrt() * above + least
     slack = _gram_slack(features, dtype)
     half = slack / 2
     error = half * (left * of_right + of_left * right) + half**2 * left * right
     error = torch.minimum(error, slack * mass.square())
-    return _bounded_gram(grams.squares, error, mass, batch, tokens, dtype)
+    return _bounded_gram(squares, error, mass, batch, tokens, dtype)
 
 
 def _gram_slack(features: int, dtype: torch.dtype) -> float:
     """Return γ_g: twice the error of an inner product, as a part of the tokens' norms."""
-    run = _grams().run_of(dtype)
+    run = _products().run_of(dtype)
     steps = -(-run // _TERMS_PER_STEP) * _UNITS_PER_STEP if dtype.itemsize == 2 else run
     return gamma(2 * steps + 2 * (features // run + 2) + 4, _UNIT) + 4 * 2.0**-26
 
@@ -367,25 +351,12 @@ def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _grams():
-    from unison.kernels import products_triton as gram
-
-    return gram
+def _products() -> Any:
+    return import_module("unison.kernels.products_triton")
 
 
-def _products():
-    from unison.kernels import products_triton as products
-
-    return products
-
-
-def _lookups():
-    from unison.kernels import lookup_triton as lookups
-
-    return lookups
-
-
-CHOICE = MODES["ghost_bk"]
+def _lookups() -> Any:
+    return import_module("unison.kernels.lookup_triton")
 
 
 class Factors(NamedTuple):
@@ -394,7 +365,6 @@ class Factors(NamedTuple):
     Attributes:
         left: [samples, tokens, rows].
         right: [samples, tokens, columns].
-        is_transposed: Whether the gradient of the output is on the right.
         shape: Of the parameter.
         held: The gradient as autograd has it, which adds to gradients in place, but only to those
             that nobody else holds.
@@ -403,7 +373,6 @@ class Factors(NamedTuple):
 
     left: Tensor
     right: Tensor
-    is_transposed: bool
     shape: tuple[int, ...]
     held: Tensor
     versions: tuple[int, int]
@@ -413,104 +382,72 @@ class Factors(NamedTuple):
         """Return the factors of a record."""
         left, right = (factored.aligned(each) for each in factors(product))
         versions = left._version, right._version
-        return cls(left, right, product.is_transposed, product.shape, product.g, versions)
+        return cls(left, right, product.shape, product.g, versions)
 
     def check(self) -> None:
         """Require that nobody has written to the factors, before or after they were measured."""
         if (self.left._version, self.right._version) != self.versions:
             refuse_changed()
 
-    @property
-    def product(self) -> Product:
-        """The record of the use."""
-        a, g = (self.left, self.right) if self.is_transposed else (self.right, self.left)
-        return Product(a, g, self.is_transposed, self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """What is given back with the gradient of the output: its input may be another's too."""
-        return (self.right if self.is_transposed else self.left).nbytes
-
 
 def can_wait(records: Sequence[Record | Streamed], choice: Choice) -> bool:
     """Whether records are measured and added up with those of other parameters."""
     only = records[0] if len(records) == 1 else None
-    return choice == CHOICE and type(only) is Product and factored.are_taken(*factors(only))
+    return choice == WAITING and type(only) is Product and factored.are_taken(*factors(only))
 
 
-class Group:
-    """Parameters whose factors kernels take together: alike in samples, tokens and dtype.
+def groups_of(found: Mapping[str, Factors]) -> list[list[str]]:
+    """Return parameters that kernels take together: alike in samples, tokens and dtype.
 
-    Args:
-        names: Of the parameters, in order of names.
-        found: Their factors, or others like these.
+    In an order that depends on names and shapes alone.
     """
-
-    def __init__(self, names: Sequence[str], found: Mapping[str, Factors]) -> None:
-        mine = [found[name] for name in names]
-        self.names = names
-        self._features = max(each.left.shape[2] + each.right.shape[2] for each in mine)
-        self._shapes = [(1, *each.shape) for each in mine]
-        self._sizes = [math.prod(each.shape) for each in mine]
-
-    def measure(self, found: Mapping[str, Factors]) -> SampleNorms:
-        """Return the norms of all samples [parameters, samples]."""
-        lefts, rights = self._sides(found)
-        grams = factored.grams(lefts, rights)
-        batch, tokens = lefts[0].shape[:2]
-        return bound_grams(grams, batch, tokens, self._features, lefts[0].dtype)
-
-    def sums(
-        self, found: Mapping[str, Factors], coefficients: Sequence[Tensor], grid: SumGrid | None
-    ) -> Sequence[Tensor]:
-        """Return the clipped sum of every parameter [1, *shape]; all in one memory.
-
-        Args:
-            found: Their factors.
-            coefficients: [samples] of each.
-            grid: To which each sample's share is rounded: sums are int32. None for float32.
-        """
-        lefts, rights = self._sides(found)
-        weights = stacked(coefficients, grid)
-        dtype = torch.float32 if grid is None else torch.int32
-        memory = torch.empty(sum(self._sizes), dtype=dtype, device=weights.device)
-        pieces = torch.unsafe_split_with_sizes(memory, self._sizes)  # views, unknown to autograd
-        made = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-        factored.weighted_sums(lefts, rights, weights, made)
-        return made
-
-    def add(
-        self,
-        found: Mapping[str, Factors],
-        coefficients: Sequence[Tensor],
-        grid: SumGrid,
-        totals: Sequence[Tensor],
-    ) -> None:
-        """Add the clipped sum of every parameter to integers.
-
-        Args:
-            found: Their factors.
-            coefficients: [samples] of each.
-            grid: To which each sample's share is rounded.
-            totals: Of each parameter, int32, contiguous.
-        """
-        lefts, rights = self._sides(found)
-        factored.weighted_sums(lefts, rights, stacked(coefficients, grid), totals, add=True)
-
-    def _sides(self, found: Mapping[str, Factors]) -> tuple[list[Tensor], list[Tensor]]:
-        mine = [found[name] for name in self.names]
-        for each in mine:
-            each.check()
-        return [each.left for each in mine], [each.right for each in mine]
-
-
-def groups_of(found: Mapping[str, Factors]) -> list[Group]:
-    """Return parameters in groups, in an order that depends on names and shapes alone."""
     places: dict[tuple, list[str]] = {}
     for name in sorted(found):
         left = found[name].left
         places.setdefault((*left.shape[:2], left.dtype, left.device), []).append(name)
-    return [Group(names, found) for names in places.values()]
+    return list(places.values())
+
+
+def sides_of(
+    names: Sequence[str], found: Mapping[str, Factors]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the factors of parameters, left and right, which nobody has written to."""
+    mine = [found[name] for name in names]
+    for each in mine:
+        each.check()
+    return [each.left for each in mine], [each.right for each in mine]
+
+
+def measure_factors(names: Sequence[str], found: Mapping[str, Factors]) -> SampleNorms:
+    """Return the norms of one group's samples [parameters, samples]."""
+    lefts, rights = sides_of(names, found)
+    batch, tokens, _ = lefts[0].shape
+    features = max(a.shape[2] + b.shape[2] for a, b in zip(lefts, rights, strict=True))
+    return bound_grams(factored.grams(lefts, rights), batch, tokens, features, lefts[0].dtype)
+
+
+def factor_sums(
+    names: Sequence[str],
+    found: Mapping[str, Factors],
+    weights: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Return the clipped sum of each of one group's parameters; all in one memory.
+
+    Args:
+        names: Of the parameters.
+        found: Their factors.
+        weights: [parameters, samples], from `stacked`.
+        dtype: Of the sums: float32, or int32 on the grid that `weights` count.
+    """
+    lefts, rights = sides_of(names, found)
+    shapes = [found[name].shape for name in names]
+    sizes = [math.prod(shape) for shape in shapes]
+    memory = torch.empty(sum(sizes), dtype=dtype, device=weights.device)
+    pieces = torch.unsafe_split_with_sizes(memory, sizes)  # views, unknown to autograd
+    made = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    factored.weighted_sums(lefts, rights, weights, made)
+    return made
 
 
 def sums_of(
@@ -520,7 +457,7 @@ def sums_of(
     *,
     is_bounded: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the clipped sum of each parameter [1, *shape], letting its factors go.
+    """Yield the clipped sum of each parameter, letting its factors go.
 
     Args:
         found: The factors by name; empty afterwards.
@@ -531,19 +468,20 @@ def sums_of(
     """
     sizes = {name: 4 * math.prod(each.shape) for name, each in found.items()}
     least = max(sizes.values(), default=0) if is_bounded else sum(sizes.values())
-    room = least
-    for group in groups_of(found):
-        names = list(group.names)
+    room, dtype = least, torch.float32 if grid is None else torch.int32
+    for names in groups_of(found):
         while names:
             count = size = 0
             while count < len(names) and (count == 0 or size + sizes[names[count]] <= room):
                 size += sizes[names[count]]
                 count += 1
-            some, names = Group(names[:count], found), names[count:]
-            made = some.sums(found, [coefficients[name] for name in some.names], grid)
-            given = sum(found.pop(name).num_bytes for name in some.names)
+            some, names = names[:count], names[count:]
+            weights = stacked([coefficients[name] for name in some], grid)
+            made = factor_sums(some, found, weights, dtype)
+            # With a factor goes the gradient of the output; its input may be another's too.
+            given = sum(found.pop(name).held.nbytes for name in some)
             room = max(least, room + given - size)
-            yield from zip(some.names, made, strict=True)
+            yield from zip(some, made, strict=True)
 
 
 def stacked(coefficients: Sequence[Tensor], grid: SumGrid | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Per-sample squared norms: several ways to the same numbers, in one table.
+"""Per-sample squared norms and clipped sums: several ways to the same numbers, in two tables.
 
 Every method returns ‖Σ_uses gradient_b‖² [batch] in float64, cross terms between uses included.
 They differ in FLOPs, in memory, and in the records they take; `NORM_METHODS` is the one place that
@@ -18,6 +18,11 @@ the size of the records:
 All sums are float64, and that is not a luxury: where tokens cancel, n² is a small difference of
 numbers of size S² (see bounds.py), and a float32 sum would leave an error of 2⁻¹²·S in n.
 Every function takes a slice of the batch small enough for float64 tiles; all return [batch].
+
+The clipped sum Σ_b c_b · gradient_b is made from records, or from per-sample gradients that were
+kept. Sums are float64, and stay it until they meet the noise: [Note: proved sensitivity] in
+bounds.py says why. Products go through GEMMs over few samples at a time, (c·left)ᵀ right: no
+per-sample gradient is formed.
 """
 
 import math
@@ -28,24 +33,24 @@ import torch
 from torch import Tensor
 
 from unison import check
-from unison.clip.bounds import SampleNorms, bounded
-from unison.clip.matrix import (
+from unison.clip.bounds import (
+    MOST_TERMS_TOGETHER,
     ROWS_PER_TILE,
     TOKENS_PER_TILE,
+    SampleNorms,
+    bounded,
     check_records,
     factors,
     matrix_shape,
     matrix_shapes,
-    num_per_tile,
     num_terms,
-    plain_arithmetic,
-    spans,
     take,
     tensors_of,
     wide_dtype,
 )
-from unison.errors import UnsupportedOperation
-from unison.kernels.per_sample import squared_norms
+from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.available import num_per_tile, plain_arithmetic, spans
+from unison.kernels.multi_tensor import squared_norms, weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
 from unison.ops.records import add_rows_
 
@@ -58,7 +63,7 @@ def gram_squared_norms(records: Sequence[Record]) -> Tensor:
     Only the lower triangle of token tiles is computed; tiles off the diagonal count twice. Extra
     memory is a few tiles, whatever the number of tokens.
     """
-    batch = check_records(records)
+    batch = len(tensors_of(records[0])[0])
     features = sum(min(size, _FEATURES_PER_TILE) for size in matrix_shape(records))
     device = tensors_of(records[0])[0].device
     total = torch.zeros(batch, dtype=torch.float64, device=device)
@@ -73,14 +78,22 @@ def gram_squared_norms(records: Sequence[Record]) -> Tensor:
 def _squared_norms(records: Sequence[Record]) -> Tensor:  # [batch]
     products = [record for record in records if isinstance(record, Product)]
     lookups = [record for record in records if isinstance(record, Lookup)]
-    denses = [_as_matrix(record, records) for record in records if isinstance(record, Dense)]
+    denses = [
+        record.value.reshape(len(record.value), *matrix_shape(records))
+        for record in records
+        if isinstance(record, Dense)
+    ]
     parts = []
     if products:
         parts.append(_of_products(products))
     if lookups:
         parts.append(lookup_squared_norms(lookups))
     if denses:
-        parts.append(_of_denses(denses))
+        squares = denses[0].new_zeros(len(denses[0]), dtype=torch.float64)
+        for rows in spans(denses[0].shape[1], ROWS_PER_TILE):
+            together = torch.stack([dense[:, rows].double() for dense in denses]).sum(0)
+            squares += together.square_().sum(-1).sum(-1)
+        parts.append(squares)
     parts += [2 * _lookup_product(lookup, p) for lookup in lookups for p in products]
     parts += [2 * _dense_product(dense, p) for dense in denses for p in products]
     parts += [2 * _dense_lookup(dense, lookup) for dense in denses for lookup in lookups]
@@ -151,15 +164,6 @@ def _lookup_product(lookup: Lookup, product: Product) -> Tensor:  # [batch]
     return total
 
 
-def _of_denses(denses: Sequence[Tensor]) -> Tensor:  # [batch]
-    """Return ‖Σ V‖² of matrices V [batch, rows, columns]."""
-    total = denses[0].new_zeros(len(denses[0]), dtype=torch.float64)
-    for rows in spans(denses[0].shape[1], ROWS_PER_TILE):
-        together = torch.stack([dense[:, rows].double() for dense in denses]).sum(0)
-        total += together.square_().sum(-1).sum(-1)
-    return total
-
-
 def _dense_product(dense: Tensor, product: Product) -> Tensor:  # [batch]
     """Return Σ_t left_tᵀ V right_t with V [batch, rows, columns]."""
     left, right = factors(product)
@@ -189,11 +193,6 @@ def _without_padding(lookup: Lookup, tokens: slice) -> Tensor:
     return lookup.g[:, tokens].double().masked_fill(is_padding, 0.0)
 
 
-def _as_matrix(dense: Dense, records: Sequence[Record]) -> Tensor:
-    """Return the per-sample gradients as matrices [batch, rows, columns]."""
-    return dense.value.reshape(len(dense.value), *matrix_shape(records))
-
-
 @dataclass(frozen=True)
 class NormMethod:
     """One way to compute per-sample squared norms; call it with the records of one parameter.
@@ -207,7 +206,7 @@ class NormMethod:
 
     name: str
     squared_norms: Callable[[Sequence[Record]], Tensor]
-    refusal: Callable[[Sequence[Record]], str | None]
+    refusal: Callable[[Sequence[Record]], str | None] = lambda records: None
     is_kept: bool = False
 
     def __call__(self, records: Sequence[Record]) -> Tensor:
@@ -250,7 +249,7 @@ def tile_squared_norms(records: Sequence[Record]) -> Tensor:
     The plain-torch reference of a kernel that squares tiles of products on chip. Extra memory is
     one tile [samples, rows in the tile, columns] and the tokens that go into it.
     """
-    batch = check_records(records)
+    batch = len(tensors_of(records[0])[0])
     num_rows, num_columns = matrix_shape(records)
     first = tensors_of(records[0])[0]
     total = torch.zeros(batch, dtype=torch.float64, device=first.device)
@@ -328,11 +327,6 @@ def materialize(records: Sequence[Record], out: Tensor | None = None) -> tuple[T
     return total, squared
 
 
-def materialize_squared_norms(records: Sequence[Record]) -> Tensor:
-    """Return the squared norms of the per-sample gradients, formed whole: [batch], float64."""
-    return materialize(records)[1]
-
-
 def rank_one_squared_norms(records: Sequence[Record]) -> Tensor:
     """Return ‖a‖²‖g‖² of a product with one token per sample: [batch], float64."""
     (product,) = records
@@ -384,16 +378,165 @@ def _needs_one_token(records: Sequence[Record]) -> str | None:
     return None
 
 
-def _needs_nothing(records: Sequence[Record]) -> str | None:
-    return None
-
-
 NORM_METHODS: dict[str, NormMethod] = {
     method.name: method
     for method in (
         NormMethod("gram", gram_squared_norms, _needs_one_matrix),
         NormMethod("tile", tile_squared_norms, _needs_one_matrix),
-        NormMethod("materialize", materialize_squared_norms, _needs_nothing, is_kept=True),
+        NormMethod("materialize", lambda records: materialize(records)[1], is_kept=True),
         NormMethod("rank_one", rank_one_squared_norms, _needs_one_token),
+    )
+}
+
+
+# --- clipped sums ---------------------------------------------------------------------------------
+
+# Samples × tokens of one GEMM, at most MOST_TERMS_TOGETHER: it reads and writes the whole result,
+# so it should be long.
+_LEAST_TOKENS_PER_GEMM = 1024
+_ROWS_PER_GEMM = 1024
+
+
+def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return Σ_b c_b · gradient_b over all uses of one parameter: [*shape], float64.
+
+    Guarantees:
+        With coefficients from `unison.clip.bounds`, the share of every sample has norm at
+        most C. A sample with coefficient 0 is selected out, not multiplied: its values may be NaN.
+
+    Args:
+        records: The uses of the parameter.
+        coefficients: One per sample [batch], at least 0; float64, or they were rounded already.
+        shape: The parameter's shape.
+    """
+    check_records(records)
+    if len(records) == 1 and isinstance(records[0], Dense):
+        return _of_dense(records[0], coefficients).view(shape)
+    total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
+    for record in records:
+        _add(total, record, coefficients)
+    return total
+
+
+def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
+    """Add Σ_b c_b · gradient_b of one use to `total` [*shape], which is float64.
+
+    For uses that come one by one.
+    """
+    check_records([record])
+    _add(total, record, coefficients)
+
+
+def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
+    if tuple(total.shape) != record.shape or total.dtype != torch.float64:
+        raise BadInput(
+            f"expected a float64 total of shape {list(record.shape)}, found {total.dtype} "
+            f"{list(total.shape)}"
+        )
+    _check_coefficients(coefficients, record)
+    coefficients = coefficients.to(device=total.device, dtype=torch.float64)
+    with plain_arithmetic(total.device):
+        match record:
+            case Product():
+                _add_product(total, record, coefficients)
+            case Lookup():
+                _add_lookup(total, record, coefficients)
+            case Dense():
+                total.view(-1).add_(_of_dense(record, coefficients))
+            case _:
+                raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
+
+
+def _check_coefficients(coefficients: Tensor, record: Record) -> None:
+    batch = len(tensors_of(record)[0])
+    if coefficients.shape != (batch,):
+        raise BadInput(f"expected coefficients [{batch}], found {list(coefficients.shape)}")
+
+
+def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
+    _check_coefficients(coefficients, dense)
+    values = dense.value.reshape(len(dense.value), math.prod(dense.shape))
+    coefficients = coefficients.to(device=values.device, dtype=torch.float64)
+    out = values.new_empty(values.shape[1], dtype=torch.float64)
+    return weighted_sum(values, coefficients, out)
+
+
+def from_kept(per_sample: Tensor, coefficients: Tensor) -> Tensor:
+    """Return Σ_b c_b · per_sample_b for per-sample gradients [batch, *shape]: [*shape].
+
+    The same as `from_records` of a `Dense` record, with the same guarantees.
+    """
+    kept = Dense(per_sample)
+    return from_records([kept], coefficients, kept.shape)
+
+
+def _add_product(total: Tensor, product: Product, coefficients: Tensor) -> None:
+    left, right = factors(product)  # [batch, tokens, rows], [batch, tokens, columns]
+    batch, tokens, _ = left.shape
+    num_rows, num_columns = matrix_shape([product])
+    matrix = total.view(num_rows, num_columns)
+    wanted = num_per_tile(8 * num_columns, total.device)
+    length = min(MOST_TERMS_TOGETHER, max(_LEAST_TOKENS_PER_GEMM, wanted))
+    for samples in spans(batch, max(1, length // max(1, tokens))):
+        c = coefficients[samples]
+        for part in spans(tokens, length):
+            inputs = _selected(right[samples, part], c).flatten(0, 1)  # [tokens, columns]
+            for rows in spans(num_rows, _ROWS_PER_GEMM):
+                scaled = _selected(left[samples, part, rows], c).mul_(c.view(-1, 1, 1))
+                # Apart from the total: then no other GEMM's rounding knows of these samples.
+                matrix[rows] += scaled.flatten(0, 1).mT @ inputs
+
+
+def _add_lookup(total: Tensor, lookup: Lookup, coefficients: Tensor) -> None:
+    table = total.view(matrix_shape([lookup]))
+    batch, tokens = lookup.ids.shape
+    for samples in spans(batch, max(1, MOST_TERMS_TOGETHER // max(1, tokens))):
+        c = coefficients[samples]
+        ids = lookup.ids[samples]  # [samples, tokens]
+        g = _selected(lookup.g[samples], c).mul_(c.view(-1, 1, 1))
+        g = g.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
+        add_rows_(table, ids.clamp(min=0).flatten(), g.flatten(0, 1))
+
+
+def _selected(x: Tensor, coefficients: Tensor) -> Tensor:
+    """Return a float64 copy of x [batch, ...], with zeros for samples whose coefficient is 0."""
+    wide = x.to(torch.float64, copy=True)
+    is_out = coefficients == 0
+    # On a CPU it costs nothing to look whether there is one; a GPU would have to be waited for.
+    if x.device.type == "cpu" and not is_out.any():
+        return wide
+    return wide.masked_fill_(is_out.view(-1, *[1] * (x.ndim - 1)), 0.0)
+
+
+@dataclass(frozen=True)
+class GradientMethod:
+    """Where the clipped sum comes from.
+
+    Attributes:
+        name: As in `GRADIENT_METHODS`.
+        needs_kept: Whether it takes the per-sample gradients that the norm method has formed.
+        num_backwards: Backward passes of the whole model: a second one makes the records anew
+            instead of keeping them.
+        num_forwards: Forward passes of the whole model: a second one makes anew what went into the
+            products, instead of keeping it.
+        clipped_sum: (records, coefficients [batch], shape) to Σ_b c_b · gradient_b [*shape].
+    """
+
+    name: str
+    needs_kept: bool = False
+    num_backwards: int = 1
+    num_forwards: int = 1
+    clipped_sum: Callable[[Sequence[Record], Tensor, tuple[int, ...]], Tensor] = from_records
+
+
+# The records of a second pass, forward or backward, are used as they come and dropped, layer after
+# layer.
+GRADIENT_METHODS: dict[str, GradientMethod] = {
+    method.name: method
+    for method in (
+        GradientMethod("kept", needs_kept=True),
+        GradientMethod("records"),
+        GradientMethod("recomputed", num_forwards=2),
+        GradientMethod("second_backward", num_backwards=2),
     )
 }

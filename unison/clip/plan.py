@@ -5,45 +5,344 @@ layer the cheapest pair, as long as what is kept until the end of the backward p
 budget. A plan is a function of shapes, budget and machine name, and of nothing else unless it is
 given what methods took on the device (calibration.py). It is frozen, JSON-able and part of the
 mechanism: other methods round differently.
+
+[Note: how a plan is found] A layer's alternatives differ in time, in the bytes that they keep until
+the end of the backward pass, and in those they hold while they are at work. All layers together
+need the sum of the former and the largest of the latter. Finding the fastest that fits is a
+knapsack; this takes a good one, and the same one every time:
+
+* Passes first. Without a second pass; with a second forward pass, which is paid for as a whole
+  however few layers use it; with a second backward pass for all layers, which keeps nothing.
+* For each of these, and for each bound on what a layer may hold while it is at work: every layer
+  starts with its fastest alternative. While they keep too much, the one that loses least time per
+  byte saved moves to a smaller one. In the end each layer takes the fastest that the bytes left
+  over allow.
+* The fastest of all these is taken.
+
+[Note: freed memory] Layers come one after the other, and while they do, ordinary training frees
+what it had saved for them. Where it is known how much (`freed_bytes`), clipping may use it:
+what has been kept when a layer comes must fit into the budget and what has been freed by then.
+
+[Note: compiled passes] The peak of compiled passes is held against that of compiled ordinary
+training, which recomputes what is cheap and saves little more than the inputs and outputs of
+layers. What it saves it frees on the way back, and there is room for as much. Unless the user gives
+a budget, compiled passes may keep that, and so much more that the whole takes `COMPILED_SHARE` of
+ordinary training: weights, gradients and two moments, and what is saved. Of what is more the
+clipped sums take their part first, which are integers of four bytes in the place of gradients. They
+take one pass over the model, since more would not be compiled. A head that is tied to an embedding
+is multiplied out all the same: to form it twice, to be measured and to be added up, takes as long
+as a block of the model.
 """
 
+import heapq
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 from unison import check
-from unison.clip.alternatives import (
-    Alternative,
-    alternatives_of,
-    bytes_needed,
-    check_fits,
-    fastest,
-    fastest_compiled,
-    forward_seconds,
-    named,
-    total_seconds,
+from unison.clip.costs import (
+    AUTO,
+    CHOICES,
+    FORWARD,
+    FORWARD_OVERHEAD,
+    MACHINES,
+    MODES,
+    SUM_ITEMSIZE,
+    Choice,
+    Cost,
+    LayerShape,
+    UseShape,
+    choice_cost,
+    describe,
+    method_costs,
+    timed_seconds,
 )
-from unison.clip.costs import MACHINES, Cost
-from unison.clip.layers import AUTO, MODES, Choice, LayerShape, UseShape, describe
 from unison.clip.norms import NORM_METHODS
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 
-__all__ = [
-    "AUTO",
-    "MODES",
-    "Alternative",
-    "Choice",
-    "LayerPlan",
-    "Plan",
-    "Timed",
-    "choose",
-    "plan_clipping",
-]
+if TYPE_CHECKING:
+    from unison.clip.calibration import Calibration
+
+COMPILED_SHARE = 1.14  # memory of compiled passes beside that of ordinary training
+
+_PASSES = ((1, 1), (1, 2), (2, 1))  # backward, forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What one choice of methods costs on one layer, and how long that takes.
+
+    Attributes:
+        choice: The methods.
+        cost: FLOPs and bytes.
+        seconds: How long they take at the machine's rates.
+        measured: How long they took on the device, where they were timed.
+    """
+
+    choice: Choice
+    cost: Cost
+    seconds: float
+    measured: float | None = None
+
+    @property
+    def time(self) -> float:
+        """Seconds as timed, or as predicted where nothing was timed."""
+        return self.seconds if self.measured is None else self.measured
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Backward and forward passes of the whole model."""
+        return self.choice.num_backwards, self.choice.num_forwards
+
+
+def alternatives_of(
+    layer: LayerShape, machine: str, timed: Mapping[str, float] | None = None
+) -> tuple[list[Alternative], float]:
+    """Return every choice of methods that takes this layer's records, fastest first.
+
+    Args:
+        layer: Its shapes.
+        machine: One of `MACHINES`.
+        timed: Seconds of the parts that choices are made of (`costs.parts_of`), if they were
+            timed. A choice with a part that was not is left at what is predicted, after all others.
+
+    Returns:
+        The alternatives, and the layer's share of a forward pass in seconds.
+    """
+    records, costs, rates = layer.records(), method_costs(layer, machine), MACHINES[machine]
+    found = []
+    for choice in CHOICES:
+        if NORM_METHODS[choice.norm].refusal(records) is None:
+            cost = choice_cost(layer, choice, machine, costs)
+            measured = None if timed is None else timed_seconds(layer, choice, timed)
+            seconds = cost.seconds(rates)
+            found.append(Alternative(choice=choice, cost=cost, seconds=seconds, measured=measured))
+    is_left = timed is not None
+    forward = costs["forward"].seconds(rates)
+    if timed is not None and FORWARD in timed:
+        forward = FORWARD_OVERHEAD * timed[FORWARD]
+    return sorted(
+        found,
+        key=lambda a: (is_left and a.measured is None, a.time, a.cost.kept_bytes, str(a.choice)),
+    ), forward
+
+
+def named(layer: LayerShape, options: Sequence[Alternative], mode: str) -> Alternative:
+    """Return the methods of a mode.
+
+    Raises:
+        UnsupportedOperation: If they do not take the layer's records.
+    """
+    for option in options:
+        if option.choice == MODES[mode]:
+            return option
+    why = NORM_METHODS[MODES[mode].norm].refusal(layer.records())
+    raise UnsupportedOperation(
+        f"clipping {mode!r} cannot be used for {layer.name}: {why}; clipping 'auto' can"
+    )
+
+
+def fastest(
+    options: Sequence[Sequence[Alternative]],
+    memory_budget: int | None,
+    forwards: Sequence[float],
+    freed: Sequence[int],
+) -> list[Alternative]:
+    """Return one alternative per layer, all of one backward pass or all of two: see the note above.
+
+    What was too slow to be timed is taken only where nothing else fits.
+
+    Args:
+        options: Each layer's alternatives.
+        memory_budget: Bytes that clipping may hold, or None for no bound.
+        forwards: Each layer's share of a forward pass, in seconds.
+        freed: Bytes that are free when each layer comes, see [Note: freed memory].
+
+    Raises:
+        BadInput: If nothing fits.
+    """
+    preferred = [[a for a in each if a.measured is not None] or each for each in options]
+    for allowed in (preferred, options):
+        found = _fastest(allowed, memory_budget, forwards, freed)
+        if found is not None:
+            return found
+    smallest = [
+        [min(each, key=lambda a: a.cost.kept_bytes + a.cost.transient_bytes) for each in allowed]
+        for _, allowed in _by_passes(options)
+    ]
+    check_fits(min(smallest, key=lambda each: bytes_needed(each, freed)), memory_budget, freed)
+    raise AssertionError("the smallest fit, and were not found")
+
+
+def fastest_compiled(
+    layers: Sequence[LayerShape], options: Sequence[Sequence[Alternative]]
+) -> list[Alternative]:
+    """Return one alternative per layer for passes that are compiled: see [Note: compiled passes].
+
+    Args:
+        layers: Their shapes.
+        options: Each layer's alternatives.
+    """
+    timed = [[a for a in each if a.measured is not None] or each for each in options]
+    once = [[a for a in each if a.passes == (1, 1)] or each for each in timed]
+    no_wait, room = [0.0] * len(layers), 0
+    for i, layer in enumerate(layers):
+        is_mixed = len({use.kind for use in layer.uses}) > 1
+        kept = [a for a in once[i] if NORM_METHODS[a.choice.norm].is_kept]
+        if is_mixed and kept:
+            once[i] = kept
+        least = min(a.cost.kept_bytes for a in once[i])
+        room += max(layer.factor_bytes, least if is_mixed else 0)
+    weights = sum(layer.numel * layer.itemsize for layer in layers)
+    wider_sums = sum(layer.numel * SUM_ITEMSIZE for layer in layers) - weights
+    room += max(0, int((COMPILED_SHARE - 1) * (4 * weights + room)) - wider_sums)
+    # Where not even the smallest fit, they are as small as can be.
+    room = max(room, sum(min(a.cost.kept_bytes for a in each) for each in once))
+    found = _within(once, no_wait, [room] * len(layers))
+    return min(found, key=lambda chosen: total_seconds(chosen, no_wait))
+
+
+def _by_passes(
+    options: Sequence[Sequence[Alternative]],
+) -> Iterator[tuple[tuple[int, int], list[list[Alternative]]]]:
+    """Yield numbers of passes, and each layer's alternatives that take no more."""
+    for passes in _PASSES:
+        allowed = [
+            [a for a in each if a.passes[0] == passes[0] and a.passes[1] <= passes[1]]
+            for each in options
+        ]
+        if all(allowed):
+            yield passes, allowed
+
+
+def _fastest(
+    options: Sequence[Sequence[Alternative]],
+    memory_budget: int | None,
+    forwards: Sequence[float],
+    freed: Sequence[int],
+) -> list[Alternative] | None:
+    """Return the fastest that fits, or None."""
+    fitting = []
+    for passes, allowed in _by_passes(options):
+        if memory_budget is None:
+            fitting.append([min(each, key=lambda a: a.time) for each in allowed])
+            continue
+        # Who does not use the second forward pass has to wait for it all the same.
+        waits = [share if passes == (1, 2) else 0.0 for share in forwards]
+        for bound in sorted({0} | {a.cost.transient_bytes for each in allowed for a in each}):
+            held = [[a for a in each if a.cost.transient_bytes <= bound] for each in allowed]
+            if all(held):
+                fitting += _within(held, waits, [memory_budget - bound + each for each in freed])
+    return min(fitting, key=lambda chosen: total_seconds(chosen, forwards), default=None)
+
+
+def total_seconds(chosen: Sequence[Alternative], forwards: Sequence[float]) -> float:
+    """Return the time of all layers; if one needs a second forward pass, with all of it.
+
+    Args:
+        chosen: What each layer does.
+        forwards: Each layer's share of a forward pass.
+    """
+    total = sum(each.time for each in chosen)
+    if all(each.choice.num_forwards == 1 for each in chosen):
+        return total
+    return total + sum(
+        share for a, share in zip(chosen, forwards, strict=True) if a.choice.num_forwards == 1
+    )
+
+
+def bytes_needed(chosen: Sequence[Alternative], freed: Sequence[int]) -> int:
+    """Return what all layers keep beside what is free by then, and the most one holds on top."""
+    kept, most = 0, 0
+    for i in in_turn(freed):
+        kept += chosen[i].cost.kept_bytes
+        most = max(most, kept - freed[i])
+    return most + max((each.cost.transient_bytes for each in chosen), default=0)
+
+
+def in_turn(freed: Sequence[int]) -> list[int]:
+    """Return layers as they come: what is free grows."""
+    return sorted(range(len(freed)), key=lambda i: freed[i])
+
+
+def check_fits(
+    chosen: Sequence[Alternative], memory_budget: int | None, freed: Sequence[int]
+) -> None:
+    """Require layers to fit.
+
+    Raises:
+        BadInput: If they do not.
+    """
+    if memory_budget is not None and bytes_needed(chosen, freed) > memory_budget:
+        raise BadInput(
+            f"clipping needs {bytes_needed(chosen, freed):,} bytes, and memory_budget is "
+            f"{memory_budget:,}: use a smaller physical batch"
+        )
+
+
+def _within(
+    allowed: Sequence[Sequence[Alternative]], waits: Sequence[float], room: Sequence[int]
+) -> list[list[Alternative]]:
+    """Return a choice that keeps at most so many bytes, or none.
+
+    Args:
+        allowed: Each layer's alternatives.
+        waits: What those of one forward pass take beside their own time.
+        room: What may be kept when each layer has come, by all that have come until then.
+    """
+
+    def seconds(i: int, a: Alternative) -> float:
+        return a.time + (waits[i] if a.choice.num_forwards == 1 else 0.0)
+
+    def best_swap(i: int) -> tuple[float, int, str, Alternative] | None:
+        """Return the layer's smaller alternative that loses least time per byte."""
+        kept, now = chosen[i].cost.kept_bytes, seconds(i, chosen[i])
+        swaps = [
+            ((seconds(i, a) - now) / (kept - a.cost.kept_bytes), i, str(a.choice), a)
+            for a in allowed[i]
+            if a.cost.kept_bytes < kept
+        ]
+        return min(swaps, key=lambda swap: swap[:3], default=None)
+
+    chosen = [min(each, key=lambda a, i=i: seconds(i, a)) for i, each in enumerate(allowed)]
+    turns = in_turn(room)
+    place = {i: turn for turn, i in enumerate(turns)}
+    swaps = [swap for swap in map(best_swap, range(len(chosen))) if swap]
+    heapq.heapify(swaps)
+    kept = sum(each.cost.kept_bytes for each in chosen)
+    for turn in reversed(range(len(turns))):  # the last first: all layers have come by then
+        while kept > room[turns[turn]] and swaps:
+            _, i, _, smaller = heapq.heappop(swaps)
+            if place[i] > turn:
+                continue  # it comes later, where all fits already
+            kept -= chosen[i].cost.kept_bytes - smaller.cost.kept_bytes
+            chosen[i] = smaller
+            swap = best_swap(i)
+            if swap:
+                heapq.heappush(swaps, swap)
+        if kept > room[turns[turn]]:
+            return []
+        kept -= chosen[turns[turn]].cost.kept_bytes
+    left, kept = [], 0  # bytes that are left when each layer has come
+    for i in turns:
+        kept += chosen[i].cost.kept_bytes
+        left.append(room[i] - kept)
+    for turn, i in enumerate(turns):
+        now, spare = chosen[i].cost.kept_bytes, min(left[turn:])
+        affordable = [a for a in allowed[i] if a.cost.kept_bytes <= now + spare]
+        chosen[i] = min(affordable, key=lambda a, i=i: (seconds(i, a), a.cost.kept_bytes))
+        more = chosen[i].cost.kept_bytes - now
+        left[turn:] = [each - more for each in left[turn:]]
+    return [chosen]
+
+
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +361,12 @@ class LayerPlan:
     alternatives: tuple[Alternative, ...]
     forward_seconds: float = 0.0
 
-
-class Timed(Protocol):
-    """What methods took on a device.
-
-    Attributes:
-        device: Its name.
-    """
-
-    device: str
-
-    def of(self, layer: LayerShape) -> Mapping[str, float] | None:
-        """Return seconds by part (`kernel_costs.parts_of`); None if nothing of it was timed."""
-        ...
+    @cached_property
+    def kinds(self) -> list[tuple[str, int]] | None:
+        """Kind and tokens of the uses that are planned for, sorted; None if values decide them."""
+        if self.layer.is_variable:
+            return None
+        return sorted((use.kind, use.tokens) for use in self.layer.uses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +387,12 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     timed_on: str | None = None
 
-    @property
+    @cached_property
     def num_backwards(self) -> int:
         """Backward passes per batch: all layers agree."""
         return max((layer.chosen.choice.num_backwards for layer in self.layers), default=1)
 
-    @property
+    @cached_property
     def num_forwards(self) -> int:
         """Forward passes per batch: two, if a layer needs them."""
         return max((layer.chosen.choice.num_forwards for layer in self.layers), default=1)
@@ -113,13 +405,14 @@ class Plan:
 
     @property
     def bytes_needed(self) -> int:
-        """What is held beside ordinary training: see [Note: freed memory] in alternatives.py."""
+        """What is held beside ordinary training: see [Note: freed memory]."""
         return bytes_needed(
             [each.chosen for each in self.layers], [each.layer.freed_bytes for each in self.layers]
         )
 
     @cached_property
-    def _by_name(self) -> dict[str, LayerPlan]:
+    def by_name(self) -> dict[str, LayerPlan]:
+        """The layers by their names."""
         return {each.layer.name: each for each in self.layers}
 
     @cached_property
@@ -130,41 +423,24 @@ class Plan:
 
     def choice(self, name: str) -> Choice:
         """Return the methods of the layer of that name."""
-        if name not in self._by_name:
-            raise KeyError(f"no layer {name!r} in the plan; it has {list(self._by_name)}")
-        return self._by_name[name].chosen.choice
-
-    def num_uses(self, name: str) -> int | None:
-        """Return how often the parameter of that name is expected to be used; None if not known."""
-        planned = self._by_name.get(name)
-        is_known = planned is not None and not planned.layer.is_variable
-        return len(planned.layer.uses) if planned is not None and is_known else None
-
-    def num_forwards_of(self, name: str) -> int:
-        """Return how many forward passes the layer of that name takes; one if it is not known."""
-        planned = self._by_name.get(name)
-        return 1 if planned is None else planned.chosen.choice.num_forwards
-
-    def kinds(self, name: str) -> list[tuple[str, int]] | None:
-        """Return kind and tokens of the uses that are planned for, sorted; None if not known."""
-        planned = self._by_name.get(name)
-        if planned is None or planned.layer.is_variable:
-            return None
-        return sorted((use.kind, use.tokens) for use in planned.layer.uses)
+        if name not in self.by_name:
+            raise KeyError(f"no layer {name!r} in the plan; it has {list(self.by_name)}")
+        return self.by_name[name].chosen.choice
 
     def choice_for(self, layer: LayerShape) -> Choice:
         """Return the methods of a layer, planning anew for one that is not what was planned for.
 
         Such a layer takes as many passes as it was to take.
         """
-        planned = self._by_name.get(layer.name)
+        planned = self.by_name.get(layer.name)
         # In which order uses come is autograd's business, and the compiler's.
         if planned is not None and Counter(planned.layer.uses) == Counter(layer.uses):
             return planned.chosen.choice
-        options = alternatives_of(layer, self.machine)
+        options, _ = alternatives_of(layer, self.machine)
         if self.mode != AUTO:
             return named(layer, options, self.mode).choice
-        passes = self.num_backwards, self.num_forwards_of(layer.name)
+        num_forwards = 1 if planned is None else planned.chosen.choice.num_forwards
+        passes = self.num_backwards, num_forwards
         options = [each for each in options if each.passes == passes]
         if not options:
             raise UnsupportedOperation(f"no clipping method of the plan's passes takes {layer}")
@@ -177,15 +453,57 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Return the plan that `to_json` wrote."""
+
+        def alternative(fields: dict[str, Any]) -> Alternative:
+            choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
+            return Alternative(**{**fields, "choice": choice, "cost": cost})
+
         fields = json.loads(text)
-        return cls(**{**fields, "layers": tuple(map(_layer_plan, fields["layers"]))})
+        layers = []
+        for each in fields["layers"]:
+            uses = tuple(UseShape(**use) for use in each["layer"]["uses"])
+            layers.append(
+                LayerPlan(
+                    layer=LayerShape(**{**each["layer"], "uses": uses}),
+                    chosen=alternative(each["chosen"]),
+                    alternatives=tuple(map(alternative, each["alternatives"])),
+                    forward_seconds=each["forward_seconds"],
+                )
+            )
+        return cls(**{**fields, "layers": tuple(layers)})
 
     def __str__(self) -> str:
-        return table(self)
+        """Return one line for all layers of a kind, and a line about all of them.
+
+        Layers are of a kind if their names differ in numbers alone, and they record and do the
+        same. Times and bytes are those of all layers in the line together.
+        """
+        kinds: dict[tuple, list[LayerPlan]] = {}
+        for each in self.layers:
+            layer, chosen = each.layer, each.chosen
+            kind = (_NUMBER.sub("*", layer.name), layer.batch, layer.itemsize, layer.uses)
+            kinds.setdefault((*kind, chosen.choice, chosen.measured is not None), []).append(each)
+        lines = [("layer", "layers", "records", "method", "kept MB", "predicted ms", "measured ms")]
+        for (name, *_), kind in kinds.items():
+            layer, chosen = kind[0].layer, [each.chosen for each in kind]
+            kept = f"{sum(each.cost.kept_bytes for each in chosen) / 1e6:,.1f}"
+            names = layer.name if len(kind) == 1 else name, str(len(kind)), _records(layer)
+            lines.append((*names, str(chosen[0].choice), kept, *_milliseconds(chosen)))
+        return _table(self, lines, is_number={1, 4, 5, 6})
 
     def details(self) -> str:
         """Return a longer table: of every layer all that it could have done, chosen marked *."""
-        return details(self)
+        header = ("layer", "records", "", "method", "GFLOP", "moved MB", "kept MB")
+        lines: list[tuple[str, ...]] = [(*header, "predicted ms", "measured ms")]
+        for each in self.layers:
+            head = (each.layer.name, _records(each.layer))
+            for option in each.alternatives:
+                cost, mark = option.cost, "*" if option == each.chosen else ""
+                costs = (cost.flops / 1e9, cost.moved_bytes / 1e6, cost.kept_bytes / 1e6)
+                numbers = (f"{costs[0]:,.3f}", f"{costs[1]:,.2f}", f"{costs[2]:,.2f}")
+                lines.append((*head, mark, str(option.choice), *numbers, *_milliseconds([option])))
+                head = ("", "")
+        return _table(self, lines, is_number={4, 5, 6, 7, 8})
 
 
 def plan_clipping(
@@ -194,12 +512,12 @@ def plan_clipping(
     mode: str = AUTO,
     memory_budget: int | None = None,
     machine: str = "cpu",
-    timed: Timed | None = None,
+    timed: "Calibration | None" = None,
     is_compiled: bool = False,
 ) -> Plan:
     """Return the cheapest allowed methods of every layer.
 
-    In `auto` it is found as [Note: how a plan is found] in alternatives.py says.
+    In `auto` it is found as [Note: how a plan is found] says.
 
     Args:
         layers: Shapes of every parameter's records, from `describe`.
@@ -207,7 +525,7 @@ def plan_clipping(
         memory_budget: Bytes that clipping may hold beside the model's own training.
         machine: One of `MACHINES`.
         timed: What methods took on the device. Without it a plan depends on shapes alone.
-        is_compiled: Whether passes are compiled: see [Note: compiled passes] in alternatives.py.
+        is_compiled: Whether passes are compiled: see [Note: compiled passes].
 
     Raises:
         BadInput: if a name is unknown or given twice, or nothing fits the budget.
@@ -219,9 +537,8 @@ def plan_clipping(
     if len(set(names)) < len(names):
         raise BadInput(f"expected every parameter once, found {sorted(names)}")
     seconds = [None if timed is None else timed.of(layer) for layer in layers]
-    known = list(zip(layers, seconds, strict=True))
-    options = [alternatives_of(layer, machine, each) for layer, each in known]
-    forwards = [forward_seconds(layer, machine, each) for layer, each in known]
+    found = [alternatives_of(*each) for each in zip(layers, repeat(machine), seconds, strict=False)]
+    options, forwards = [each for each, _ in found], [share for _, share in found]
     freed = [layer.freed_bytes for layer in layers]
     if mode == AUTO and is_compiled and memory_budget is None:
         chosen = fastest_compiled(layers, options)
@@ -249,89 +566,7 @@ def choose(records: Sequence[Record], mode: str = AUTO, machine: str = "cpu") ->
     return plan_clipping([layer], mode=mode, machine=machine).choice(layer.name)
 
 
-def _layer_plan(fields: dict[str, Any]) -> LayerPlan:
-    layer = fields["layer"]
-    return LayerPlan(
-        layer=LayerShape(**{**layer, "uses": tuple(UseShape(**use) for use in layer["uses"])}),
-        chosen=_alternative(fields["chosen"]),
-        alternatives=tuple(map(_alternative, fields["alternatives"])),
-        forward_seconds=fields["forward_seconds"],
-    )
-
-
-def _alternative(fields: dict[str, Any]) -> Alternative:
-    choice, cost = Choice(**fields["choice"]), Cost(**fields["cost"])
-    return Alternative(**{**fields, "choice": choice, "cost": cost})
-
-
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a block, in the middle of a name
-
-
-def table(plan: "Plan") -> str:
-    """Return one line for all layers of a kind, and a line about all of them.
-
-    Layers are of a kind if their names differ in numbers alone, and they record and do the same.
-    Times and bytes are those of all layers in the line together.
-    """
-    lines = [("layer", "layers", "records", "method", "kept MB", "predicted ms", "measured ms")]
-    for kind in _kinds(plan.layers):
-        first = kind[0]
-        name = first.layer.name if len(kind) == 1 else _NUMBER.sub("*", first.layer.name)
-        chosen = [each.chosen for each in kind]
-        lines.append(
-            (
-                name,
-                str(len(kind)),
-                _records(first.layer),
-                str(first.chosen.choice),
-                _megabytes(sum(each.cost.kept_bytes for each in chosen)),
-                _milliseconds(sum(each.seconds for each in chosen)),
-                _measured(chosen),
-            )
-        )
-    return _text(plan, lines, is_number={1, 4, 5, 6})
-
-
-def details(plan: "Plan") -> str:
-    """Return one line per layer and alternative, chosen marked with *."""
-    header = ("layer", "records", "", "method", "GFLOP", "moved MB", "kept MB")
-    lines: list[tuple[str, ...]] = [(*header, "predicted ms", "measured ms")]
-    for each in plan.layers:
-        heads = [(each.layer.name, _records(each.layer))]
-        heads += [("", "")] * (len(each.alternatives) - 1)
-        for head, option in zip(heads, each.alternatives, strict=True):
-            mark = "*" if option == each.chosen else ""
-            lines.append(
-                (
-                    *head,
-                    mark,
-                    str(option.choice),
-                    f"{option.cost.flops / 1e9:,.3f}",
-                    f"{option.cost.moved_bytes / 1e6:,.2f}",
-                    f"{option.cost.kept_bytes / 1e6:,.2f}",
-                    _milliseconds(option.seconds),
-                    _measured([option]),
-                )
-            )
-    return _text(plan, lines, is_number={4, 5, 6, 7, 8})
-
-
-def _text(plan: "Plan", lines: Sequence[Sequence[str]], is_number: set[int]) -> str:
-    if plan.timed_on is None:  # nothing stands in the last column
-        lines = [line[:-1] for line in lines]
-    return "\n".join([*_aligned(lines, is_number), "", *_about(plan)])
-
-
-def _kinds(layers: Iterable["LayerPlan"]) -> list[list["LayerPlan"]]:
-    """Group layers of a kind, in the order of the first of each."""
-    kinds: dict[tuple, list[LayerPlan]] = {}
-    for each in layers:
-        layer = each.layer
-        is_timed = each.chosen.measured is not None
-        name = _NUMBER.sub("*", layer.name)
-        key = (name, layer.batch, layer.itemsize, layer.uses, each.chosen.choice, is_timed)
-        kinds.setdefault(key, []).append(each)
-    return list(kinds.values())
 
 
 def _records(layer: LayerShape) -> str:
@@ -340,40 +575,32 @@ def _records(layer: LayerShape) -> str:
     return f"{layer.batch} × ({', '.join(uses)})" if len(uses) > 1 else f"{layer.batch} × {uses[0]}"
 
 
-def _measured(chosen: Sequence[Alternative]) -> str:
-    seconds = [each.measured for each in chosen if each.measured is not None]
-    return _milliseconds(sum(seconds)) if seconds else "–"
+def _milliseconds(chosen: Sequence[Alternative]) -> tuple[str, str]:
+    """Return what alternatives take together, as predicted and as measured."""
+    measured = [each.measured for each in chosen if each.measured is not None]
+    predicted = f"{1e3 * sum(each.seconds for each in chosen):,.3f}"
+    return predicted, f"{1e3 * sum(measured):,.3f}" if measured else "–"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f}"
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f}"
-
-
-def _about(plan: "Plan") -> list[str]:
-    """Return what holds of all layers together."""
-    budget = "none" if plan.memory_budget is None else f"{_megabytes(plan.memory_budget)} MB"
-    lines = [
-        f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
-        f"{plan.num_forwards} forward, {plan.num_backwards} backward, "
-        f"{_megabytes(plan.bytes_needed)} MB, {_milliseconds(plan.seconds)} ms"
-    ]
-    if plan.timed_on is not None:
-        num_timed = sum(each.chosen.measured is not None for each in plan.layers)
-        lines.append(f"{num_timed} of {len(plan.layers)} layers timed on {plan.timed_on}")
-    return lines
-
-
-def _aligned(lines: Sequence[Sequence[str]], is_number: set[int]) -> list[str]:
-    """Return lines with columns one below the other, numbers at their right end."""
+def _table(plan: Plan, lines: Sequence[Sequence[str]], is_number: set[int]) -> str:
+    """Return lines with columns one below the other, and what holds of all layers together."""
+    if plan.timed_on is None:  # nothing stands in the last column
+        lines = [line[:-1] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
+    aligned = [
         "  ".join(
             cell.rjust(width) if i in is_number else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]
+    budget = "none" if plan.memory_budget is None else f"{plan.memory_budget / 1e6:,.1f} MB"
+    about = [
+        f"mode {plan.mode}, machine {plan.machine}, memory budget {budget}: "
+        f"{plan.num_forwards} forward, {plan.num_backwards} backward, "
+        f"{plan.bytes_needed / 1e6:,.1f} MB, {1e3 * plan.seconds:,.3f} ms"
+    ]
+    if plan.timed_on is not None:
+        num_timed = sum(each.chosen.measured is not None for each in plan.layers)
+        about.append(f"{num_timed} of {len(plan.layers)} layers timed on {plan.timed_on}")
+    return "\n".join([*aligned, "", *about])

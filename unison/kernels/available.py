@@ -1,6 +1,7 @@
-"""Where Triton kernels can run, and on which tensors."""
+"""Where Triton kernels can run and on which tensors, and how plain torch cuts work into tiles."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -53,3 +54,35 @@ def is_suited(x: Tensor) -> bool:
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Return a context in which kernels are launched on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Compute in the dtypes that tensors have: no autograd, no autocast."""
+    kind = device.type
+    is_known = torch.amp.is_autocast_available(kind)  # not on the meta device
+    is_cast = is_known and torch.is_autocast_enabled(kind)
+    with torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        yield
+
+
+# Of a float64 tile: on a CPU it should stay in cache, and be small enough for the allocator to use
+# its memory again (a page fault per 4 KiB costs more than the arithmetic). On a GPU it should be
+# large beside the launch of a kernel.
+_BYTES_PER_TILE = {"cpu": 2 << 20}
+_BYTES_PER_TILE_ELSEWHERE = 64 << 20
+
+
+def spans(total: int, size: int) -> list[slice]:
+    """Cut range(total) into slices of at most `size`.
+
+    >>> spans(5, 2)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    return [slice(start, min(total, start + size)) for start in range(0, total, size)]
+
+
+def num_per_tile(bytes_each: int, device: torch.device) -> int:
+    """Return how many things of `bytes_each` make a tile, at least one."""
+    total = _BYTES_PER_TILE.get(device.type, _BYTES_PER_TILE_ELSEWHERE)
+    return max(1, total // max(1, bytes_each))

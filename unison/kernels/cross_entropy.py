@@ -16,10 +16,9 @@ quarter of its speed.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.available import TAKEN, has_triton
+from unison.kernels.available import TAKEN, has_triton, plain_arithmetic
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("none", "sample_mean")
@@ -46,17 +45,32 @@ def _kernels() -> Any:
 
 
 @torch.library.custom_op("unison::cross_entropy_statistics", mutates_args=())
-def _statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp and loss of each row, float32 or float64: [rows] each.
+
+    Losses have a gradient.
+
+    Args:
+        logits: [rows, vocab], elements of a row side by side.
+        labels: [rows], int64, contiguous.
+        ignore_index: The label of rows that have loss 0.
+    """
     if labels.device.type == "cpu":  # a GPU would have to be waited for; there the loss is NaN
-        _refuse_unknown(labels, logits.shape[1], ignore_index)
+        vocab = logits.shape[1]
+        is_unknown = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
+        if bool(is_unknown.any()):
+            found = int(labels[is_unknown][0])
+            raise BadInput(
+                f"expected labels from 0 to {vocab - 1}, or {ignore_index} where a token does not "
+                f"count, found {found}"
+            )
     make = _kernels().statistics if _uses_triton(logits) else statistics_reference
     return make(logits, labels, ignore_index)
 
 
-@_statistics.register_fake
+@statistics.register_fake
 def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    dtype = wide_dtype(logits)
-    rows = logits.shape[0]
+    rows, dtype = logits.shape[0], wide_dtype(logits)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
 
 
@@ -99,20 +113,7 @@ def _backward(ctx: Any, _: Tensor, g: Tensor) -> tuple[Tensor, None, None]:
     return _gradient(*ctx.saved_tensors, g, ctx.ignore_index), None, None
 
 
-_statistics.register_autograd(_backward, setup_context=_keep)
-
-
-def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and loss of each row, float32 or float64: [rows] each.
-
-    Losses have a gradient.
-
-    Args:
-        logits: [rows, vocab], elements of a row side by side.
-        labels: [rows], int64, contiguous.
-        ignore_index: The label of rows that have loss 0.
-    """
-    return _statistics(logits, labels, ignore_index)
+statistics.register_autograd(_backward, setup_context=_keep)
 
 
 def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_index: int) -> Tensor:
@@ -127,16 +128,6 @@ def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_ind
     """
     _gradient_(logits, labels, lse, g, ignore_index)
     return logits
-
-
-def _refuse_unknown(labels: Tensor, vocab: int, ignore_index: int) -> None:
-    is_unknown = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
-    if bool(is_unknown.any()):
-        found = int(labels[is_unknown][0])
-        raise BadInput(
-            f"expected labels from 0 to {vocab - 1}, or {ignore_index} where a token does not "
-            f"count, found {found}"
-        )
 
 
 # --- the reference for rows of logits, in plain torch ---------------------------------------------
@@ -221,12 +212,8 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 _ELEMENTS = {"cpu": 1 << 22}
 _ELEMENTS_ELSEWHERE = 1 << 27
 
-
-class TokenChunk(NamedTuple):
-    """Some tokens of some samples: all of them, or one sample."""
-
-    samples: slice
-    tokens: slice
+TokenChunk = tuple[slice, slice]
+"""Some tokens of some samples, all of them or one sample: an index of [batch, tokens, ...]."""
 
 
 def rows_per_chunk(vocab: int, device: torch.device) -> int:
@@ -242,20 +229,20 @@ def cut(batch: int, tokens: int, rows: int) -> Iterator[TokenChunk]:
         tokens: Tokens per sample.
         rows: Most tokens in a chunk.
 
-    >>> [(c.samples.start, c.samples.stop) for c in cut(5, 10, 25)]
+    >>> [(samples.start, samples.stop) for samples, _ in cut(5, 10, 25)]
     [(0, 2), (2, 4), (4, 5)]
-    >>> [(c.samples.start, c.tokens.start, c.tokens.stop) for c in cut(2, 10, 6)]
+    >>> [(samples.start, part.start, part.stop) for samples, part in cut(2, 10, 6)]
     [(0, 0, 5), (0, 5, 10), (1, 0, 5), (1, 5, 10)]
     """
     if tokens == 0:
         return
     if tokens <= rows:
         for samples in _even(batch, rows // tokens):
-            yield TokenChunk(samples, slice(0, tokens))
+            yield samples, slice(0, tokens)
         return
     for sample in range(batch):
         for part in _even(tokens, rows):
-            yield TokenChunk(slice(sample, sample + 1), part)
+            yield slice(sample, sample + 1), part
 
 
 def _even(total: int, most: int) -> Iterator[slice]:
@@ -286,49 +273,23 @@ class ChunkedHead:
     ignore_index: int
     chunk: int | None = None
 
-    @property
-    def batch(self) -> int:
-        """Number of samples."""
-        return self.hidden.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per sample."""
-        return self.hidden.shape[1]
-
-    @property
-    def vocab(self) -> int:
-        """Length of a token's logits."""
-        return self.weight.shape[0]
-
-    def chunks(self) -> Iterator[TokenChunk]:
-        """Cut the tokens into chunks."""
-        return cut(self.batch, self.tokens, self._rows)
-
-    def whole_samples(self) -> Iterator[slice]:
-        """Cut the samples into runs; one sample is not cut, however long it is."""
-        for chunk in cut(self.batch, self.tokens, max(self._rows, self.tokens)):
-            yield chunk.samples
-
-    @property
-    def _rows(self) -> int:
-        return self.chunk or rows_per_chunk(self.vocab, self.hidden.device)
+    def chunks(self, *, least: int = 0) -> Iterator[TokenChunk]:
+        """Cut the tokens into chunks, of at least so many where a sample must stay whole."""
+        batch, tokens, _ = self.hidden.shape
+        rows = self.chunk or rows_per_chunk(len(self.weight), self.hidden.device)
+        return cut(batch, tokens, max(rows, least))
 
     def empty_logits(self, *shape: int) -> Tensor:
         """Memory for logits [*shape, vocab], rows apart as [Note: rows of logits] says."""
-        padded = -(-self.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
-        memory = self.hidden.new_empty(*shape, padded)
+        vocab = len(self.weight)
+        memory = self.hidden.new_empty(*shape, -(-vocab // ROW_MULTIPLE) * ROW_MULTIPLE)
         # Products of halves on a CPU read what lies between rows, times zero: it must be finite.
-        memory[..., self.vocab :] = 0
-        return memory[..., : self.vocab]
-
-    def inputs(self, chunk: TokenChunk) -> Tensor:
-        """Return the hidden states of a chunk [rows, d]."""
-        return self.hidden[chunk].flatten(0, 1)
+        memory[..., vocab:] = 0
+        return memory[..., :vocab]
 
     def logits(self, chunk: TokenChunk, out: Tensor | None = None) -> Tensor:
         """Make the logits of a chunk [rows, vocab], in new memory unless `out` is given."""
-        x = self.inputs(chunk)
+        x = self.hidden[chunk].flatten(0, 1)
         out = self.empty_logits(len(x)) if out is None else out[: len(x)]
         for words in self._runs():
             room, weight = out[:, words], self.weight[words].t()
@@ -338,29 +299,27 @@ class ChunkedHead:
                 torch.addmm(self.bias[words], x, weight, out=room)
         return out
 
-    def _runs(self) -> Iterator[slice]:
+    def _runs(self) -> list[slice]:
         """Cut the vocabulary where cuBLAS wants it: [Note: rows of logits] holds for sizes too.
 
         For a length that is not a multiple of 16 bytes it has kernels of three generations ago, ten
         times as slow; a few words more are a product of their own.
         """
-        whole = self.vocab // ROW_MULTIPLE * ROW_MULTIPLE
+        vocab = len(self.weight)
+        whole = vocab // ROW_MULTIPLE * ROW_MULTIPLE
         is_slow = self.hidden.is_cuda and self.hidden.element_size() == 2
-        if not is_slow or whole in (0, self.vocab):
-            yield slice(0, self.vocab)
-            return
-        yield slice(0, whole)
-        yield slice(whole, self.vocab)
+        if not is_slow or whole in (0, vocab):
+            return [slice(0, vocab)]
+        return [slice(0, whole), slice(whole, vocab)]
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Make losses and log-sum-exps of all tokens: [batch, tokens] each, wide."""
-        shape, dtype = self.labels.shape, wide_dtype(self.hidden)
-        losses = self.hidden.new_empty(shape, dtype=dtype)
+        losses = self.hidden.new_empty(self.labels.shape, dtype=wide_dtype(self.hidden))
         lse = torch.empty_like(losses)
         room: Tensor | None = None
         for chunk in self.chunks():
-            room = self._room(chunk) if room is None else room  # the first is the largest
             logits = self.logits(chunk, room)
+            room = logits if room is None else room  # the first is the largest
             found = statistics(logits, self.labels[chunk].flatten(), self.ignore_index)
             lse[chunk].copy_(found[0].view_as(lse[chunk]))
             losses[chunk].copy_(found[1].view_as(losses[chunk]))
@@ -391,35 +350,27 @@ class ChunkedHead:
             else:
                 room.addmm_(slope, weight)
 
-    def gradients(
-        self, lse: Tensor, g: Tensor, *, of_hidden: bool, of_weight: bool, of_bias: bool
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Make the gradients of hidden states, weight and bias, as far as they are asked for."""
-        # Contiguous, whatever the inputs are.
-        hidden = self.hidden.new_empty(self.hidden.shape) if of_hidden else None
+    def gradients(self, lse: Tensor, g: Tensor, wanted: tuple[bool, ...]) -> list[Tensor | None]:
+        """Make the gradients of hidden states, weight and bias, of those that are wanted."""
         chunks = list(self.chunks())
         # Added in float32 at least and rounded once; one chunk alone needs no wider memory.
         dtype = self.weight.dtype if len(chunks) == 1 else lse.dtype
-        weight = torch.zeros_like(self.weight, dtype=dtype) if of_weight else None
-        bias = self.weight.new_zeros(self.vocab, dtype=lse.dtype) if of_bias else None
+        # Contiguous, whatever the inputs are.
+        hidden = self.hidden.new_empty(self.hidden.shape) if wanted[0] else None
+        weight = torch.zeros_like(self.weight, dtype=dtype) if wanted[1] else None
+        bias = self.weight.new_zeros(len(self.weight), dtype=lse.dtype) if wanted[2] else None
         room: Tensor | None = None
         for chunk in chunks:
-            room = self._room(chunk) if room is None else room
             slope = self.gradient(chunk, lse, g, room)
+            room = slope if room is None else room  # the first is the largest
             if hidden is not None:
                 self.hidden_gradient_(hidden, chunk, slope)
             if weight is not None:
-                _add_product_(weight, slope, self.inputs(chunk))
+                _add_product_(weight, slope, self.hidden[chunk].flatten(0, 1))
             if bias is not None:
                 bias += slope.sum(0, dtype=bias.dtype)
-        return (
-            hidden,
-            None if weight is None else weight.to(self.weight.dtype),
-            None if bias is None else bias.to(self.weight.dtype),
-        )
-
-    def _room(self, chunk: TokenChunk) -> Tensor:
-        return self.empty_logits(self.labels[chunk].numel())
+        sums = [None if each is None else each.to(self.weight.dtype) for each in (weight, bias)]
+        return [hidden, *sums]
 
 
 def _add_product_(total: Tensor, g: Tensor, a: Tensor) -> None:
@@ -502,7 +453,31 @@ def make_head(
     check.one_of(REDUCTIONS, reduction=reduction)
     if chunk is not None:
         check.positive(chunk=chunk)
-    _check_shapes(hidden, weight, labels, bias)
+    if any(hasattr(each, "device_mesh") for each in (hidden, weight, bias)):
+        raise UnsupportedOperation(
+            "linear_cross_entropy of a DTensor: its vocabulary or its tokens lie on several "
+            "ranks. Redistribute it and use to_local(), or compute the logits"
+        )
+    fits = (
+        hidden.ndim == 3
+        and weight.ndim == 2
+        and weight.shape[0] > 0
+        and weight.shape[1] == hidden.shape[2]
+        and labels.shape == hidden.shape[:2]
+        and not labels.is_floating_point()
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        found = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+        shapes = ", ".join(
+            f"{name} {list(each.shape)} {each.dtype}"
+            for name, each in found.items()
+            if each is not None
+        )
+        raise BadInput(
+            "expected hidden [batch, tokens, d], weight [vocab, d], labels [batch, tokens] of "
+            f"integers and bias [vocab], found {shapes}"
+        )
     hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     dtypes = {each.dtype for each in (hidden, weight, bias) if each is not None}
     if len(dtypes) > 1 or not hidden.is_floating_point():
@@ -513,16 +488,14 @@ def make_head(
     return ChunkedHead(hidden, weight, bias, labels.long(), ignore_index, chunk)
 
 
-class Shared(Protocol):
-    """Who may have made the gradient of the hidden states already, from the same chunks."""
+def token_losses(head: ChunkedHead, shared: Any = None) -> tuple[Tensor, Tensor]:
+    """Make losses, with a graph, and log-sum-exps of all tokens: [batch, tokens] each.
 
-    def hidden_gradient(self, g: Tensor) -> Tensor | None:
-        """Give it away, if it is that of the token gradients `g`."""
-        ...
-
-
-def token_losses(head: ChunkedHead, shared: Shared | None = None) -> tuple[Tensor, Tensor]:
-    """Make losses, with a graph, and log-sum-exps of all tokens: [batch, tokens] each."""
+    Args:
+        head: What the logits are made of.
+        shared: Who may have made the gradient of the hidden states already, from the same chunks:
+            its `hidden_gradient(g)` gives it away, if it is that of the token gradients g.
+    """
     return _TokenLosses.apply(  # type: ignore[return-value]
         head.hidden, head.weight, head.bias, head.labels, head.ignore_index, head.chunk, shared
     )
@@ -544,21 +517,13 @@ class _TokenLosses(torch.autograd.Function):
     """See [Note: what is kept]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        ignore_index: int,
-        chunk: int | None,
-        shared: Shared | None,
-    ) -> tuple[Tensor, Tensor]:
-        head = ChunkedHead(hidden, weight, bias, labels, ignore_index, chunk)
-        with plain_arithmetic(hidden.device):
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *arguments, shared = given
+        head = ChunkedHead(*arguments)
+        with plain_arithmetic(head.hidden.device):
             losses, lse = head.losses()
-        ctx.save_for_backward(hidden, weight, bias, labels, lse)
-        ctx.ignore_index, ctx.chunk, ctx.shared = ignore_index, chunk, shared
+        ctx.save_for_backward(head.hidden, head.weight, head.bias, head.labels, lse)
+        ctx.ignore_index, ctx.chunk, ctx.shared = head.ignore_index, head.chunk, shared
         ctx.mark_non_differentiable(lse)
         return losses, lse
 
@@ -570,48 +535,15 @@ class _TokenLosses(torch.autograd.Function):
                 "F.cross_entropy of the logits instead"
             )
         hidden, weight, bias, labels, lse = ctx.saved_tensors  # asked for once: see capture/tap
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        if ctx.shared is not None:
-            made = ctx.shared.hidden_gradient(g)
-            if made is not None:
-                is_alone = of_hidden and not of_weight and not of_bias
-                assert is_alone, "the capture makes the records of the others"
-                return made.view_as(hidden), None, None, None, None, None, None
+        wanted = ctx.needs_input_grad[:3]
+        made = None if ctx.shared is None else ctx.shared.hidden_gradient(g)
+        if made is not None:
+            is_alone = wanted == (True, False, False)
+            assert is_alone, "the capture makes the records of the others"
+            return made.view_as(hidden), None, None, None, None, None, None
         head = ChunkedHead(hidden, weight, bias, labels, ctx.ignore_index, ctx.chunk)
         with plain_arithmetic(hidden.device):
-            found = head.gradients(
-                lse, g, of_hidden=of_hidden, of_weight=of_weight, of_bias=of_bias
-            )
-        return *found, None, None, None, None
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    for each in (hidden, weight, bias):
-        if hasattr(each, "device_mesh"):
-            raise UnsupportedOperation(
-                "linear_cross_entropy of a DTensor: its vocabulary or its tokens lie on several "
-                "ranks. Redistribute it and use to_local(), or compute the logits"
-            )
-    fits = (
-        hidden.ndim == 3
-        and weight.ndim == 2
-        and weight.shape[0] > 0
-        and weight.shape[1] == hidden.shape[2]
-        and labels.shape == hidden.shape[:2]
-        and not labels.is_floating_point()
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
-    if not fits:
-        found = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-        shapes = ", ".join(
-            f"{name} {list(each.shape)} {each.dtype}"
-            for name, each in found.items()
-            if each is not None
-        )
-        raise BadInput(
-            "expected hidden [batch, tokens, d], weight [vocab, d], labels [batch, tokens] of "
-            f"integers and bias [vocab], found {shapes}"
-        )
+            return *head.gradients(lse, g, wanted), None, None, None, None
 
 
 def as_autocast(value: Any) -> Any:
@@ -619,19 +551,7 @@ def as_autocast(value: Any) -> Any:
     if value is None:
         return None
     kind = value.device.type
-    if not (_is_known(kind) and torch.is_autocast_enabled(kind)):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return value
     is_cast = value.is_floating_point() and value.dtype != torch.float64
     return value.to(torch.get_autocast_dtype(kind)) if is_cast else value
-
-
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute in the dtypes that tensors have: no autograd, no autocast."""
-    kind = device.type
-    with torch.no_grad(), torch.autocast(kind, enabled=False) if _is_known(kind) else nullcontext():
-        yield
-
-
-def _is_known(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)  # not on the meta device

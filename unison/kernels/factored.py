@@ -6,7 +6,7 @@ tile. On CUDA each is one launch, however many layers there are.
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,37 +60,21 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
 
 
-class Grams(NamedTuple):
-    """Norms by inner products of tokens, and what their errors are bounded by.
+def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    """Return the norms of all X_b without forming them, and what their errors are bounded by.
 
-    All are [layers, samples], float64. Norms of tokens are counted a little above what they are
-    (`products_triton.least_norm`).
-
-    Attributes:
-        squares: ‖X_b‖² = Σ_ts ⟨left_t, left_s⟩⟨right_t, right_s⟩.
-        masses: Σ_t ‖left_t‖‖right_t‖.
-        left_traces: Σ_t ‖left_t‖².
-        right_traces: Σ_t ‖right_t‖².
-        left_squares: Σ_ts ⟨left_t, left_s⟩², added in float32 within a tile.
-        right_squares: Likewise.
-    """
-
-    squares: Tensor
-    masses: Tensor
-    left_traces: Tensor
-    right_traces: Tensor
-    left_squares: Tensor
-    right_squares: Tensor
-
-
-def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Grams:
-    """Return the norms of all X_b without forming them.
+    Norms of tokens are counted a little above what they are (`products_triton.least_norm`).
 
     Args:
         lefts: Of each layer [samples, tokens, rows], alike but for the rows; each is taken.
         rights: Of each layer [samples, tokens, columns], likewise.
+
+    Returns:
+        [6, layers, samples], float64: squares ‖X_b‖² = Σ_ts ⟨left_t, left_s⟩⟨right_t, right_s⟩;
+        masses Σ_t ‖left_t‖‖right_t‖; traces Σ_t ‖left_t‖² and Σ_t ‖right_t‖²; and the sums
+        Σ_ts ⟨left_t, left_s⟩² and Σ_ts ⟨right_t, right_s⟩², added in float32 within a tile.
     """
-    return Grams(*_kernels().grams(lefts, rights))
+    return _kernels().grams(lefts, rights)
 
 
 def weighted_sums(

@@ -18,7 +18,6 @@ Tiles are as in products_triton.py, where a layer comes alone.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,13 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unison.kernels.available import on_device_of
-from unison.kernels.multi_tensor import (
-    ADDRESS,
-    DeviceTableCache,
-    as_batch,
-    empty_table,
-    tile_map,
-)
+from unison.kernels.multi_tensor import on_device, tile_map
 from unison.kernels.products_triton import (
     INTERPRETED,
     _place,
@@ -42,7 +35,6 @@ from unison.kernels.products_triton import (
     least_norm,
     run_of,
 )
-from unison.kernels.random import float_bits
 
 try:
     from triton.runtime._allocation import _allocator
@@ -185,45 +177,24 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TOTALS = {torch.float32: tl.float32, torch.int32: tl.int32}
 _ROWS, _COLUMNS, _TOKENS = 128, 256, 64  # of a tile of a sum
 _STEP = 64  # features that are multiplied at a time, for Gram matrices
-_MOST_KNOWN = 16  # sets of layers
 
 
-class _Layers:
-    """Layers of which all but addresses is known.
-
-    Args:
-        lefts: Of every layer [batch, tokens, rows], alike but for the rows.
-        rights: Likewise, columns.
-    """
-
-    def __init__(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        self.batch, self.tokens = lefts[0].shape[:2]
-        self.dtype = lefts[0].dtype
-        self.num_tiles = tuple(
-            -(-left.shape[2] // _ROWS) * -(-right.shape[2] // _COLUMNS)
-            for left, right in zip(lefts, rights, strict=True)
-        )
-        self._table = np.zeros((len(lefts), WIDTH.value), np.int64)
-        for first, sides in ((LEFT.value, lefts), (RIGHT.value, rights)):
-            for row, side in zip(self._table, sides, strict=True):
-                row[first + SAMPLE.value : first + FEATURES.value] = side.stride()[:2]
-                row[first + FEATURES.value] = side.shape[2]
-                row[first + RUN.value] = _steps_of_run(side.shape[2], side.dtype)
-                row[first + LEAST.value] = float_bits(least_norm(side.shape[2]))
-        self._tables = DeviceTableCache()
-
-    def table(self, *sides: Sequence[Tensor]) -> Tensor:
-        """Return the table with the addresses of lefts, rights and, if given, sums."""
-        addresses = tuple([as_batch(each).addresses for each in sides])
-        return self._tables.table(addresses, sides[0][0].device, partial(self._filled, addresses))
-
-    def _filled(self, addresses: tuple[bytes, ...], device: torch.device) -> Tensor:
-        made = empty_table(self._table.shape, device)
-        table = made.numpy()
-        table[:] = self._table
-        for column, each in zip((LEFT, RIGHT, OUT), addresses, strict=False):
-            table[:, column] = np.frombuffer(each, ADDRESS)
-        return made
+def _table(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], outs: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Return where the factors of all layers, and their sums, lie: on their device."""
+    table = np.zeros((len(lefts), WIDTH.value), np.int64)
+    for first, sides in ((LEFT.value, lefts), (RIGHT.value, rights)):
+        for row, side in zip(table, sides, strict=True):
+            features = side.shape[2]
+            row[first] = side.data_ptr()
+            row[first + SAMPLE.value : first + FEATURES.value] = side.stride()[:2]
+            row[first + FEATURES.value] = features
+            row[first + RUN.value] = _steps_of_run(features, side.dtype)
+            row[first + LEAST.value] = np.float64(least_norm(features)).view(np.int64)
+    if outs is not None:
+        table[:, OUT] = [each.data_ptr() for each in outs]
+    return on_device(torch.from_numpy(table), lefts[0].device)
 
 
 def _steps_of_run(features: int, dtype: torch.dtype) -> int:
@@ -234,18 +205,6 @@ def _steps_of_run(features: int, dtype: torch.dtype) -> int:
     steps = -(-features // _STEP)
     runs = -(-steps // (run_of(dtype) // _STEP))
     return -(-steps // runs)
-
-
-_known: dict[tuple, _Layers] = {}
-
-
-def _layers(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> _Layers:
-    key = as_batch(lefts).meta, as_batch(rights).meta
-    if key not in _known:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = _Layers(lefts, rights)
-    return _known[key]
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -272,16 +231,17 @@ def scratch() -> Iterator[None]:
 
 
 def grams(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
-    """Return the fields of `unison.kernels.factored.Grams`, one after the other."""
-    layers, device = _layers(lefts, rights), lefts[0].device
-    size, warps = (128, 8) if layers.tokens > 64 else (64, 4)
-    count = -(-layers.tokens // size)
+    """See `unison.kernels.factored.grams`."""
+    batch, tokens, _ = lefts[0].shape
+    size, warps = (128, 8) if tokens > 64 else (64, 4)
+    count = -(-tokens // size)
     num_tiles = count * (count + 1) // 2
-    parts = torch.empty(6, len(lefts), layers.batch, num_tiles, dtype=torch.float64, device=device)
+    shape = (6, len(lefts), batch, num_tiles)
+    parts = torch.empty(shape, dtype=torch.float64, device=lefts[0].device)
     with scratch(), on_device_of(parts):
         _gram_kernel[(parts[0].numel(),)](
-            layers.table(lefts, rights), parts, layers.batch, layers.tokens, num_tiles,
-            DTYPE=_DTYPES[layers.dtype], BT=size, BK=_STEP,
+            _table(lefts, rights), parts, batch, tokens, num_tiles,
+            DTYPE=_DTYPES[lefts[0].dtype], BT=size, BK=_STEP,
             num_warps=warps, num_stages=4, enable_fp_fusion=True,
         )  # fmt: skip
     return parts.sum(3)
@@ -296,12 +256,16 @@ def weighted_sums(
     add: bool,
 ) -> None:
     """See `unison.kernels.factored.weighted_sums`."""
-    layers = _layers(lefts, rights)
-    which, first = tile_map(layers.num_tiles, 1, weights.device)
+    batch, tokens, _ = lefts[0].shape
+    num_tiles = tuple(
+        -(-left.shape[2] // _ROWS) * -(-right.shape[2] // _COLUMNS)
+        for left, right in zip(lefts, rights, strict=True)
+    )
+    which, first = tile_map(num_tiles, 1, weights.device)
     with scratch(), on_device_of(weights):
         _weighted_kernel[(len(which),)](
-            layers.table(lefts, rights, outs), which, first, weights, layers.batch, layers.tokens,
-            DTYPE=_DTYPES[layers.dtype], TOTAL=_TOTALS[outs[0].dtype], ADD=add,
+            _table(lefts, rights, outs), which, first, weights, batch, tokens,
+            DTYPE=_DTYPES[lefts[0].dtype], TOTAL=_TOTALS[outs[0].dtype], ADD=add,
             BM=_ROWS, BN=_COLUMNS, BK=_TOKENS,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip

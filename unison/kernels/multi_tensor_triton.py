@@ -12,10 +12,8 @@ float64, samples one after the other.
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
-import itertools
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,16 +23,7 @@ from torch import Tensor
 
 from unison.kernels import multi_tensor, random
 from unison.kernels.available import on_device_of
-from unison.kernels.multi_tensor import (
-    ADDRESS,
-    KINDS,
-    DeviceTableCache,
-    NoiseDraw,
-    TensorBatch,
-    as_batch,
-    empty_table,
-    tile_map,
-)
+from unison.kernels.multi_tensor import KINDS, NoiseDraw, on_device, tile_map
 from unison.kernels.random_triton import _chacha, _weave8, secure_steps
 
 # Columns of the table, all int64.
@@ -220,143 +209,63 @@ _DTYPES = {
 }
 _SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
 _SAMPLES_AT_ONCE = 4
-_MOST_KNOWN = 16  # sets of tensors
 
 
-class _LaunchGroup:
-    """Tensors that one launch takes: outputs of one dtype, as aligned as its loads are wide.
-
-    Args:
-        which: Their indices; None if they are all.
-        is_aligned: Whether every tensor begins, and every sample of it, where wide loads may.
-        dtype: Of the outputs.
-        numels: Elements of a sample, those skipped before its first tile included.
-        table: All of the kernel's table but addresses: int64 [tensors, WIDTH].
-    """
-
-    def __init__(
-        self,
-        which: list[int] | None,
-        is_aligned: bool,
-        dtype: torch.dtype | None,
-        numels: tuple[int, ...],
-        table: np.ndarray,
-    ) -> None:
-        self._which = None if which is None else np.array(which, np.int64)
-        self.is_aligned, self.dtype, self.numels = is_aligned, dtype, numels
-        self._table = table
-        self._tables, self._indices = DeviceTableCache(), DeviceTableCache()
-
-    def index(self, device: torch.device) -> Tensor | None:
-        """Return which of all tensors they are, on a device; None if they are all."""
-        which = self._which
-        if which is None:
-            return None
-        return self._indices.table((), device, lambda _: torch.from_numpy(which))
-
-    def table(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
-        """Return the table with the addresses of all tensors and outputs, on a device."""
-        return self._tables.table((values, outs), device, partial(self._filled, values, outs))
-
-    def _filled(self, values: bytes, outs: bytes | None, device: torch.device) -> Tensor:
-        made = empty_table(self._table.shape, device)
-        table = made.numpy()
-        table[:] = self._table
-        for column, addresses in ((VALUES, values), (OUT, outs)):
-            if addresses is not None:
-                every = np.frombuffer(addresses, ADDRESS)
-                table[:, column] = every if self._which is None else every[self._which]
-        return made
-
-
-_known: dict[tuple, list[_LaunchGroup]] = {}
-
-
-def _groups(
-    values: TensorBatch,
-    outs: TensorBatch | None = None,
+def _launches(
+    values: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
     starts: Sequence[int] | None = None,
     size: int = 1,
-) -> list[_LaunchGroup]:
-    """Return the launches that many tensors take: the same ones for tensors like those before.
+) -> Iterator[tuple[Tensor | None, bool, torch.dtype | None, tuple[int, ...], Tensor]]:
+    """Cut many tensors into launches: outputs of one dtype, as aligned as the loads are wide.
 
     Args:
         values: X [samples, ...] of each.
         outs: Where the results go, if anywhere.
         starts: Each tensor's first element in its parameter; 0 unless given.
         size: Elements of a tile, before which elements are skipped that are not a tensor's own.
+
+    Yields:
+        Which of all tensors they are, or None for all; whether they are aligned; the outputs'
+        dtype; elements of each sample, with those skipped before its first tile; and the table.
     """
-    batches = [values] if outs is None else [values, outs]
-    # How far each address is above a multiple of 16.
-    above = [tuple(np.frombuffer(each.addresses, ADDRESS) % 16) for each in batches]
-    begins = [0] * len(values) if starts is None else starts
-    key = (size, *[each.meta for each in batches], *above, tuple(begins))
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _MOST_KNOWN:
-            del _known[next(iter(_known))]  # the oldest
-        is_at_16 = [not any(each) for each in zip(*above, strict=True)]
-        found = _known[key] = _grouped(values, outs, is_at_16, begins, size)
-    return found
-
-
-def _grouped(
-    values: Sequence[Tensor],
-    outs: Sequence[Tensor] | None,
-    is_at_16: Sequence[bool],
-    starts: Sequence[int],
-    size: int,
-) -> list[_LaunchGroup]:
-    places: dict[tuple, list[int]] = {}
-    for i, x in enumerate(values):
-        is_aligned = (
-            _numel(x) % 8 == 0
-            and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
-            and starts[i] == 0
-            and is_at_16[i]
-        )
-        places.setdefault((None if outs is None else outs[i].dtype, is_aligned), []).append(i)
-    dtypes = dict.fromkeys(dtype for dtype, _ in places)
-    groups = []
-    for dtype, is_aligned in itertools.product(dtypes, (True, False)):
-        which = places.get((dtype, is_aligned))
-        if which is None:
-            continue
-        numels = [_numel(values[i]) if outs is None else outs[i].numel() for i in which]
-        table = np.zeros((len(which), WIDTH.value), np.int64)
-        table[:, STRIDE] = [values[i].stride(0) if len(values[i]) > 1 else 0 for i in which]
-        table[:, NUMEL] = numels
-        table[:, FIRST] = [starts[i] for i in which]
-        table[:, KIND] = [KINDS[values[i].dtype] for i in which]
-        table[:, SAMPLES] = [values[i].shape[0] for i in which]
-        skipped = [starts[i] % size for i in which]
-        sizes = tuple(numel + begin for numel, begin in zip(numels, skipped, strict=True))
-        is_all = len(which) == len(values)
-        groups.append(_LaunchGroup(None if is_all else which, is_aligned, dtype, sizes, table))
-    return groups
-
-
-def _numel(x: Tensor) -> int:
-    """Return the elements of one sample, though there may be none."""
-    return math.prod(x.shape[1:])
+    table = np.zeros((len(values), WIDTH.value), np.int64)
+    table[:, VALUES] = [each.data_ptr() for each in values]
+    table[:, STRIDE] = [each.stride(0) if len(each) > 1 else 0 for each in values]
+    table[:, NUMEL] = [math.prod(each.shape[1:]) for each in values]
+    table[:, KIND] = [KINDS[each.dtype] for each in values]
+    table[:, SAMPLES] = [len(each) for each in values]
+    if outs is not None:
+        table[:, OUT] = [each.data_ptr() for each in outs]
+    if starts is not None:
+        table[:, FIRST] = starts
+    is_aligned = (table[:, NUMEL] % 8 == 0) & (table[:, STRIDE] % 8 == 0) & (table[:, FIRST] == 0)
+    is_aligned &= (table[:, VALUES] % 16 == 0) & (table[:, OUT] % 16 == 0)
+    dtypes = [None] * len(values) if outs is None else [each.dtype for each in outs]
+    kinds = list(zip(dtypes, is_aligned.tolist(), strict=True))
+    device = values[0].device
+    for dtype, aligned in dict.fromkeys(kinds):
+        which = [i for i, kind in enumerate(kinds) if kind == (dtype, aligned)]
+        index = None if len(which) == len(values) else on_device(which, device)
+        rows = table[which]
+        numels = tuple((rows[:, NUMEL] + rows[:, FIRST] % size).tolist())
+        yield index, aligned, dtype, numels, on_device(torch.from_numpy(rows), device)
 
 
 def squares(values: Sequence[Tensor]) -> Tensor:
     """See `multi_tensor.squares`."""
-    values = as_batch(values)
     device, batch = values[0].device, values[0].shape[0]
     out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
-    for group in _groups(values) if batch else ():
-        num = len(group.numels)
-        tensors, first = tile_map(group.numels, _SQUARE_TILE, device)
+    for index, is_aligned, _, numels, table in _launches(values) if batch else ():
+        num = len(numels)
+        tensors, first = tile_map(numels, _SQUARE_TILE, device)
         num_tiles = len(tensors)
         parts = torch.empty(batch, num_tiles, device=device)
-        index = group.index(device)
         totals = out if index is None else out.new_empty(num, batch)
         with on_device_of(out):
             squares_kernel[(num_tiles, batch)](
-                group.table(values.addresses, None, device), tensors, first, parts, num_tiles,
-                ALIGNED=group.is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
+                table, tensors, first, parts, num_tiles,
+                ALIGNED=is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
             total_kernel[(num, batch)](
                 parts, first, totals, num, num_tiles,
@@ -377,24 +286,20 @@ def release(
     add: bool = False,
 ) -> None:
     """See `multi_tensor.release` and `combine`."""
-    values, outs = as_batch(values), as_batch(outs)
     # Sums and per-sample gradients may come together: a row of weights is as long as the longest.
     device, batch = values[0].device, weights.shape[1]
     size = _COMBINE_TILE if noise is None else _NOISY_TILE
-    for group in _groups(values, outs, None if noise is None else noise.starts, size):
-        index = group.index(device)
-        tensors, first = tile_map(group.numels, size, device)
-        recipes = weights if noise is None else noise.recipes
-        if noise is not None and index is not None:
-            recipes = recipes[index]
-        assert group.dtype is not None
+    all_recipes, starts = (weights, None) if noise is None else noise
+    for index, is_aligned, dtype, numels, table in _launches(values, outs, starts, size):
+        tensors, first = tile_map(numels, size, device)
+        recipes = all_recipes if noise is None or index is None else all_recipes[index]
+        assert dtype is not None
         with on_device_of(weights):
             release_kernel[(len(tensors),)](
-                group.table(values.addresses, outs.addresses, device), recipes, tensors, first,
-                weights if index is None else weights[index],
+                table, recipes, tensors, first, weights if index is None else weights[index],
                 random.kernel_table(random.SECURE, device), batch, 1.0 / divisor,
-                NOISY=noise is not None, DTYPE=_DTYPES[group.dtype], ADD=add,
-                ALIGNED=group.is_aligned, TILE=size,
+                NOISY=noise is not None, DTYPE=_DTYPES[dtype], ADD=add,
+                ALIGNED=is_aligned, TILE=size,
                 AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
                 num_warps=8 if noise is None else 4, enable_fp_fusion=False,
             )  # fmt: skip

@@ -20,30 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unison.kernels.permutation import NUM_ROUNDS, Network
-from unison.kernels.random import (
-    CHACHA_CONSTANTS,
-    CHACHA_DOUBLE_ROUNDS,
-    FAR_UPPER,
-    FRACTION_MASK,
-    MASK32,
-    MIDDLE,
-    ONE_BITS,
-    ORDINARY,
-    PHILOX_M0,
-    PHILOX_M1,
-    PHILOX_ROUNDS,
-    PHILOX_W0,
-    PHILOX_W1,
-    ROUND_MAGIC,
-    SECURE,
-    SEGMENT_SHIFT,
-    Cipher,
-    Distribution,
-    Recipe,
-    fill_reference,
-    inverse_table,
-)
+from unison.kernels import random
+from unison.kernels.random import ORDINARY, SECURE, Cipher, Distribution, Network, Recipe
 
 MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
 
@@ -87,24 +65,24 @@ TILE = 1024  # elements
 LANES = 64  # ChaCha20 blocks computed side by side
 
 _U = np.uint64
-_M = _U(MASK32)
-_M0, _M1, _B32 = _U(PHILOX_M0), _U(PHILOX_M1), _U(32)
-_W0, _W1 = _U(PHILOX_W0), _U(PHILOX_W1)
+_M = _U(random.MASK32)
+_M0, _M1, _B32 = _U(random.PHILOX_M0), _U(random.PHILOX_M1), _U(32)
+_W0, _W1 = _U(random.PHILOX_W0), _U(random.PHILOX_W1)
 _PHILOX = int(Cipher.PHILOX)
-_CONSTANTS = np.array(CHACHA_CONSTANTS, np.uint32)
+_CONSTANTS = np.array(random.CHACHA_CONSTANTS, np.uint32)
 _ROTATES = tuple(np.uint32(n) for n in (16, 12, 8, 7, 20, 24, 25))
 _R16, _R12, _R8, _R7, _R20, _R24, _R25 = _ROTATES
 _UNIFORM24, _UNIFORM53 = int(Distribution.UNIFORM24), int(Distribution.UNIFORM53)
 _NORMAL, _TRUNCATED = int(Distribution.NORMAL), int(Distribution.TRUNCATED)
 _SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
 _ORDINARY_OFFSET, _SECURE_OFFSET = ORDINARY.segment_offset, SECURE.segment_offset
-_FAR = FAR_UPPER << 32
+_FAR = random.FAR_UPPER << 32
 
 
 @jit
 def _philox(c0, c1, c2, c3, k0, k1):
     """Return the 4 words of a block, each in 64 bits."""
-    for _ in range(PHILOX_ROUNDS):
+    for _ in range(random.PHILOX_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1 = (p1 >> _B32) ^ c1 ^ k0, p1 & _M
         c2, c3 = (p0 >> _B32) ^ c3 ^ k1, p0 & _M
@@ -186,7 +164,7 @@ def _chacha_words(words, first, num_blocks, state, x):
         for i in range(16):  # a loop: `x[:] = state` would compile numba's broadcasting for seconds
             for j in range(LANES):
                 x[i * LANES + j] = state[i * LANES + j]
-        for _ in range(CHACHA_DOUBLE_ROUNDS):
+        for _ in range(random.CHACHA_DOUBLE_ROUNDS):
             _double_round(x)
         for i in range(16):
             for j in range(LANES):
@@ -208,11 +186,11 @@ def _inverse_tails(tile, v, coefficients, offset, n):
     for i in range(n):
         tile[i] = np.float64(v[i])
     for i in range(n):
-        segment[i] = (bits[i] >> SEGMENT_SHIFT) - offset
-        u_bits[i] = (bits[i] & FRACTION_MASK) | ONE_BITS
+        segment[i] = (bits[i] >> random.SEGMENT_SHIFT) - offset
+        u_bits[i] = (bits[i] & random.FRACTION_MASK) | random.ONE_BITS
     top = coefficients[degree]
     for i in range(n):
-        u[i] = u[i] - MIDDLE
+        u[i] = u[i] - random.MIDDLE
         tile[i] = top[segment[i]]
     for d in range(degree - 1, -1, -1):
         row = coefficients[d]
@@ -244,7 +222,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
             w = np.int64(words[at + i])
             rank = ints[0] + ((w * upper_n + ((w * lower_n) >> 16)) >> 16)
             is_negative[i] = rank < (1 << 31)
-            v[i] = ((rank if rank < (1 << 31) else MASK32 - rank) << 1) | 1
+            v[i] = ((rank if rank < (1 << 31) else random.MASK32 - rank) << 1) | 1
     else:  # _SECURE_NORMAL
         for i in range(n):
             w = np.int64(words[at + 2 * i])
@@ -262,7 +240,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
     if distribution == _SECURE_NORMAL:
         for i in range(n):
             scaled = tile[i] * floats[0]
-            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+            steps = scaled + random.ROUND_MAGIC - random.ROUND_MAGIC
             is_open = (abs(scaled - steps) > 0.5 - floats[2]) | (v[i] < _FAR)
             v[i] = -1 if is_open else v[i]
             num_open += is_open
@@ -360,11 +338,11 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     rest = (
         int(recipe.cipher),
         int(recipe.distribution),
-        recipe.words_per_element,
+        recipe.distribution.num_words,
         np.array(recipe.key, np.int64),
         np.array(recipe.floats or (0.0,), np.float64),
         np.array(recipe.ints or (0,), np.int64),
-        (inverse_table(ORDINARY, cpu).numpy(), inverse_table(SECURE, cpu).numpy()),
+        (random.inverse_table(ORDINARY, cpu).numpy(), random.inverse_table(SECURE, cpu).numpy()),
     )
     first_elements = starts.numpy()
     areas = _cut(len(first_elements), run, num_pieces(out.numel()))
@@ -383,11 +361,11 @@ def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[n
     To compile what decides them would take twice as long as all the rest.
     """
     if any(each[0] >= len(each) for each in opens):  # as good as never
-        fill_reference(out, recipe, starts, run)
+        random.fill_reference(out, recipe, starts, run)
         return
     at = torch.from_numpy(np.concatenate([each[1 : 1 + each[0]] for each in opens]))
     values = torch.empty(len(at), dtype=out.dtype)
-    fill_reference(values, recipe, starts[at // run] + at % run, 1)
+    random.fill_reference(values, recipe, starts[at // run] + at % run, 1)
     out[at] = values
 
 
@@ -415,8 +393,8 @@ def _permute(x, out, words, n, num_left, num_right, is_inverse):
         value = _U(x[i])
         while True:
             left, right = value // num_right, value % num_right
-            for step in range(NUM_ROUNDS):
-                r = NUM_ROUNDS - 1 - step if is_inverse else step
+            for step in range(random.NUM_ROUNDS):
+                r = random.NUM_ROUNDS - 1 - step if is_inverse else step
                 size, half = (num_left, right) if r % 2 == 0 else (num_right, left)
                 c0, c1, _, _ = _philox(half, _U(r), words[2], words[3], words[0], words[1])
                 shift = (c0 * size + ((c1 * size) >> _B32)) >> _B32

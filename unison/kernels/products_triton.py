@@ -196,20 +196,20 @@ def choose_config(rows: int, columns: int, dtype: torch.dtype, shared: int = 1 <
         shared: Bytes of shared memory that a program may have. Fewer loads are in flight where
             there is little, which changes no bit of the product.
     """
-    config = _choose_config(rows, columns, dtype)
+    config = Config(64, 64, 32, 4, 3)
+    if dtype in (torch.bfloat16, torch.float16):
+        if min(rows, columns) >= 256:
+            wide, high = Config(128, 256, 64, 8, 3), Config(256, 128, 64, 8, 3)
+            config = wide if columns >= rows else high
+        else:
+            small_m, small_n = (
+                16 if size <= 16 else 32 if size <= 32 else 64 if size <= 64 else 128
+                for size in (rows, columns)
+            )
+            config = Config(small_m, small_n, 64, 4, 4)
     of_stage = (config.rows + config.columns) * config.tokens * dtype.itemsize
     num_stages = max(1, (shared - _SHARED_BESIDE) // of_stage)
     return replace(config, num_stages=min(config.num_stages, num_stages))
-
-
-def _choose_config(rows: int, columns: int, dtype: torch.dtype) -> Config:
-    if dtype in (torch.bfloat16, torch.float16):
-        if min(rows, columns) >= 256:
-            return Config(128, 256, 64, 8, 3) if columns >= rows else Config(256, 128, 64, 8, 3)
-        small_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-        small_n = 16 if columns <= 16 else 32 if columns <= 32 else 64 if columns <= 64 else 128
-        return Config(small_m, small_n, 64, 4, 4)
-    return Config(64, 64, 32, 4, 3)
 
 
 def _can_describe(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,48 +26,56 @@ from torch import Tensor
 
 from unison import check
 from unison.errors import BadInput
+from unison.kernels.available import TAKEN
 
 
 class Cipher(IntEnum):
-    """Which function turns (key, counter) into words."""
+    """Which function turns (key, counter) into words.
 
-    PHILOX = 0  # Philox4x32-10: fast, public
-    CHACHA20 = 1  # ChaCha20: cryptographic, for what privacy rests on
+    Attributes:
+        words_per_block: 32-bit words that one counter value yields.
+        num_key_words: 32-bit words that identify a stream: the key, then the fixed part of the
+            counter.
+    """
 
-    @property
-    def words_per_block(self) -> int:
-        """32-bit words that one counter value yields."""
-        return 4 if self is Cipher.PHILOX else 16
+    PHILOX = 0, 4, 4  # Philox4x32-10: fast, public
+    CHACHA20 = 1, 16, 10  # ChaCha20: cryptographic, for what privacy rests on
 
-    @property
-    def num_key_words(self) -> int:
-        """32-bit words that identify a stream: the key, then the fixed part of the counter."""
-        return 4 if self is Cipher.PHILOX else 10
+    words_per_block: int
+    num_key_words: int
+
+    def __new__(cls, value: int, words_per_block: int, num_key_words: int) -> "Cipher":
+        """Return a member that knows its sizes."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.words_per_block, member.num_key_words = words_per_block, num_key_words
+        return member
 
 
 class Distribution(IntEnum):
-    """How the words of an element become its value."""
+    """How the words of an element become its value.
 
-    WORDS = 0
-    UNIFORM24 = 1
-    UNIFORM53 = 2
-    NORMAL = 3
-    TRUNCATED = 4
-    SECURE_NORMAL = 5
-    BERNOULLI = 6
-    INTEGERS = 7
+    Attributes:
+        num_words: 32-bit words that one element consumes; none straddles two blocks.
+    """
 
+    WORDS = 0, 1
+    UNIFORM24 = 1, 1
+    UNIFORM53 = 2, 2
+    NORMAL = 3, 1
+    TRUNCATED = 4, 1
+    SECURE_NORMAL = 5, 2
+    BERNOULLI = 6, 2
+    INTEGERS = 7, 4
 
-WORDS_PER_ELEMENT = {
-    Distribution.WORDS: 1,
-    Distribution.UNIFORM24: 1,
-    Distribution.UNIFORM53: 2,
-    Distribution.NORMAL: 1,
-    Distribution.TRUNCATED: 1,
-    Distribution.SECURE_NORMAL: 2,
-    Distribution.BERNOULLI: 2,
-    Distribution.INTEGERS: 4,
-}
+    num_words: int
+
+    def __new__(cls, value: int, num_words: int) -> "Distribution":
+        """Return a member that knows its words."""
+        member = int.__new__(cls, value)
+        member._value_, member.num_words = value, num_words
+        return member
+
 
 _ROUNDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OUTPUT_DTYPES = {
@@ -94,16 +102,6 @@ KEY_AT = 2
 FLOATS_AT = KEY_AT + NUM_KEY
 INTS_AT = FLOATS_AT + NUM_FLOATS
 RECIPE_LENGTH = INTS_AT + NUM_INTS
-
-
-def float_bits(value: float) -> int:
-    """Return the bit pattern of a float64 as a signed 64-bit integer."""
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def bits_float(bits: int) -> float:
-    """Undo `float_bits`."""
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def secure_floats(std: float, spacing: float) -> tuple[float, float, float]:
@@ -137,55 +135,30 @@ class Recipe:
     floats: tuple[float, ...] = ()
     ints: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.distribution is Distribution.SECURE_NORMAL:  # without nearness it would not be
-            assert any(self.floats[2:]), "floats come from secure_floats"
-
-    @property
-    def words_per_element(self) -> int:
-        """32-bit words that one element consumes."""
-        return WORDS_PER_ELEMENT[self.distribution]
-
-    @property
-    def elements_per_block(self) -> int:
-        """Elements that one counter value yields; no element straddles two blocks."""
-        return self.cipher.words_per_block // self.words_per_element
-
-    def numbers(self) -> list[int]:
-        """Return the recipe as RECIPE_LENGTH integers."""
-        assert len(self.key) == self.cipher.num_key_words
-        key = [*self.key, *[0] * (NUM_KEY - len(self.key))]
-        floats = [*self.floats, *[0.0] * (NUM_FLOATS - len(self.floats))]
-        ints = [*self.ints, *[0] * (NUM_INTS - len(self.ints))]
-        return [int(self.cipher), int(self.distribution), *key, *map(float_bits, floats), *ints]
-
     def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
         """Return the recipe as a tensor."""
-        return torch.tensor(self.numbers(), dtype=torch.int64)
+        is_secure = self.distribution is Distribution.SECURE_NORMAL  # it would not be without
+        assert not is_secure or any(self.floats[2:]), "floats come from secure_floats"
+        assert len(self.key) == self.cipher.num_key_words
+        key = [*self.key, *[0] * (NUM_KEY - len(self.key))]
+        floats = struct.pack("<4d", *self.floats, *[0.0] * (NUM_FLOATS - len(self.floats)))
+        ints = [*self.ints, *[0] * (NUM_INTS - len(self.ints))]
+        kinds = int(self.cipher), int(self.distribution)
+        return torch.tensor([*kinds, *key, *struct.unpack("<4q", floats), *ints])
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "Recipe":
         """Read a recipe back from `pack`'s tensor."""
         numbers = packed.tolist()
-        cipher = Cipher(numbers[0])
+        cipher = Cipher(numbers[0])  # type: ignore[call-arg]
+        floats = struct.pack("<4q", *numbers[FLOATS_AT:INTS_AT])
         return cls(
             cipher=cipher,
-            key=tuple(numbers[2 : 2 + cipher.num_key_words]),
-            distribution=Distribution(numbers[1]),
-            floats=tuple(bits_float(bits) for bits in numbers[FLOATS_AT:INTS_AT]),
+            key=tuple(numbers[KEY_AT : KEY_AT + cipher.num_key_words]),
+            distribution=Distribution(numbers[1]),  # type: ignore[call-arg]
+            floats=struct.unpack("<4d", floats),
             ints=tuple(numbers[INTS_AT:]),
         )
-
-    def check_output(self, out: Tensor) -> None:
-        """Require a contiguous output of a dtype that the distribution can fill."""
-        allowed = OUTPUT_DTYPES[self.distribution]
-        if out.dtype not in allowed:
-            listed = ", ".join(str(dtype) for dtype in allowed)
-            raise BadInput(
-                f"{self.distribution.name.lower()} draws fill {listed}, found {out.dtype=}"
-            )
-        if not out.is_contiguous():
-            raise BadInput(f"expected a contiguous output, found strides {out.stride()}")
 
     def __repr__(self) -> str:
         return f"Recipe({self.cipher.name}, {self.distribution.name}, key withheld)"
@@ -236,22 +209,6 @@ def philox_blocks(block: Tensor, key: Sequence[int]) -> Tensor:
     return torch.stack(philox(counter, key[:2]), dim=-1)
 
 
-def _rotate(x: Tensor, n: int) -> Tensor:
-    return ((x << n) & MASK32) | (x >> (32 - n))
-
-
-def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-    a = (a + b) & MASK32
-    d = _rotate(d ^ a, 16)
-    c = (c + d) & MASK32
-    b = _rotate(b ^ c, 12)
-    a = (a + b) & MASK32
-    d = _rotate(d ^ a, 8)
-    c = (c + d) & MASK32
-    b = _rotate(b ^ c, 7)
-    return a, b, c, d
-
-
 def chacha20(state: Tensor) -> Tensor:
     """Apply the ChaCha20 block function, feed-forward included (RFC 8439, section 2.3).
 
@@ -264,11 +221,16 @@ def chacha20(state: Tensor) -> Tensor:
         int64 [16, ...]: the key stream block.
     """
     a, b, c, d = state.view(4, 4, *state.shape[1:]).unbind(0)
-    for _ in range(CHACHA_DOUBLE_ROUNDS):
-        a, b, c, d = _quarter_round(a, b, c, d)
-        b, c, d = b.roll(-1, 0), c.roll(-2, 0), d.roll(-3, 0)  # columns become diagonals
-        a, b, c, d = _quarter_round(a, b, c, d)
-        b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
+    for i in range(2 * CHACHA_DOUBLE_ROUNDS):
+        for of_d, of_b in ((16, 12), (8, 7)):  # rotations
+            a = (a + b) & MASK32
+            d = d ^ a
+            d = ((d << of_d) & MASK32) | (d >> (32 - of_d))
+            c = (c + d) & MASK32
+            b = b ^ c
+            b = ((b << of_b) & MASK32) | (b >> (32 - of_b))
+        turn = 1 if i % 2 else -1  # columns become diagonals, and diagonals columns again
+        b, c, d = b.roll(turn, 0), c.roll(2 * turn, 0), d.roll(3 * turn, 0)
     return (torch.cat((a, b, c, d)) + state) & MASK32
 
 
@@ -321,12 +283,12 @@ class TableShape:
     num_coefficients: int
     first_octave: int = 0  # x is at least 2^first_octave
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """Number of polynomials."""
         return self.num_octaves << SUB_BITS
 
-    @property
+    @cached_property
     def segment_offset(self) -> int:
         """Number of segments below x = 2^first_octave, counted from the exponent's bits."""
         return (1023 + self.first_octave) << SUB_BITS
@@ -412,7 +374,7 @@ def fill_reference(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> Non
     """
     rows = out.view(-1, run)
     starts = starts.to(out.device)
-    columns = CHUNK_WORDS // recipe.words_per_element
+    columns = CHUNK_WORDS // recipe.distribution.num_words
     rows_at_once = max(1, columns // run)
     for row in range(0, rows.shape[0], rows_at_once):
         part = rows[row : row + rows_at_once]
@@ -425,8 +387,9 @@ def fill_reference(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> Non
 
 
 def element_words(recipe: Recipe, starts: Tensor, run: int, first_block: int = 0) -> Tensor:
-    """Return the words of each element: int64 [words_per_element, num_rows, run]."""
-    per_block, width = recipe.elements_per_block, recipe.words_per_element
+    """Return the words of each element: int64 [num_words, num_rows, run]."""
+    width = recipe.distribution.num_words
+    per_block = recipe.cipher.words_per_block // width
     # Block and place within it, never element · width: that product would overflow near 2^63.
     num_blocks = (run + 2 * per_block - 2) // per_block
     blocks = starts[:, None] // per_block + torch.arange(num_blocks, device=starts.device)
@@ -448,7 +411,7 @@ def draw(
     dtype: torch.dtype,
     more_words: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Turn the words of elements into values of `dtype`: [words_per_element, ...] -> [...].
+    """Turn the words of elements into values of `dtype`: [num_words, ...] -> [...].
 
     `more_words` returns as many further words, for the few secure normals that need them.
     """
@@ -469,8 +432,16 @@ def draw(
             rank = ints[0] + scale_word(words[0], ints[1])
             value = (normal_of_rank(rank) * floats[1] + floats[0]).clamp(floats[2], floats[3])
         case Distribution.SECURE_NORMAL:
-            assert more_words is not None
-            value = _secure_steps(words, more_words, floats[0], floats[2]) * floats[1]
+            upper, lower = words[0] & 0x7FFFFFFF, words[1]
+            scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * floats[0]
+            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+            is_open = ((scaled - steps).abs() > 0.5 - floats[2]) | (upper < FAR_UPPER)
+            if bool(is_open.any()):
+                assert more_words is not None
+                more = more_words()[:, is_open]
+                steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, floats[0])
+            steps = torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
+            value = steps * floats[1]
         case Distribution.BERNOULLI:
             return ((words[0] << 31) | (words[1] >> 1)) <= ints[0]
         case Distribution.INTEGERS:
@@ -490,20 +461,6 @@ def inverse_tail(v: Tensor, shape: TableShape) -> Tensor:
     for coefficient in coefficients[:-1].flip(0):
         z = z * u + coefficient[segment]
     return z
-
-
-def _secure_steps(
-    words: Tensor, more_words: Callable[[], Tensor], scale: float, near: float
-) -> Tensor:
-    """Return secure noise in spacings: integers, float64."""
-    upper, lower = words[0] & 0x7FFFFFFF, words[1]
-    scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * scale
-    steps = scaled + ROUND_MAGIC - ROUND_MAGIC
-    is_open = ((scaled - steps).abs() > 0.5 - near) | (upper < FAR_UPPER)
-    if bool(is_open.any()):
-        more = more_words()[:, is_open]
-        steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, scale)
-    return torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
 
 
 def exact_steps(upper: Tensor, lower: Tensor, more: Tensor, scale: float) -> Tensor:
@@ -655,20 +612,15 @@ def _is_triton_chosen(x: Tensor) -> bool:
     return x.is_cuda and _is_installed("triton")
 
 
-def _choose(out: Tensor) -> Callable[[Tensor, Recipe, Tensor, int], None]:
-    if out.dtype == torch.int64:  # nobody draws so many words or integers that more would pay
-        return fill_reference
-    if _is_triton_chosen(out):
-        return import_module("unison.kernels.random_triton").fill
-    if out.device.type == "cpu" and is_numba_chosen(out.numel()):
-        return import_module("unison.kernels.numba_kernels").fill
-    return fill_reference
-
-
 @torch.library.custom_op("unison::random_fill", mutates_args={"out"})
 def _random_fill(out: Tensor, recipe: Tensor, starts: Tensor, run: int) -> None:
+    fill = fill_reference  # of words and integers nobody draws so many that more would pay
+    if out.dtype != torch.int64 and (out.is_cuda or _forced) and _is_triton_chosen(out):
+        fill = import_module("unison.kernels.random_triton").fill
+    elif out.dtype != torch.int64 and out.device.type == "cpu" and is_numba_chosen(out.numel()):
+        fill = import_module("unison.kernels.numba_kernels").fill
     if out.numel():
-        _choose(out)(out, Recipe.unpack(recipe), starts, run)
+        fill(out, Recipe.unpack(recipe), starts, run)
 
 
 @_random_fill.register_fake
@@ -689,7 +641,13 @@ def fill_rows(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
         starts: int64 [num_rows] on the CPU: the index of each row's first element.
         run: Number of elements in a row, with consecutive indices.
     """
-    recipe.check_output(out)
+    allowed = OUTPUT_DTYPES[recipe.distribution]
+    if out.dtype not in allowed:
+        listed = ", ".join(str(dtype) for dtype in allowed)
+        kind = recipe.distribution.name.lower()
+        raise BadInput(f"{kind} draws fill {listed}, found {out.dtype=}")
+    if not out.is_contiguous():
+        raise BadInput(f"expected a contiguous output, found strides {out.stride()}")
     if starts.dtype != torch.int64 or starts.device.type != "cpu" or starts.dim() != 1:
         raise BadInput(f"expected starts as int64 [num_rows] on the CPU, found {starts!r}")
     if out.numel() != len(starts) * run:
@@ -716,7 +674,7 @@ def drop(
         limit: Greatest 63-bit draw that is dropped.
         scale: Factor of what stays.
     """
-    if _is_triton_chosen(x) and x.dtype in _DROPPED_BY_TRITON and x.numel():
+    if _is_triton_chosen(x) and x.dtype in TAKEN and x.numel():
         # One kernel for one run of elements: the mask is drawn where it is used, never stored.
         first = int(starts[0])
         if first % 2 == 0 and bool((starts.diff() == run).all()):
@@ -728,4 +686,75 @@ def drop(
     return torch.where(is_dropped, 0.0, x * scale)
 
 
-_DROPPED_BY_TRITON = (torch.float32, torch.bfloat16, torch.float16)
+# --- a keyed permutation of [0, n) by a Feistel network -------------------------------------------
+# Pairs (left, right) with left in [0, num_left) and right in [0, num_right). Rounds alternate:
+# left += F(right) mod num_left, then right += F(left) mod num_right, with F from Philox4x32-10.
+# Results of n and above are walked: the network is applied again until one falls below n. Both
+# backends, plain torch and numba, give equal bits.
+
+NUM_ROUNDS = 12
+_WALK_CHUNK = 1 << 14
+
+
+@dataclass(frozen=True, repr=False)
+class Network:
+    """Stream words (two of key, two of counter), the size n, and the sides of the pairs."""
+
+    words: tuple[int, ...]
+    n: int
+    num_left: int
+    num_right: int
+
+
+@torch.library.custom_op("unison::permute", mutates_args=())
+def _permute(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool) -> Tensor:
+    network = Network(tuple(words.tolist()), n, sides[0], sides[1])
+    if x.device.type == "cpu" and is_numba_chosen(x.numel()):  # 6 times as fast on 2 cores
+        return import_module("unison.kernels.numba_kernels").permute(x, network, is_inverse)
+    return permute_reference(x, network, is_inverse)
+
+
+@_permute.register_fake
+def _(x: Tensor, words: Tensor, n: int, sides: list[int], is_inverse: bool):
+    return torch.empty_like(x)
+
+
+def permute(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
+    """Return the images (or, inverted, the sources) of indices in [0, n): int64, any shape."""
+    words = torch.tensor(network.words, dtype=torch.int64)
+    return _permute(x, words, network.n, [network.num_left, network.num_right], is_inverse)
+
+
+def permute_reference(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
+    """Map indices in [0, n) to their images, or back, in plain torch."""
+    parts = [_walk(part, network, is_inverse) for part in x.reshape(-1).split(_WALK_CHUNK)]
+    return torch.cat(parts).view(x.shape)
+
+
+def _walk(x: Tensor, network: Network, is_inverse: bool) -> Tensor:
+    x = apply_rounds(x, network, is_inverse)
+    outside = (x >= network.n).nonzero().view(-1)
+    while len(outside):
+        x[outside] = apply_rounds(x[outside], network, is_inverse)
+        outside = outside[x[outside] >= network.n]
+    return x
+
+
+def apply_rounds(x: Tensor, network: Network, is_inverse: bool = False) -> Tensor:
+    """Apply the network once, or undo it, without walking."""
+    left, right = x // network.num_right, x % network.num_right
+    sign = -1 if is_inverse else 1
+    for r in range(NUM_ROUNDS)[::sign]:
+        if r % 2 == 0:
+            left = (left + sign * _shift(r, right, network.num_left, network)) % network.num_left
+        else:
+            right = (right + sign * _shift(r, left, network.num_right, network)) % network.num_right
+    return left * network.num_right + right
+
+
+def _shift(r: int, half: Tensor, size: int, network: Network) -> Tensor:
+    """Return F: floor(64-bit word · size / 2^64); `half` and `size` are below 2^32."""
+    zero = torch.zeros_like(half)
+    counter = (half & MASK32, zero + r, zero + network.words[2], zero + network.words[3])
+    upper, lower, *_ = philox(counter, network.words[:2])
+    return (upper * size + ((lower * size) >> 32)) >> 32

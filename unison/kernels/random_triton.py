@@ -392,14 +392,15 @@ LAUNCH: dict[Cipher, dict[str, int]] = {
 def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any]:
     """Return the constants and launch options of the kernel for a recipe."""
     options = dict(LAUNCH[recipe.cipher])
-    blocks_in_row = -(-run // recipe.elements_per_block) + (not is_aligned)
+    width = recipe.distribution.num_words
+    blocks_in_row = -(-run * width // recipe.cipher.words_per_block) + (not is_aligned)
     while options["TILE"] > 32 and options["TILE"] >= 2 * blocks_in_row:
         options["TILE"] //= 2  # short rows: no more threads than blocks, but a full warp
     options["num_warps"] = max(1, min(options["num_warps"], options["TILE"] // 32))
     return {
         "CHACHA": recipe.cipher is Cipher.CHACHA20,
         "DIST": int(recipe.distribution),
-        "WIDTH": recipe.words_per_element,
+        "WIDTH": width,
         "ALIGNED": is_aligned,
         "enable_fp_fusion": False,
         **options,
@@ -408,7 +409,7 @@ def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any
 
 def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     """Fill `out` as the reference does; `starts` lives on the CPU, where its alignment shows."""
-    per_block = recipe.elements_per_block
+    per_block = recipe.cipher.words_per_block // recipe.distribution.num_words
     is_aligned = bool((starts % per_block == 0).all())
     options = compile_options(recipe, run, is_aligned)
     num_blocks = (run + (0 if is_aligned else per_block - 1) + per_block - 1) // per_block

@@ -1,22 +1,11 @@
 """What is known of each operation that uses a parameter, as pure functions and the records made."""
 
-from unison.ops import (
-    attention,
-    conv,
-    cross_entropy,
-    einsum,
-    embedding,
-    experts,
-    inplace,
-    linear,
-    norm,
-    recurrent,
-    scale,
-)
+from unison.ops import attention, cross_entropy, elementwise, embedding, linear, norm, recurrent
+from unison.ops.cross_entropy import Streamed
 from unison.ops.embedding import is_lookup, looked_up
-from unison.ops.layout import Layout
 from unison.ops.records import (
     Dense,
+    Layout,
     Lookup,
     Product,
     Record,
@@ -27,13 +16,9 @@ from unison.ops.records import (
     transposed,
 )
 from unison.ops.registry import RULES, Builder, Rule, Tap, rule, rule_of
-from unison.ops.streamed import Streamed
 
 # Importing them fills the table.
-_FILES = (
-    *(attention, conv, cross_entropy, einsum, embedding, experts),
-    *(inplace, linear, norm, recurrent, scale),
-)
+_FILES = (attention, cross_entropy, elementwise, embedding, linear, norm, recurrent)
 
 __all__ = [
     "RULES",

@@ -84,7 +84,8 @@ def multi_head_attention(
         num_extra=k.shape[0] - num_keys,
         dtype=query.dtype,
     )
-    q, k, v = (_by_head(each, num_heads) for each in (q, k, v))
+    # [tokens, batch, features] to [batch, heads, tokens, features of a head]
+    q, k, v = (each.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in (q, k, v))
     dropout_p = dropout_p if training else 0.0
     if need_weights:
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT  # [batch, heads, queries, keys]
@@ -116,11 +117,6 @@ def _packed_projection(
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     q, k, v = map(F.linear, (query, key, value), weights, biases)
     return q, k, v
-
-
-def _by_head(value: Tensor, num_heads: int) -> Tensor:
-    """[tokens, batch, features] to [batch, heads, tokens, features of a head]."""
-    return value.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _merged_mask(

@@ -9,32 +9,22 @@ tensors, and the part taken from the result (`part_of`): always right, and more 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from unison.ops.embedding import of_table
 from unison.ops.linear import of_bias, of_transposed, of_weight
 from unison.ops.norm import of_gain, of_offset
 from unison.ops.registry import Builder
 
-
-class Needs(NamedTuple):
-    """Along which dimension each tensor must be cut as the parameter is; None for a whole one.
-
-    Attributes:
-        g: The gradient of what came out.
-        inputs: What was saved, as far as the builder reads it.
-    """
-
-    g: int | None
-    inputs: tuple[int | None, ...] = ()
-
+Needs = tuple[int | None, tuple[int | None, ...]]
+"""Along which dimension the gradient, and each saved tensor that is read, must be cut as the
+parameter is; None for a whole one."""
 
 # (dimension of the cut, dimensions of the parameter) -> what is needed
 _CUTS: dict[Builder, Callable[[int, int], Needs | None]] = {
-    of_weight: lambda dim, _: Needs(-1, (None,)) if dim == 0 else Needs(None, (-1,)),
-    of_transposed: lambda dim, _: Needs(None, (-1,)) if dim == 0 else Needs(-1, (None,)),
-    of_bias: lambda dim, ndim: Needs(dim - ndim),
-    of_table: lambda dim, _: None if dim == 0 else Needs(-1, (None,)),
+    of_weight: lambda dim, _: (-1, (None,)) if dim == 0 else (None, (-1,)),
+    of_transposed: lambda dim, _: (None, (-1,)) if dim == 0 else (-1, (None,)),
+    of_bias: lambda dim, ndim: (dim - ndim, ()),
+    of_table: lambda dim, _: None if dim == 0 else (-1, (None,)),
 }
 
 # How many of the saved tensors a builder reads, where it does not read all.

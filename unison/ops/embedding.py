@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.ops.layout import Layout
-from unison.ops.linear import wide
-from unison.ops.records import Lookup, Record, per_sample
+from unison.ops.records import Layout, Lookup, Record, per_sample, wide
 from unison.ops.registry import Tap, rule
 
 NO_ROW = -1

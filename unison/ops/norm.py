@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels import affine
-from unison.ops.layout import Layout
-from unison.ops.linear import wide
-from unison.ops.records import Dense
-from unison.ops.registry import Tap, rule
+from unison.kernels.multi_tensor import norm_sums, takes_norm
+from unison.ops.records import Dense, Layout, wide
+from unison.ops.registry import Builder, Tap, rule
 
 
 def of_gain(
@@ -45,55 +43,35 @@ def of_offset(
     return Dense(layout.summed(g, broadcast or shape).reshape(layout.batch, *shape))
 
 
-class Affine:
-    """Records of a gain and an offset over the last dimension, made in one pass where possible.
+def _affine(
+    eps: float, normalise: Any, *, is_centred: bool, has_offset: bool
+) -> tuple[Builder, Builder]:
+    """Return builders for a gain and an offset over the last dimension: one pass where possible.
 
     Args:
         eps: Of the norm.
         normalise: The norm without gain and offset.
         is_centred: Whether the norm takes the mean out.
         has_offset: Whether there is an offset whose record is wanted.
-
-    Attributes:
-        eps: Likewise.
-        is_centred: Likewise.
-        has_offset: Likewise.
     """
+    made: list[tuple[Tensor, Tensor]] = []  # the gradient, and its sums over tokens
 
-    def __init__(self, eps: float, normalise: Any, *, is_centred: bool, has_offset: bool) -> None:
-        self.eps, self._normalise = eps, normalise
-        self.is_centred, self.has_offset = is_centred, has_offset
-        self._made: tuple[Tensor, Tensor] | None = None  # the gradient, and its sums over tokens
-
-    def gain(self, layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
-        """Record of the gain."""
+    def gain(layout: Layout, g: Tensor, x: Tensor, *, shape: tuple[int, ...]) -> Dense:
         rows, gradients = layout.rows(x), layout.rows(g)
-        if not affine.is_taken(rows, gradients):
-            return of_gain(layout, g, x, shape=shape, normalise=self._normalise)
-        sums = affine.sums(
-            rows, gradients, self.eps, is_centred=self.is_centred, has_offset=self.has_offset
-        )
-        if self.has_offset:
-            self._made = (g, sums[:, 1])
-        return Dense(sums[:, 0])
+        if not takes_norm(rows, gradients):
+            return of_gain(layout, g, x, shape=shape, normalise=normalise)
+        sums = norm_sums(rows, gradients, eps, is_centred=is_centred, has_offset=has_offset)
+        if has_offset:
+            made[:] = [(g, sums[1])]
+        return Dense(sums[0])
 
-    def offset(self, layout: Layout, g: Tensor, *saved: Tensor, shape: tuple[int, ...]) -> Dense:
-        """Record of the offset."""
-        made, self._made = self._made, None
-        if made is not None and made[0] is g:
-            return Dense(made[1])
+    def offset(layout: Layout, g: Tensor, *saved: Tensor, shape: tuple[int, ...]) -> Dense:
+        found = made.pop() if made else None
+        if found is not None and found[0] is g:
+            return Dense(found[1])
         return of_offset(layout, g, *saved, shape=shape)
 
-
-def _run_layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    return torch.layer_norm(x, normalized_shape, weight, bias, eps)
+    return gain, offset
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -115,8 +93,8 @@ def layer_norm(
     if len(shape) > 1:
         gain = partial(of_gain, normalise=normalise)
         return tap(y, saved=(input,), uses=[(weight, gain), (bias, of_offset)])
-    both = Affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
-    return tap(y, saved=(input,), uses=[(weight, both.gain), (bias, both.offset)])
+    gain, offset = _affine(eps, normalise, is_centred=True, has_offset=tap.tracks(bias))
+    return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -137,13 +115,16 @@ def rms_norm(
     normalise = lambda x: F.rms_norm(x, shape, None, used)  # noqa: E731
     if len(shape) > 1:
         return tap(y, saved=(input,), uses=[(weight, partial(of_gain, normalise=normalise))])
-    gain = Affine(used, normalise, is_centred=False, has_offset=False).gain
+    gain, _ = _affine(used, normalise, is_centred=False, has_offset=False)
     return tap(y, saved=(input,), uses=[(weight, gain)])
 
 
-def _per_channel(x: Tensor) -> tuple[int, ...]:
-    """The shape of one number per channel of [batch, channels, ...]."""
-    return (x.shape[1], *(1 for _ in x.shape[2:]))
+def _tap_channels(tap: Tap, y: Tensor, x: Tensor, weight: Any, bias: Any, normalise: Any) -> Tensor:
+    """Record one gain and one offset per channel of x [batch, channels, ...]."""
+    broadcast = (x.shape[1], *(1 for _ in x.shape[2:]))
+    gain = partial(of_gain, normalise=normalise, broadcast=broadcast)
+    offset = partial(of_offset, broadcast=broadcast)
+    return tap(y, saved=(x,), uses=[(weight, gain), (bias, offset)])
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -160,13 +141,8 @@ def group_norm(
     if tap.tracks(input):
         return NotImplemented
     y = F.group_norm(input, num_groups, tap.plain(weight), tap.plain(bias), eps)
-    gain = partial(
-        of_gain,
-        normalise=lambda x: F.group_norm(x, num_groups, None, None, eps),
-        broadcast=_per_channel(input),
-    )
-    offset = partial(of_offset, broadcast=_per_channel(input))
-    return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
+    normalise = lambda x: F.group_norm(x, num_groups, None, None, eps)  # noqa: E731
+    return _tap_channels(tap, y, input, weight, bias, normalise)
 
 
 @rule(F.instance_norm)
@@ -190,13 +166,7 @@ def instance_norm(
             "track_running_stats=False"
         )
     y = F.instance_norm(input, None, None, tap.plain(weight), tap.plain(bias), True, momentum, eps)
-    gain = partial(
-        of_gain,
-        normalise=lambda x: F.instance_norm(x, eps=eps),
-        broadcast=_per_channel(input),
-    )
-    offset = partial(of_offset, broadcast=_per_channel(input))
-    return tap(y, saved=(input,), uses=[(weight, gain), (bias, offset)])
+    return _tap_channels(tap, y, input, weight, bias, lambda x: F.instance_norm(x, eps=eps))
 
 
 @rule(F.batch_norm, torch.batch_norm)

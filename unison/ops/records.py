@@ -10,14 +10,29 @@ sample's tokens. Three forms cover every operation:
   norms), and what came through a fallback.
 
 A parameter that is used several times, or under several names, has several records; its gradient is
-their sum. All tensors are laid out [batch, tokens, features].
+their sum. All tensors are laid out [batch, tokens, features]. A `Layout` says which rows of a
+tensor belong to which sample.
+
+[Note: rows with an index] Samples usually lie one after the other, each with as many rows: then a
+reshape brings a tensor to [batch, tokens, features]. Rows that were selected, sorted or masked by
+values (tokens routed to experts, packed sequences) lie anywhere, and samples have different numbers
+of them, even where the total divides by the batch. Such a layout carries an *index*, the sample of
+each row. Rows are then gathered sample by sample and padded with zeros to the longest: a row of
+zeros in the gradient adds nothing to any product, lookup or sum.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.multi_tensor import column_sums
+
+NOBODY = -1  # in an index: a row that belongs to no sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +80,7 @@ class Dense:
     value: Tensor
     is_ours: bool = False
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape."""
         return tuple(self.value.shape[1:])
@@ -78,15 +93,15 @@ def per_sample(record: Record) -> Tensor:
     """Multiply a record out: the per-sample gradients [batch, *shape], float32 at least."""
     match record:
         case Dense():
-            return _wide(record.value)
+            return wide(record.value)
         case Product():
-            a, g = _wide(record.a), _wide(record.g)
+            a, g = wide(record.a), wide(record.g)
             left, right = (a, g) if record.is_transposed else (g, a)
             return torch.bmm(left.transpose(1, 2), right).reshape(len(a), *record.shape)
         case Lookup():
             batch, features, rows = len(record.g), record.g.shape[-1], record.shape[0]
             counts = (record.ids >= 0).unsqueeze(-1)
-            g = torch.where(counts, _wide(record.g), 0.0).reshape(-1, features)
+            g = torch.where(counts, wide(record.g), 0.0).reshape(-1, features)
             first = torch.arange(batch, device=g.device)[:, None] * rows
             places = (record.ids.clamp(min=0) + first).reshape(-1)
             flat = add_rows_(g.new_zeros(batch * rows, features), places, g)
@@ -173,5 +188,203 @@ def part_of(record: Record, dim: int, start: int, size: int) -> Record:
     return Dense(per_sample(record).narrow(1 + dim, start, size))
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """A tensor in which sums over tokens keep their digits: float32 at least."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the samples of a batch lie in the output of an operation.
+
+    Attributes:
+        batch: Number of samples.
+        axis: The dimension that holds them. It may be a multiple of `batch` long, where samples and
+            tokens were flattened into one dimension, sample by sample.
+        index: The sample of each row, where they lie in any other way; see [Note: rows with an
+            index]. int64, as many dimensions as the output, each of its length or of 1 where the
+            sample does not change along it; `NOBODY` for a row that takes no gradient.
+    """
+
+    batch: int
+    axis: int = 0
+    index: Tensor | None = None
+
+    def rows(self, value: Tensor, num_features: int = 1) -> Tensor:
+        """Bring a tensor to [batch, tokens, *features].
+
+        Args:
+            value: Any tensor whose dimension `axis` holds the samples.
+            num_features: How many trailing dimensions are features.
+
+        Raises:
+            BadInput: If the dimension does not divide into samples.
+        """
+        leading = value.ndim - num_features
+        if self.index is not None:
+            return self._gathered(value, leading)
+        if self.axis == 0 and leading == 2 and value.shape[0] == self.batch:
+            return value
+        if not self.axis < leading or (self.batch and value.shape[self.axis] % self.batch):
+            raise BadInput(
+                f"expected {self.batch} samples along dimension {self.axis}, found a tensor of "
+                f"shape {list(value.shape)} with {num_features} dimensions of features"
+            )
+        features = value.shape[leading:]
+        tokens = math.prod(value.shape[:leading]) // max(self.batch, 1)
+        return value.movedim(self.axis, 0).reshape(self.batch, tokens, *features)
+
+    def samples(self, value: Tensor) -> Tensor:
+        """Bring a tensor to [batch, *its own shape with 1 in the place of the samples].
+
+        Where tokens are flattened into the batch dimension too, they stay in that place.
+        """
+        assert self.index is None, "rows with an index have no place for each sample"
+        rest = value.shape[self.axis] // max(self.batch, 1)
+        moved = value.movedim(self.axis, 0)
+        split = moved.reshape(self.batch, rest, *moved.shape[1:])
+        return split.movedim(1, 1 + self.axis)
+
+    def summed(self, g: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """As `reduced`, added in float32 at least, without a wide copy in the usual case."""
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        leading = g.ndim - len(shape)
+        is_plain = self.index is None and self.axis == 0
+        if is_plain and leading > 0 and self.batch and g.shape[leading:] == shape:
+            if len(shape) == 1:
+                return column_sums(self.rows(g))
+            return self.rows(g, num_features=len(shape)).sum(dim=1, dtype=dtype)
+        return self.reduced(g.to(dtype), shape)
+
+    def reduced(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Add up each sample's elements as a parameter of `shape` was broadcast to them.
+
+        Returns:
+            [batch, *shape]
+
+        Raises:
+            BadInput: If the parameter has a dimension of its own where the samples are.
+        """
+        leading = value.ndim - len(shape)
+        is_plain = self.index is None and self.axis == 0
+        if is_plain and leading > 0 and self.batch and value.shape[leading:] == shape:
+            return self.rows(value, num_features=len(shape)).sum(dim=1)  # the usual case
+        if self.index is None:
+            parts = self.samples(value)  # [batch, *value.shape with the samples taken out]
+            return self._broadcast_sums(parts, value, shape)
+        rows, index = self._by_row(value)  # [rows, *value.shape with 1 where samples change]
+        sums = self._broadcast_sums(rows, value, shape)  # [rows, *shape]
+        total = sums.new_zeros(self.batch + 1, *shape)  # the last is nobody's
+        return add_rows_(total, index % (self.batch + 1), sums)[:-1]
+
+    def with_index(self, value: Tensor) -> "Layout":
+        """The same with an index, for a tensor of which this is the layout."""
+        if self.index is not None:
+            return self
+        size = value.shape[self.axis]
+        index = torch.arange(self.batch, device=value.device)
+        index = index.repeat_interleave(size // max(self.batch, 1))
+        shape = [size if dim == self.axis else 1 for dim in range(value.ndim)]
+        return Layout(self.batch, self.axis, index.reshape(shape))
+
+    def grouped(self, groups: Tensor, num_groups: int) -> "Layout":
+        """The same rows with every sample cut into groups, such as experts.
+
+        Args:
+            groups: The group of each row of a tensor [rows, features].
+            num_groups: How many there are.
+
+        Returns:
+            A layout of `batch * num_groups` samples, those of one sample next to each other.
+        """
+        assert self.index is not None
+        index = self.index_of(tuple(groups.shape))
+        whose = torch.where(index < 0, index, index * num_groups + groups)
+        return Layout(self.batch * num_groups, 0, whose.unsqueeze(-1))  # [rows, 1]
+
+    def check_nobodys(self, g: Tensor) -> None:
+        """Make sure that no gradient came to rows that belong to nobody.
+
+        Raises:
+            UnsupportedOperation: Otherwise: some sample's gradient would be left out.
+        """
+        if self.index is None or not self._has_nobodys:
+            return
+        if bool(((g != 0) & (self.index == NOBODY)).any()):
+            raise UnsupportedOperation(
+                "a gradient came to rows that were made without any sample, among rows selected by "
+                "values, so that it is not known whose they are. Make them from the batch, such as "
+                "with torch.zeros_like(x) in place of torch.zeros(...)"
+            )
+
+    # --- with an index ---------------------------------------------------------------------------
+
+    def index_of(self, leading: tuple[int, ...]) -> Tensor:
+        """The sample of each row of a tensor whose leading dimensions have these sizes [rows]."""
+        assert self.index is not None
+        sizes = self.index.shape[: len(leading)]
+        if self.index.numel() != math.prod(sizes):
+            raise BadInput(
+                f"expected rows in the first {len(leading)} dimensions, found an index of shape "
+                f"{list(self.index.shape)}: samples lie along features"
+            )
+        return self.index.reshape(sizes).expand(leading).reshape(-1)
+
+    def _gathered(self, value: Tensor, leading: int) -> Tensor:
+        sizes = tuple(value.shape[:leading])
+        index = self.index_of(sizes)
+        flat = value.reshape(math.prod(sizes), *value.shape[leading:])
+        places, longest = self._places(index)
+        # One row more, which takes nobody's, and is left out again.
+        gathered = flat.new_zeros(self.batch * longest + 1, *flat.shape[1:])
+        gathered[places] = flat
+        return gathered[:-1].unflatten(0, (self.batch, longest))
+
+    def _places(self, index: Tensor) -> tuple[Tensor, int]:
+        """Where each row goes in [batch * longest + 1], and how long the longest sample is."""
+        found = self._known_places.get(len(index))
+        if found is None:
+            whose = torch.where(index < 0, self.batch, index)
+            counts = torch.bincount(whose, minlength=self.batch + 1)
+            longest = max(1, int(counts[:-1].max())) if self.batch else 1
+            order = torch.sort(whose, stable=True).indices
+            first = counts.cumsum(0) - counts
+            place = torch.empty_like(index)
+            place[order] = torch.arange(len(index), device=index.device) - first[whose[order]]
+            place = torch.where(index < 0, self.batch * longest, whose * longest + place)
+            found = self._known_places[len(index)] = place, longest
+        return found
+
+    @cached_property
+    def _known_places(self) -> dict[int, tuple[Tensor, int]]:
+        return {}  # by the number of rows: a use's tensors share them
+
+    @cached_property
+    def _has_nobodys(self) -> bool:
+        return self.index is not None and bool((self.index == NOBODY).any())
+
+    def _by_row(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring a tensor to [rows, *its shape with 1 where samples change], and whose they are."""
+        assert self.index is not None
+        dims = [dim for dim, size in enumerate(self.index.shape) if size != 1]
+        rest = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
+        moved = value.movedim(dims, list(range(len(dims))))
+        num_rows = math.prod(value.shape[dim] for dim in dims)
+        index = self.index.movedim(dims, list(range(len(dims)))).reshape(num_rows)
+        return moved.reshape(num_rows, *rest), index
+
+    def _broadcast_sums(self, parts: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Add up what a parameter of `shape` was broadcast to: [parts, ...] to [parts, *shape]."""
+        extra = parts.ndim - 1 - len(shape)
+        if extra > 0:
+            parts = parts.sum(dim=tuple(range(1, 1 + extra)))
+        for dim, size in enumerate(shape):
+            found = parts.shape[1 + dim]
+            if found != size:
+                if size != 1:
+                    raise BadInput(
+                        f"a parameter of shape {list(shape)} does not broadcast over samples in "
+                        f"dimension {self.axis} of {list(value.shape)}"
+                    )
+                parts = parts.sum(dim=1 + dim, keepdim=True)
+        return parts.reshape(len(parts), *shape)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import ref
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -171,7 +170,7 @@ def release_by(shares: Shares, recipes: Tensor | None, divisor: float) -> list[T
         recipes: See `recipes_for`, on the device; zeros afterwards. None for no noise.
         divisor: A public constant.
     """
-    noise = None if recipes is None else multi_tensor.NoiseDraw(recipes, shares.starts)
+    noise = None if recipes is None else (recipes, shares.starts)
     device = shares.values[0].device
     outs = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in shares.like]
     multi_tensor.release(shares.values, _weights(shares), noise, divisor, outs)
@@ -202,7 +201,7 @@ def recipes_for(
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
     made = empty_table((len(names), RECIPE_LENGTH), device)
     table = made.numpy()
-    table[:] = np.array(blank.numbers(), np.int64)
+    table[:] = blank.pack().numpy()
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
     words.zero_()
     return made

@@ -36,14 +36,15 @@ from torch import Tensor
 
 from unison import check
 from unison.errors import BadInput
-from unison.kernels.permutation import Network, permute
 from unison.kernels.random import (
     ROUND_MAGIC,
     Cipher,
     Distribution,
+    Network,
     Recipe,
     fill_rows,
     normal_of_rank,
+    permute,
     secure_floats,
 )
 
@@ -784,7 +785,7 @@ class Permutation:
     """A keyed permutation of [0, n) and its inverse, with random access: shuffling without a table.
 
     A Feistel network on pairs (left, right) in [0, a) x [0, b) with a · b >= n, and cycle walking
-    past n (`unison.kernels.permutation`). Since a · b exceeds n by less than a, walking is rare.
+    past n (`unison.kernels.random`). Since a · b exceeds n by less than a, walking is rare.
     `a` is even, so that a round can be an odd permutation too.
 
     Guarantees:
