@@ -6,8 +6,8 @@ import torch
 
 from unison.config import MechanismConfig
 from unison.train.loop import eval_passes
-from unison.train.optimization import lr_factor
 from unison.train.regime import rows_of_step
+from unison.train.step import lr_factor
 from unison.train.world import World
 
 

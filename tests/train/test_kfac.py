@@ -15,8 +15,8 @@ from unison.kfac.fisher import MOST_EXACT as KNOWN_MOST_EXACT
 from unison.train import TrainResult, resumed_config, run_on_local_ranks, train
 from unison.train.checkpoint import check_hash, read_state, write_state
 from unison.train.loop import MOST_EXACT, check_before_launch
-from unison.train.optimization import ADAM_BETAS, settings_of
 from unison.train.run_folder import read_metrics
+from unison.train.step import ADAM_BETAS, settings_of
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -15,9 +15,8 @@ from unison.models import build
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.shard.deal import take_mean_was_used
-from unison.train.optimization import ADAM_BETAS, NaturalGradient, make_optimizer, make_schedule
-from unison.train.parallel import Parallel
-from unison.train.step import train_step
+from unison.train.step import ADAM_BETAS, NaturalGradient, make_optimizer, make_schedule, train_step
+from unison.train.world import Parallel
 
 
 def step_with_kfac(

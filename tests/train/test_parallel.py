@@ -14,8 +14,8 @@ from unison.errors import BadInput
 from unison.models import build, load
 from unison.shard.deal import take_mean_was_used
 from unison.train import train
-from unison.train.parallel import Parallel
 from unison.train.run_folder import read_metrics
+from unison.train.world import Parallel
 
 
 def step(world: World, *args):

@@ -28,7 +28,6 @@ from unison.train.checkpoint import check_resumable
 from unison.train.regime import PrivacyFacts, sampling_of
 from unison.train.report import ProgressView
 from unison.train.run_folder import read_metrics
-from unison.train.step import StepResult
 
 
 def test_a_private_run_learns_within_its_budget(text, tmp_path):
@@ -87,7 +86,7 @@ def test_files_hold_what_no_epsilon_covers_only_if_asked(text, tmp_path, is_unsa
 FACTS = PrivacyFacts(
     epsilon=1.5, is_exact=False, median_norm=2.25, clipped_fraction=0.5, num_dropped=0
 )
-RESULT = StepResult(loss=4.125, grad_norm=1.0, lr=0.1, num_targets=10)
+LOSS = 4.125
 MARKED = "not covered by ε: loss 4.125, clipped 50%, median norm 2.25"
 
 
@@ -99,7 +98,7 @@ def test_a_terminal_shows_what_is_not_covered_and_says_so(is_terminal, tells_all
     console = Console(file=output, force_terminal=is_terminal, width=80)
     config = config_of(Path("run"), Path("text"), steps=3, unsafe_diagnostics=tells_all)
     with ProgressView(console, config) as view:
-        view.show_step(1, RESULT, 100.0, FACTS)
+        view.show_step(1, LOSS, 100.0, FACTS)
     shown = output.getvalue()
     assert "ε ≤ 1.500" in shown
     assert (MARKED in shown) == (is_terminal or tells_all)
@@ -112,7 +111,7 @@ def test_the_time_that_compiling_took_is_shown(is_terminal):
     console = Console(file=output, force_terminal=is_terminal, width=80)
     with ProgressView(console, config_of(Path("run"), Path("text"), steps=3)) as view:
         view.note("compiling")
-        view.show_step(1, RESULT, 100.0, FACTS)
+        view.show_step(1, LOSS, 100.0, FACTS)
         view.note("the first step, with compiling, took 42 s")
     assert "the first step, with compiling, took 42 s" in output.getvalue()
 

@@ -15,9 +15,8 @@ from unison.models import ModelConfig, build
 from unison.rng import Key
 from unison.shard import full_parameters
 from unison.shard.sharded_tensor import local_part
-from unison.train.optimization import make_optimizer, make_schedule
-from unison.train.parallel import Parallel
-from unison.train.step import mean_loss, to_device, train_step
+from unison.train.step import make_optimizer, make_schedule, mean_loss, to_device, train_step
+from unison.train.world import Parallel
 from unison.train.world import World as TrainWorld
 
 CONFIG = ModelConfig(
@@ -69,7 +68,7 @@ def step_on_ranks(
     parallel = Parallel(model, shard, reducer=reducer, world_size=world.size)
     optimizer = make_optimizer(model, MECHANISM)
     granule = 1 if reducer == "ordered" else None
-    result = train_step(
+    figures, num_targets = train_step(
         parallel,
         optimizer,
         make_schedule(optimizer, MECHANISM),
@@ -79,7 +78,7 @@ def step_on_ranks(
     )
     after = dict(full_parameters(model))
     gradient = {name: before[name] - after[name] for name in before}
-    return gradient, result.loss, result.num_targets
+    return gradient, figures["train/loss"], num_targets
 
 
 def expected_gradient(num_rows: int) -> tuple[dict, int]:

@@ -20,12 +20,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from unison.config import Execution, Kfac, MechanismConfig, Output, Privacy, TrainConfig
 from unison.errors import BadInput
@@ -39,7 +37,9 @@ from unison.train.run_folder import (
     checkpoints_of,
     num_counted_steps,
 )
-from unison.train.world import World
+
+if TYPE_CHECKING:
+    from unison.train.loop import Run
 
 CURVATURE = "curvature"  # what the files of K-FAC's state begin with
 _TENSOR = "__tensor__"  # marks the place of one in such a state
@@ -69,68 +69,51 @@ class Progress:
     eval_after: float = math.nan
 
 
-def save_newest(
-    output: Output,
-    world: World,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    progress: Progress,
-    regime: dict[str, Any],
-    curvature: Mapping[str, Any] | None = None,
-) -> None:
+def save_newest(run: "Run", progress: Progress) -> None:
     """Write a checkpoint of a run and remove the oldest ones; every rank must call it.
 
     Args:
-        output: Where the run lies, and how many checkpoints it keeps.
-        world: The ranks.
-        model: Its parameters are kept.
-        optimizer: Its state is kept.
-        scheduler: The same.
-        progress: How far the run has come.
-        regime: The state of what draws the rows, as values that JSON can hold.
-        curvature: The state of what preconditions gradients, whole and on every rank; None for
-            nothing.
+        run: Model, optimizer and schedule are kept, what draws its rows and K-FAC's state.
+        progress: How far it has come.
     """
-    run = Path(output.folder)
-    folder = run / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
+    output, world, root = run.config.output, run.world, Path(run.config.output.folder)
+    folder = root / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
     extra: dict[str, Any] = {
         "progress": asdict(progress),
-        "scheduler": scheduler.state_dict(),
-        "regime": regime,
+        "scheduler": run.scheduler.state_dict(),
+        "regime": run.regime.state_dict(),
     }
+    curvature = run.transform.state_dict()  # whole, on every rank
     if curvature is not None:
         write = partial(write_state, _curvature_of(folder), curvature)
         extra[CURVATURE], *_ = world.agree(write, when=world.is_main)
-    save_checkpoint(folder, model, optimizer, extra=extra)
+    save_checkpoint(folder, run.model, run.optimizer, extra=extra)
     if not world.is_main:
         return
-    for old in checkpoints_of(run)[: -output.keep_checkpoints]:
+    for old in checkpoints_of(root)[: -output.keep_checkpoints]:
         # The manifest first: what is left if this is cut short is no checkpoint.
         (old / MANIFEST_FILE).unlink()
         shutil.rmtree(old)
-    kept = {_curvature_of(each) for each in checkpoints_of(run)}
+    kept = {_curvature_of(each) for each in checkpoints_of(root)}
     for file in folder.parent.glob(f"{CURVATURE}-*"):
         if file not in kept:
             file.unlink()
 
 
-def load_newest(
-    run: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, world: World
-) -> tuple[Progress, dict[str, Any], dict[str, Any] | None]:
-    """Fill everything from a run's newest checkpoint; every rank must call it.
+def load_newest(run: "Run") -> tuple[Progress, dict[str, Any], dict[str, Any] | None]:
+    """Fill model, optimizer and schedule from a run's newest checkpoint; every rank must call it.
 
     Returns:
-        How far the run had come, the state of what draws its rows, and that of what preconditions
-        its gradients, if it has one.
+        How far the run had come, the state of what draws its rows, and that of K-FAC, if it has
+        one.
     """
-    folder = checkpoints_of(run)[-1]
-    extra = load_checkpoint(folder, model, optimizer, verify=True)
-    scheduler.load_state_dict(extra["scheduler"])
+    folder = checkpoints_of(Path(run.config.output.folder))[-1]
+    extra = load_checkpoint(folder, run.model, run.optimizer, verify=True)
+    run.scheduler.load_state_dict(extra["scheduler"])
     curvature = None
     if CURVATURE in extra:
         check = partial(check_hash, _curvature_of(folder), extra[CURVATURE])
-        world.agree(check, when=world.is_main)
+        run.world.agree(check, when=run.world.is_main)
         curvature = read_state(_curvature_of(folder))
     return Progress(**extra["progress"]), extra.get("regime", {}), curvature
 

@@ -36,8 +36,6 @@ from unison.train.checkpoint import (
     load_newest,
     save_newest,
 )
-from unison.train.optimization import NaturalGradient, make_optimizer, make_schedule
-from unison.train.parallel import Parallel
 from unison.train.regime import PrivateRegime, Regime
 from unison.train.report import ProgressView, TrainResult
 from unison.train.run_folder import (
@@ -47,13 +45,20 @@ from unison.train.run_folder import (
     check_free,
     open_metrics,
     open_run_folder,
-    open_stopped_run,
     plot_losses,
     read_metrics,
     write_json,
 )
-from unison.train.step import Batch, mean_loss, to_device, train_step
-from unison.train.world import World, join_world
+from unison.train.step import (
+    Batch,
+    NaturalGradient,
+    make_optimizer,
+    make_schedule,
+    mean_loss,
+    to_device,
+    train_step,
+)
+from unison.train.world import Parallel, World, join_world
 
 EVAL_ROWS_PER_PASS = 16
 MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
@@ -103,8 +108,9 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         # Only now is anything written: whatever was wrong with the input has been said.
         console = Console(stderr=on_stderr) if world.is_main else None
         if console is not None:
-            opened = open_run_folder(folder, overwrite=output.overwrite)
-            stack.enter_context(open_stopped_run(folder) if output.resume else opened)
+            stack.enter_context(
+                open_run_folder(folder, overwrite=output.overwrite, resume=output.resume)
+            )
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature  # it is as large as the model
@@ -191,17 +197,7 @@ class Run:
         self.record: Callable[..., None] = lambda step, **values: None
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
-        self.regime = Regime(config, train_rows)
-        if mechanism.privacy is not None:
-            self.regime = PrivateRegime(
-                config,
-                self.parallel,
-                self.optimizer,
-                train_rows,
-                world=world,
-                num_elements=self.num_parameters,
-                cast=self.cast,
-            )
+        self.regime = Regime(self) if mechanism.privacy is None else PrivateRegime(self)
 
     def prepare(self) -> dict[str, Any] | None:
         """Settle what the steps apply; a run that goes on goes back to its newest checkpoint.
@@ -214,9 +210,7 @@ class Run:
             folder = Path(self.config.output.folder)
             summary = report.summarize(self)
             self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-            self.progress, state, curvature = load_newest(
-                folder, self.model, self.optimizer, self.scheduler, self.world
-            )
+            self.progress, state, curvature = load_newest(self)
         self.regime.prepare(state)
         return curvature
 
@@ -293,22 +287,13 @@ class Run:
                 now = replace(progress, seconds=time.perf_counter() - started)
                 if self.is_guarded:
                     now.train_before = None
-                save_newest(
-                    output,
-                    self.world,
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    now,
-                    self.regime.state_dict(),
-                    self.transform.state_dict(),
-                )
+                save_newest(self, now)
         return None
 
     def take_step(self, step: int, passes: Iterator[Batch]) -> None:
         """Take one step, and record and show what came of it."""
         progress, started = self.progress, time.perf_counter()
-        result = train_step(
+        figures, num_targets = train_step(
             self.parallel,
             self.optimizer,
             self.scheduler,
@@ -322,20 +307,13 @@ class Run:
         )
         seconds = time.perf_counter() - started
         progress.step = step
-        progress.num_targets += result.num_targets
+        progress.num_targets += num_targets
         progress.training_seconds += seconds
         facts = self.regime.facts(step)
-        self.record(
-            step,
-            **{
-                "train/loss": result.loss,
-                "train/grad_norm": result.grad_norm,
-                "train/lr": result.lr,
-                "train/tokens_per_second": result.num_targets / seconds,
-                **(facts.metrics() if facts else {}),
-            },
-        )
-        self.view.show_step(step, result, progress.num_targets / progress.training_seconds, facts)
+        speed = {"train/tokens_per_second": num_targets / seconds}
+        self.record(step, **figures, **speed, **(facts.metrics() if facts else {}))
+        mean_speed = progress.num_targets / progress.training_seconds
+        self.view.show_step(step, figures["train/loss"], mean_speed, facts)
 
     def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""

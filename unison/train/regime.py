@@ -9,21 +9,20 @@ and what may be told of it.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import unison
-from unison.config import Privacy, TrainConfig
+from unison.config import Privacy
 from unison.data import IGNORE_INDEX, RowDataset
 from unison.errors import BadInput
 from unison.privacy import (
@@ -38,10 +37,11 @@ from unison.privacy import (
     noise_multiplier_for,
 )
 from unison.rng import Key, Permutation, Stream
-from unison.train.parallel import Parallel
 from unison.train.run_folder import LEDGER_FILE
 from unison.train.step import Batch, mean_over_targets
-from unison.train.world import World
+
+if TYPE_CHECKING:
+    from unison.train.loop import Run
 
 MAX_EPSILONS = 10  # of a private run, while it goes on: one by PLD takes a second
 
@@ -143,8 +143,8 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.
 class Regime:
     """Rows in a new order every epoch; the mean over all targets of the global batch."""
 
-    def __init__(self, config: TrainConfig, rows: RowDataset) -> None:
-        self._config, self._rows = config, rows
+    def __init__(self, run: "Run") -> None:
+        self._config, self._rows = run.config, run.train_rows
 
     def prepare(self, state: Mapping[str, Any] | None) -> None:
         """Settle what the steps apply, before anything is written; `state` is a checkpoint's."""
@@ -201,33 +201,16 @@ class Regime:
 class PrivateRegime(Regime):
     """Trains with `PrivacyEngine`, one row being one record; every rank has one.
 
-    Args:
-        config: The settings, with a `privacy`.
-        parallel: The model as the ranks hold it. All its parameters get noisy gradients.
-        optimizer: Over them.
-        rows: The training rows.
-        world: The ranks.
-        num_elements: Elements of the model's parameters, over all ranks.
-        cast: The precision that the model computes in.
+    All parameters of the run's model get noisy gradients.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        parallel: Parallel,
-        optimizer: Optimizer,
-        rows: RowDataset,
-        *,
-        world: World,
-        num_elements: int,
-        cast: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> None:
-        super().__init__(config, rows)
+    def __init__(self, run: "Run") -> None:
+        super().__init__(run)
+        config, rows = run.config, run.train_rows
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
-        self._parallel, self._optimizer = parallel, optimizer
-        self._world = world
-        self._num_elements, self._cast = num_elements, cast
+        self._parallel, self._optimizer = run.parallel, run.optimizer
+        self._world, self._cast, self._num_elements = run.world, run.cast, run.num_parameters
         self._sampling = sampling_of(self._privacy, config.mechanism.batch_size, rows.num_rows)
         self._engine = PrivacyEngine(
             accountant=self._privacy.accountant,

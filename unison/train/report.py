@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich import box, progress
 from rich.console import Console, RenderableType
@@ -32,7 +32,6 @@ from unison.train.run_folder import (
     describe_environment,
     write_json,
 )
-from unison.train.step import StepResult
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
@@ -260,92 +259,81 @@ def say(console: Console, *lines: str) -> None:
 # ---- while it goes on ----------------------------------------------------------------------------
 
 
-class ProgressView:
-    """Shows steps as they finish. `console` None makes it silent, for the ranks other than 0.
+class ProgressView(progress.Progress):
+    """Shows steps as they finish: a bar with a line below it on a terminal, else plain lines.
 
     Args:
-        console: Where to.
+        console: Where to; None is silent, for the ranks other than 0.
         config: The settings.
         first: Steps done before, by the run that this one goes on from.
     """
 
+    _below = ""  # read while `Progress` is being made
+
     def __init__(self, console: Console | None, config: TrainConfig, *, first: int = 0) -> None:
-        self._console, self._output, self._first = console, config.output, first
-        self._num_steps = num_steps = config.mechanism.steps
-        self._started = time.perf_counter()
-        self._bar: _Bar | None = None
-        if console is not None and console.is_terminal:
-            self._bar = _Bar(
-                progress.BarColumn(bar_width=16),  # all of it fits 80 columns
-                progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[first]}"),
-                progress.TextColumn("eval {task.fields[eval_loss]}"),
-                progress.TextColumn("{task.fields[speed]} tokens/s"),
-                progress.TimeRemainingColumn(compact=True),
-                progress.TextColumn("left"),
-                console=console,
-            )
-            name = "loss –" if config.mechanism.privacy is None else "ε –"
-            self._task = self._bar.add_task(
-                "", total=num_steps, completed=first, first=name, eval_loss="–", speed="–"
-            )
+        super().__init__(
+            progress.BarColumn(bar_width=16),  # all of it fits 80 columns
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[first]}"),
+            progress.TextColumn("eval {task.fields[eval_loss]}"),
+            progress.TextColumn("{task.fields[speed]} tokens/s"),
+            progress.TimeRemainingColumn(compact=True),
+            progress.TextColumn("left"),
+            console=console,
+            disable=console is None or not console.is_terminal,
+        )
+        self._is_silent, self._output, self._first = console is None, config.output, first
+        self._num_steps, self._started = config.mechanism.steps, time.perf_counter()
+        name = "loss –" if config.mechanism.privacy is None else "ε –"
+        self._task = self.add_task(
+            "", total=self._num_steps, completed=first, first=name, eval_loss="–", speed="–"
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What is drawn: the bar, and the line below it."""
+        yield from super().get_renderables()
+        if self._below:
+            yield Text(self._below, style="dim")
+
+    def stop(self) -> None:
+        """End the bar; where there is none, some versions of rich would print a line."""
+        if not self.disable:
+            super().stop()
 
     def show_step(
-        self, step: int, result: StepResult, speed: float, privacy: PrivacyFacts | None = None
+        self, step: int, loss: float, speed: float, privacy: PrivacyFacts | None = None
     ) -> None:
         """Show that step `step` (counted from 1) is done, at `speed` tokens per second."""
-        if self._bar is not None:
-            first = f"loss {result.loss:.3f}"
+        if not self.disable:
+            first = f"loss {loss:.3f}"
             if privacy is not None:
-                self._bar.below = _not_covered(result.loss, privacy)
+                self._below = _not_covered(loss, privacy)
                 first = _epsilon_words(privacy)
-            self._bar.update(self._task, completed=step, first=first, speed=f"{speed:,.0f}")
-            return
-        is_due = step % self._output.log_every == 0 or step == self._num_steps
-        if self._console is not None and is_due:
+            self.update(self._task, completed=step, first=first, speed=f"{speed:,.0f}")
+        elif step % self._output.log_every == 0 or step == self._num_steps:
             seconds = time.perf_counter() - self._started
             left = seconds / (step - self._first) * (self._num_steps - step)
-            first = f"loss {result.loss:.4f}" if privacy is None else _epsilon_words(privacy)
+            first = f"loss {loss:.4f}" if privacy is None else _epsilon_words(privacy)
             line = (
                 f"step {step}/{self._num_steps}  {first}  {speed:,.0f} tokens/s  {left:.0f} s left"
             )
             if privacy is not None and self._output.unsafe_diagnostics:
-                line += f"  {_not_covered(result.loss, privacy)}"
-            say(self._console, line)
+                line += f"  {_not_covered(loss, privacy)}"
+            self.note(line)
 
     def show_eval(self, step: int, loss: float) -> None:
         """Show an evaluation."""
-        if self._bar is not None:
-            self._bar.update(self._task, eval_loss=f"{loss:.3f}")
-        else:
+        if self.disable:
             self.note(f"step {step}/{self._num_steps}  eval loss {loss:.4f}")
+        else:
+            self.update(self._task, eval_loss=f"{loss:.3f}")
 
     def note(self, text: str) -> None:
         """Show a remark: below the bar until the next one, or as a line."""
-        if self._bar is not None:
-            self._bar.below = text
-        elif self._console is not None:
-            say(self._console, text)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-class _Bar(progress.Progress):
-    """A progress bar with a line below it."""
-
-    below = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        if self.below:
-            yield Text(self.below, style="dim")
+        if not self.disable:
+            self._below = text
+        elif not self._is_silent:
+            say(self.console, text)
 
 
 def _epsilon_words(privacy: PrivacyFacts) -> str:

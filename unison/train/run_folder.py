@@ -62,19 +62,23 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def open_run_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Create the folder for the duration of a run; see the module's text for what is left."""
-    check_free(folder, overwrite=overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
+    """Create the folder for the duration of a run; see the module's text for what is left.
+
+    With `resume` a run goes on in its folder, and a failure leaves that as it is.
+    """
     replaced = None
-    if folder.exists():
-        replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "run"
-        folder.rename(replaced)
-    folder.mkdir()
+    if not resume:
+        check_free(folder, overwrite=overwrite)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "run"
+            folder.rename(replaced)
+        folder.mkdir()
     try:
         yield folder
     except UnisonError as error:
-        kept = _keep_or_remove(folder, is_name_free=replaced is None)
+        kept = folder if resume else _keep_or_remove(folder, is_name_free=replaced is None)
         if replaced:
             replaced.rename(folder)
         if kept:
@@ -83,16 +87,6 @@ def open_run_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         if replaced:
             shutil.rmtree(replaced.parent)
-
-
-@contextmanager
-def open_stopped_run(folder: Path) -> Iterator[Path]:
-    """Go on in the folder of a run; a failure leaves it as it is."""
-    try:
-        yield folder
-    except UnisonError as error:
-        _say_what_is_left(error, folder)
-        raise
 
 
 def _keep_or_remove(folder: Path, *, is_name_free: bool) -> Path | None:
@@ -192,8 +186,9 @@ def open_metrics(
                 return
             lines.write(json.dumps({"step": step, **values}) + "\n")
             lines.flush()
-            for name, value in values.items() if events else ():
-                events.add_scalar(name, value, step, walltime=walltime)
+            if events is not None:
+                for name, value in values.items():
+                    events.add_scalar(name, value, step, walltime=walltime)
 
         yield record
 

@@ -1,9 +1,10 @@
 """Filling: give the tensors of a module memory where they have none, and their initial values.
 
 One tensor at a time: beside what the module holds in the end, no more than one whole tensor is ever
-in memory, and that only where its values cannot be made in parts (replay.py).
+in memory, and that only where its values cannot be made in parts (tape.py).
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,39 +207,32 @@ def _check(place: ModuleTensor) -> None:
 
 def _refuse_shared_parameters(places: list[ModuleTensor]) -> None:
     """Refuse a parameter whose memory is also that of another tensor: filled apart, they differ."""
-    by_buffer: dict[object, list[ModuleTensor]] = {}
+    by_buffer: dict[object, list[tuple[ModuleTensor, Geometry]]] = {}
     for place in places:
         if place.recipe is not None and place.tensor.is_meta:
-            by_buffer.setdefault(place.recipe.operand.buffer, []).append(place)
+            operand = place.recipe.operand
+            by_buffer.setdefault(operand.buffer, []).append((place, operand.geometry))
     for sharing in by_buffer.values():
-        for index, first in enumerate(sharing):
-            for second in sharing[:index]:
-                if (first.is_parameter or second.is_parameter) and _overlap(first, second):
-                    raise BadInput(
-                        f"{second.name!r} and {first.name!r} share memory, but are two tensors. To "
-                        "tie parameters, assign one nn.Parameter to both attributes; else clone()"
-                    )
+        for (first, a), (second, b) in itertools.combinations(sharing, 2):
+            if (first.is_parameter or second.is_parameter) and _overlap(a, b):
+                raise BadInput(
+                    f"{first.name!r} and {second.name!r} share memory, but are two tensors. To "
+                    "tie parameters, assign one nn.Parameter to both attributes; else clone()"
+                )
 
 
-def _overlap(first: ModuleTensor, second: ModuleTensor) -> bool:
+def _overlap(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors on one storage have an element in common."""
-    assert first.recipe is not None
-    assert second.recipe is not None
-    a, b = first.recipe.operand.geometry, second.recipe.operand.geometry
     if a.offset >= b.end or b.offset >= a.end:
         return False
-
-    def mask(geometry: Geometry) -> Tensor:
-        """The bytes of the storage that a tensor touches."""
-        size = geometry.dtype.itemsize
-        touched = torch.zeros(
-            max(a.end * a.dtype.itemsize, b.end * b.dtype.itemsize), dtype=torch.bool
-        )
-        steps = [stride * size for stride in geometry.stride]
-        touched.as_strided((*geometry.shape, size), (*steps, 1), geometry.offset * size).fill_(True)
-        return touched
-
-    return bool((mask(a) & mask(b)).any())
+    num_bytes = max(a.end * a.dtype.itemsize, b.end * b.dtype.itemsize)
+    masks = torch.zeros(2, num_bytes, dtype=torch.bool)  # the bytes that each of them touches
+    for mask, each in zip(masks, (a, b), strict=True):
+        size = each.dtype.itemsize
+        strides = [stride * size for stride in each.stride]
+        start = mask.storage_offset() + each.offset * size
+        mask.as_strided((*each.shape, size), (*strides, 1), start).fill_(True)
+    return bool((masks[0] & masks[1]).any())
 
 
 @torch.no_grad()

@@ -534,7 +534,11 @@ def meta_init() -> Iterator[None]:
             register_module_buffer_registration_hook(on_registration),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(_truncated_normals_recorded())
+        # The private function is the one place through which all callers of `trunc_normal_` go,
+        # also those that imported it by name before.
+        original = nn.init._no_grad_trunc_normal_
+        stack.callback(setattr, nn.init, "_no_grad_trunc_normal_", original)
+        nn.init._no_grad_trunc_normal_ = functools.partial(_truncated_normal, original)
         stack.callback(setattr, _local, "recorder", None)
         _local.recorder = recorder
         stack.enter_context(recorder)
@@ -548,32 +552,24 @@ def meta_init() -> Iterator[None]:
             label(tensor)
 
 
-@contextmanager
-def _truncated_normals_recorded() -> Iterator[None]:
-    """Record `nn.init.trunc_normal_` as one draw: torch's own redraws until all values fit.
-
-    The private function is the one place through which all callers go, also those that imported
-    `trunc_normal_` by name before.
-    """
-    original = nn.init._no_grad_trunc_normal_
-
-    def record(
-        tensor: Tensor, mean: Any, std: Any, a: Any, b: Any, generator: Any = None
-    ) -> Tensor:
-        recorder = active_recorder()
-        if recorder is None or not has_no_memory(tensor):
-            return original(tensor, mean, std, a, b, generator=generator)
-        without_generator("nn.init.trunc_normal_", {"generator": generator})
-        with torch._C.DisableTorchFunction():
-            init = TruncatedNormal(mean=mean, std=std, low=a, high=b)
-            recorder.record([tensor], Op(init, (_blank_if_covered(tensor),)))
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = record
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
+def _truncated_normal(
+    original: Callable[..., Tensor],
+    tensor: Tensor,
+    mean: Any,
+    std: Any,
+    a: Any,
+    b: Any,
+    generator: Any = None,
+) -> Tensor:
+    """Record `nn.init.trunc_normal_` as one draw: torch's own redraws until all values fit."""
+    recorder = active_recorder()
+    if recorder is None or not has_no_memory(tensor):
+        return original(tensor, mean, std, a, b, generator=generator)
+    without_generator("nn.init.trunc_normal_", {"generator": generator})
+    with torch._C.DisableTorchFunction():
+        init = TruncatedNormal(mean=mean, std=std, low=a, high=b)
+        recorder.record([tensor], Op(init, (_blank_if_covered(tensor),)))
+    return tensor
 
 
 def register_init(function: F) -> F:

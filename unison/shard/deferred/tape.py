@@ -196,7 +196,10 @@ def operand_of(tensor: Tensor) -> Operand | None:
     """Return a tensor with the current version of its storage, if that is on a tape."""
     with torch._C.DisableTorchFunction():
         version = getattr(tensor.untyped_storage(), VERSION, None)
-        return None if version is None else Operand(*version, Geometry.of(tensor))
+        if version is None:
+            return None
+        buffer, op = version
+        return Operand(buffer, op, Geometry.of(tensor))
 
 
 def set_version(tensor: Tensor, buffer: object, op: Op | None) -> None:
@@ -411,7 +414,7 @@ def evaluate(operand: Operand, streams: Streams) -> Tensor:
     for op in ops:
         args, kwargs = tree_map(real, (op.args, op.kwargs))
         if isinstance(op.call, Init):
-            draw_(*args, op, streams)
+            draw_(args[0], op, streams)
         else:
             assert callable(op.call)
             draws = StreamDraws(*streams[op]) if op.is_registered else nullcontext()

@@ -111,11 +111,7 @@ class Manifest:
             "optimizer": self.optimizer,
             "files": self.files,
             "tensors": {
-                name: {
-                    "shape": list(tensor.shape),
-                    "dtype": dtype_name(tensor.dtype),
-                    "chunks": [asdict(chunk) for chunk in tensor.chunks],
-                }
+                name: {**asdict(tensor), "dtype": dtype_name(tensor.dtype)}
                 for name, tensor in self.tensors.items()
             },
         }

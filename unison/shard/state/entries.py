@@ -56,7 +56,8 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         CheckpointFailed: On every rank, where the first error was one of a file.
         RuntimeError: Where the first error was another one: on the ranks that did not meet it.
     """
-    result, met, message = None, None, None
+    result: Any = None
+    met, message = None, None
     try:
         result = work()
     except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
