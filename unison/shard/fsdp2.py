@@ -31,14 +31,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, checked_plan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.flat_group import Use, per_granule
-from unison.shard.granules import PerGranule, check_not_bypassed, is_in_backward, num_granules_of
+from unison.shard.granules import (
+    PerGranule,
+    check_not_bypassed,
+    is_in_backward,
+    num_granules_of,
+    plan_of,
+)
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
@@ -172,11 +178,11 @@ Parts = namedtuple("Parts", ["tensors"])  # of a `PerGranule`
 
 def _call_with_parts(hook: Callable, module: nn.Module, *values: Any) -> Any:
     """Call FSDP2's hook before or after a forward pass."""
-    apart = tree_map(
-        lambda item: Parts(tuple(item.parts)) if isinstance(item, PerGranule) else item, values
-    )
-    return tree_map(
-        lambda item: PerGranule.of(item.tensors) if isinstance(item, Parts) else item,
+    plan = plan_of(values)  # which says whose random numbers are drawn
+    apart = tree_map_only(PerGranule, lambda item: Parts(tuple(item.parts)), values)
+    return tree_map_only(
+        Parts,
+        lambda item: PerGranule.of(item.tensors, plan),
         hook(module, *apart),
         is_leaf=lambda item: isinstance(item, Parts),
     )
