@@ -43,8 +43,8 @@ from unison.shard.deal import (
     checked_plan,
     current_plan,
     hand_on,
+    publish_plan,
     take_mean_was_used,
-    use_plan_of,
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
@@ -474,7 +474,9 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     context = context_of(unit)
     is_recompute = is_in_backward()
     is_inner = unit is not context.root if unit.is_plain else context.depth > 0
-    plan = None if is_inner or is_recompute else use_plan_of((args, kwargs))
+    plan = None if is_inner or is_recompute else plan_of((args, kwargs))
+    if plan is not None:
+        publish_plan(plan)
     if plan is None or plan.is_granular:
         return _run_forward(unit, context, is_recompute, args, kwargs)
     args, kwargs = without_plan((args, kwargs))

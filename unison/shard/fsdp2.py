@@ -322,7 +322,8 @@ class OrderedModule:
 
     def _take_gradient(self, granule: int, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        if gradient is not None and self._model.holds(granule):
+        low, high = self._model.mine
+        if gradient is not None and low <= granule < high:  # and not a ghost's
             # In the dtype of the exchange from the first addition on: what a rank has summed before
             # it must not be rounded differently from what others send.
             dtype = self._parameters[index].reduce_dtype or gradient.dtype
@@ -414,10 +415,6 @@ class OrderedModel:
     def closes(self) -> bool:
         """Whether the running pass is the last of the logical batch."""
         return self._plan is not None and self._plan.closes_logical_batch
-
-    def holds(self, granule: int) -> bool:
-        """Whether a granule is this rank's, and no ghost."""
-        return self.mine[0] <= granule < self.mine[1]
 
     def granules(self, num_granules: int) -> Sequence[int]:
         """Global numbers of the granules of the running pass.
