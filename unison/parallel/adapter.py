@@ -238,13 +238,13 @@ class GroupSums:
 
     def take_totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out what this rank holds of each sum; zeros where nobody used a parameter."""
-        totals, ranks = self._totals, self._axes.shard
-        if any(total is None for total in totals):
-            pieces = self._layout.pieces(ranks.rank, ranks.size)
-            totals = [
-                self._like.new_zeros(stop - start) if total is None else total
-                for total, (start, stop, _) in zip(totals, pieces, strict=True)
-            ]
+        ranks = self._axes.shard
+        totals: list[Tensor] = []
+        for slot, total in enumerate(self._totals):
+            if total is None:
+                start, stop, _ = self._layout.pieces(ranks.rank, ranks.size)[slot]
+                total = self._like.new_zeros(stop - start)
+            totals.append(total)
         self.drop()
         if self._widths is not None:  # of which the last rows may be padding
             columns = zip(self._params, totals[0].split(self._widths), strict=True)

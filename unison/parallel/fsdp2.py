@@ -72,16 +72,11 @@ class FSDP2(ParallelAdapter):
         self.ranks = self.everyone = axes.all
         self.num_places = axes.shard.size
         self.device = torch.device(mesh.device_type)
-        self.params = [
-            ShardedParam(
-                name,
-                each,
-                tuple(each.shape),
-                tuple(element_ranges(each, axes.shard.size)),
-                axes.shard.rank,
-            )
-            for name, each in trained.items()
-        ]
+        self.params = []
+        for name, each in trained.items():
+            ranges = element_ranges(each.shape, axes.shard.size)
+            own = ShardedParam(name, each, tuple(each.shape), ranges, axes.shard.rank)
+            self.params.append(own)
         by_id = {id(each.parameter): each for each in self.params}
         # Of several modules that were given to fully_shard at once, all have the same group.
         self._of_module: list[tuple[str, Any, list[FSDP2Group]]] = []

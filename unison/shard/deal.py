@@ -238,14 +238,6 @@ def checked_plan(plan: BatchPlan | None, num_granules: int) -> BatchPlan:
     return plan
 
 
-def use_plan_of(inputs: Any) -> BatchPlan | None:
-    """Make the plan of a model's inputs the current one, and return it, if they know it."""
-    plan = plan_of(inputs)
-    if plan is not None:
-        publish_plan(plan)
-    return plan
-
-
 def plan_batch(
     num_samples: int,
     *,

@@ -16,7 +16,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -456,7 +456,7 @@ class OperationWatch(TorchDispatchMode):
         self._own: set[int] | None = None  # memory that the running granule may write to
 
     @contextmanager
-    def granule(self, *own: Any) -> Iterator[None]:
+    def granule(self, own: Any) -> Iterator[None]:
         """Let a block be a granule's: it may write to what it makes and to these values."""
         before = self._own
         self._own = {_memory(value) for value in tree_iter(own) if isinstance(value, Tensor)}
@@ -506,11 +506,6 @@ class OperationWatch(TorchDispatchMode):
 
 
 _looking: OperationWatch | None = None
-
-
-def look_at_granule(*own: Any) -> AbstractContextManager[None]:
-    """Let a block be a granule's for whoever looks."""
-    return nullcontext() if _looking is None else _looking.granule(*own)
 
 
 def _name_of(func: Any) -> str:
@@ -563,12 +558,10 @@ def call_each_granule(
     for index, (own_args, own_values) in enumerate(given):
         own_kwargs = dict(zip(kwargs, own_values, strict=True))
         own = dict(zip(containers, held[index], strict=True))
-        with (
-            of_granule(index),
-            state.granule(index, own) as tensors,
-            look_at_granule(own_args, own_kwargs, own, tensors, handed.made[index]),
-        ):
-            outputs.append(call(index, own_args, own_kwargs))
+        with of_granule(index), state.granule(index, own) as tensors:
+            writable = (own_args, own_kwargs, own, tensors, handed.made[index])
+            with nullcontext() if _looking is None else _looking.granule(writable):
+                outputs.append(call(index, own_args, own_kwargs))
     handed.check_shared()
     handed.join_changes()
     if not is_recompute:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from unison.dynamo import ORIGINAL, backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
@@ -43,8 +43,8 @@ from unison.shard.deal import (
     checked_plan,
     current_plan,
     hand_on,
+    publish_plan,
     take_mean_was_used,
-    use_plan_of,
     without_plan,
 )
 from unison.shard.each_granule import call_each_granule, granular_pass, holds_cache
@@ -256,8 +256,7 @@ class Context:
 
     def _entered_after(self, time: int) -> list[Unit]:
         """The open units that were entered after a time, the last one first."""
-        # They were entered in this order, so that these are the last.
-        return list(itertools.takewhile(lambda each: self._open[each] > time, reversed(self._open)))
+        return [each for each in reversed(self._open) if self._open[each] > time]
 
     def begin_backward_of(self, unit: Unit, left_at: int, versions: Versions) -> None:
         """Have a unit's parameters full, start to gather the next one, sum what is complete.
@@ -475,7 +474,9 @@ def run_forward(unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
     context = context_of(unit)
     is_recompute = is_in_backward()
     is_inner = unit is not context.root if unit.is_plain else context.depth > 0
-    plan = None if is_inner or is_recompute else use_plan_of((args, kwargs))
+    plan = None if is_inner or is_recompute else plan_of((args, kwargs))
+    if plan is not None:
+        publish_plan(plan)
     if plan is None or plan.is_granular:
         return _run_forward(unit, context, is_recompute, args, kwargs)
     args, kwargs = without_plan((args, kwargs))
@@ -532,11 +533,8 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Cast every floating-point tensor in a nested value."""
     if dtype is None:
         return value
-    return tree_map(
-        lambda item: (
-            item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
-        ),
-        value,
+    return tree_map_only(
+        Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item, value
     )
 
 

@@ -31,14 +31,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, checked_plan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.flat_group import Use, per_granule
-from unison.shard.granules import PerGranule, check_not_bypassed, is_in_backward, num_granules_of
+from unison.shard.granules import (
+    PerGranule,
+    check_not_bypassed,
+    is_in_backward,
+    num_granules_of,
+    plan_of,
+)
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
@@ -172,11 +178,11 @@ Parts = namedtuple("Parts", ["tensors"])  # of a `PerGranule`
 
 def _call_with_parts(hook: Callable, module: nn.Module, *values: Any) -> Any:
     """Call FSDP2's hook before or after a forward pass."""
-    apart = tree_map(
-        lambda item: Parts(tuple(item.parts)) if isinstance(item, PerGranule) else item, values
-    )
-    return tree_map(
-        lambda item: PerGranule.of(item.tensors) if isinstance(item, Parts) else item,
+    plan = plan_of(values)  # which says whose random numbers are drawn
+    apart = tree_map_only(PerGranule, lambda item: Parts(tuple(item.parts)), values)
+    return tree_map_only(
+        Parts,
+        lambda item: PerGranule.of(item.tensors, plan),
         hook(module, *apart),
         is_leaf=lambda item: isinstance(item, Parts),
     )
@@ -316,7 +322,8 @@ class OrderedModule:
 
     def _take_gradient(self, granule: int, index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        if gradient is not None and self._model.holds(granule):
+        low, high = self._model.mine
+        if gradient is not None and low <= granule < high:  # and not a ghost's
             # In the dtype of the exchange from the first addition on: what a rank has summed before
             # it must not be rounded differently from what others send.
             dtype = self._parameters[index].reduce_dtype or gradient.dtype
@@ -408,10 +415,6 @@ class OrderedModel:
     def closes(self) -> bool:
         """Whether the running pass is the last of the logical batch."""
         return self._plan is not None and self._plan.closes_logical_batch
-
-    def holds(self, granule: int) -> bool:
-        """Whether a granule is this rank's, and no ghost."""
-        return self.mine[0] <= granule < self.mine[1]
 
     def granules(self, num_granules: int) -> Sequence[int]:
         """Global numbers of the granules of the running pass.

@@ -174,9 +174,8 @@ class FastReducer:
                 if gradient is not None and is_used is not is_first
             ]
             if chosen:
-                (torch._foreach_copy_ if is_first else torch._foreach_add_)(
-                    *zip(*chosen, strict=True)
-                )
+                places, values = zip(*chosen, strict=True)
+                (torch._foreach_copy_ if is_first else torch._foreach_add_)(places, values)
         self.used = [
             used or gradient is not None
             for used, gradient in zip(self.used, gradients, strict=True)

@@ -344,10 +344,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _on_lists(schema: Any) -> Handler:
     """An operation on lists: item i of each lies where item i of the first does, or is plain."""
-    is_written = [
-        argument.alias_info is not None and argument.alias_info.is_write
-        for argument in schema.arguments
-    ]
+    is_written = [argument.is_write for argument in schema.arguments]
 
     def handler(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         placements = [each.placement if type(each) is ShardedTensor else None for each in args[0]]
@@ -590,21 +587,18 @@ def mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
     return mesh
 
 
-def element_ranges(parameter: Tensor, num_ranks: int) -> list[tuple[int, int]]:
-    """Which elements [start, stop) of the flattened parameter each rank holds."""
-    rows, *row = parameter.shape
-    return row_ranges(rows, math.prod(row), num_ranks)
+def element_ranges(shape: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Which elements [start, stop) of a flattened parameter each rank holds of FSDP2's.
 
+    Rows are cut as torch.chunk does: equal runs, of which the last may be short or empty.
 
-def row_ranges(rows: int, row_length: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Cut rows as torch.chunk does: equal runs, of which the last may be short or empty.
-
-    >>> row_ranges(rows=5, row_length=10, num_ranks=4)
-    [(0, 20), (20, 40), (40, 50), (50, 50)]
+    >>> element_ranges((5, 10), num_ranks=4)
+    ((0, 20), (20, 40), (40, 50), (50, 50))
     """
+    rows, *row = shape
     per_rank = -(-rows // num_ranks)
-    edges = [min(rank * per_rank, rows) * row_length for rank in range(num_ranks + 1)]
-    return list(itertools.pairwise(edges))
+    edges = [min(rank * per_rank, rows) * math.prod(row) for rank in range(num_ranks + 1)]
+    return tuple(itertools.pairwise(edges))
 
 
 def local_part(value: Tensor) -> Tensor:
@@ -640,5 +634,5 @@ def placement_of(value: Tensor, name: str) -> Placement:
     if not is_dtensor(value):
         return Placement(name, shape, ((0, value.numel()),), Ranks(None), value.device)
     mesh = mesh_of(value, name)
-    ranges = tuple(element_ranges(value, mesh.size()))
+    ranges = element_ranges(shape, mesh.size())
     return Placement(name, shape, ranges, Ranks.of(mesh), torch.device(mesh.device_type))

@@ -500,7 +500,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """Be ready for the next pass."""
-        self.free()
+        self.show_pieces()
         for group in self.groups:
             group.end_backward()
 

@@ -92,6 +92,7 @@ OTHER_CASES = {
     "checkpointed blocks": {"change": checkpoint_inside},
     "checkpointed from outside": {"change": checkpoint_outside},
     "dropout": {"config": replace(DECODER, dropout=0.3), "has_dropout": True},
+    "dropout by the batch's plan": {"config": replace(DECODER, dropout=0.3)},
     "an empty batch": {"counts": (8, 0, 4)},
     "AdamW for all at once": {"optimizer": {"foreach": True}},
 }
