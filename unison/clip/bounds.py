@@ -147,7 +147,9 @@ def take(record: Record, samples: slice) -> Record:
 
 def num_terms(record: Record | Streamed) -> int:
     """Return how many terms one sample's gradient is a sum of: its tokens, 1 for `Dense`."""
-    return 1 if isinstance(record, Dense) else tensors_of(record)[0].shape[1]
+    if isinstance(record, Dense):
+        return 1
+    return (record.ids if isinstance(record, Lookup) else record.a).shape[1]
 
 
 def matrix_shapes(records: Sequence[Record | Streamed]) -> set[tuple[int, int]]:

@@ -63,9 +63,9 @@ def gram_squared_norms(records: Sequence[Record]) -> Tensor:
     Only the lower triangle of token tiles is computed; tiles off the diagonal count twice. Extra
     memory is a few tiles, whatever the number of tokens.
     """
-    batch = len(tensors_of(records[0])[0])
+    first = tensors_of(records[0])[0]
+    batch, device = len(first), first.device
     features = sum(min(size, _FEATURES_PER_TILE) for size in matrix_shape(records))
-    device = tensors_of(records[0])[0].device
     total = torch.zeros(batch, dtype=torch.float64, device=device)
     tile = min(TOKENS_PER_TILE, max(num_terms(record) for record in records))
     bytes_per_sample = 16 * tile * (features + tile)  # two float64 tiles of each kind
@@ -249,9 +249,8 @@ def tile_squared_norms(records: Sequence[Record]) -> Tensor:
     The plain-torch reference of a kernel that squares tiles of products on chip. Extra memory is
     one tile [samples, rows in the tile, columns] and the tokens that go into it.
     """
-    batch = len(tensors_of(records[0])[0])
-    num_rows, num_columns = matrix_shape(records)
     first = tensors_of(records[0])[0]
+    batch, (num_rows, num_columns) = len(first), matrix_shape(records)
     total = torch.zeros(batch, dtype=torch.float64, device=first.device)
     height = min(ROWS_PER_TILE, max(16, num_per_tile(8 * num_columns, first.device)))
     bytes_per_sample = 16 * (height * num_columns + TOKENS_PER_TILE * (height + num_columns))
