@@ -136,8 +136,8 @@ _PRIVACY = [
     ("cut_passes", "each * num_granules // num_ranks", "num_granules // num_ranks * each"),
     ("PrivateLoader._hand_out", "each.step + 1", "each.step"),
     ("GroupSums._add", "before.add_(part.view(-1))", "before"),
-    ("LossCheck.judge", "self._refuse_reads(program)", "pass"),
-    ("LossCheck.judge", "self._refuse_changed(program, known)", "pass"),
+    ("LossCheck.judge", "_refuse_reads(program)", "pass"),
+    ("LossCheck.judge", "_refuse_changed(*known, rows.num_rows, numbers)", "pass"),
     ("LossCheck._refuse_uneven", "counts != counts[0]", "counts != counts"),
 ]
 _SHARD = [

@@ -127,24 +127,23 @@ class ProbeState:
         self._start = self.values()
         self._parameters = _bits(dict(module.named_parameters()))
 
-    def _keep_attributes(self, attributes: dict[str, Any], known: set[int]) -> Iterator[Tensor]:
+    def _keep_attributes(
+        self, attributes: dict[str, Any], known: set[int], *, is_module: bool = True
+    ) -> Iterator[Tensor]:
         """Keep what attributes are bound to; yields tensors, which may be written in place."""
-        own = {key: value for key, value in attributes.items() if _is_own(key)}
+        own = {key: value for key, value in attributes.items() if not is_module or _is_own(key)}
         self._attributes.append((attributes, own))
         for value in own.values():
-            if id(value) in known:
+            is_mutable = isinstance(value, _MUTABLE)
+            if id(value) in known or not (is_module or is_mutable):
                 continue
             known.add(id(value))
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield value
-            elif isinstance(value, _MUTABLE):
+            if is_mutable:
                 self._contents.append((value, _contents_of(value)))
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield value
             elif _is_plain_object(value):
-                self._attributes.append((vars(value), dict(vars(value))))
-                for inner in vars(value).values():
-                    if isinstance(inner, _MUTABLE) and id(inner) not in known:
-                        known.add(id(inner))
-                        self._contents.append((inner, _contents_of(inner)))
+                yield from self._keep_attributes(vars(value), known, is_module=False)
 
     def restore_generators(self, seed: int | None = None) -> None:
         """Let the next pass draw the same random numbers.

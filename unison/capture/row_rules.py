@@ -24,6 +24,7 @@ can tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -639,12 +640,6 @@ def index_add(find: Find, a: Arguments, out: Tensor) -> Found:
     return index_put(find, given, out, is_by_chooser=False)
 
 
-@_rule("scatter_add", "scatter_reduce")
-def scatter_add(find: Find, a: Arguments, out: Tensor) -> Found:
-    """`x.scatter_add(dim, i, y)`."""
-    return scatter(find, a, out, is_added=True)
-
-
 @_rule("scatter")
 def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) -> Found:
     """`x.scatter(dim, i, y)`: each element to its own number, beside its own place elsewhere."""
@@ -677,6 +672,9 @@ def scatter(find: Find, a: Arguments, out: Tensor, *, is_added: bool = False) ->
     if made is None or made is before:
         return None if made is None else ids
     return compressed(made)
+
+
+RULES["scatter_add"] = RULES["scatter_reduce"] = partial(scatter, is_added=True)
 
 
 @_rule("masked_scatter")
@@ -733,20 +731,17 @@ def bags(find: Find, a: Arguments, out: Sequence[Tensor]) -> list[Found]:
     ids, places = a["indices"], a["offsets"]
     if _ids(find, a["weight"]) is not None:
         return [None for _ in out]
+    num_bags = len(out[0])
     steps = torch.arange(len(ids), device=ids.device)
     bag = torch.searchsorted(places.contiguous(), steps, right=True) - 1
     own = _all_ids(find, ids).expand(len(ids))
-    own, bag = own[own != NOBODY], bag[own != NOBODY]
-    before = torch.full((len(out[0]),), NOBODY, device=ids.device)
-    made = _put(
-        before,
-        own,
-        get=lambda ids: ids[bag],
-        put=lambda new: before.index_put((bag,), new),
-        is_added=True,
-    )
-    if made is None:
-        return [None for _ in out]
-    where = _all_ids(find, places).expand(len(places))[: len(made)]
-    made = filled(made, torch.where(where == MIXED, NOBODY, where))
-    return [made.reshape(-1, 1), *(None for _ in out[1:])]
+    none = torch.iinfo(torch.int64).max
+    low = torch.full((num_bags,), none, device=ids.device)
+    high = torch.full((num_bags,), NOBODY, device=ids.device)
+    low.scatter_reduce_(0, bag, torch.where(own == NOBODY, none, own), "amin")
+    high.scatter_reduce_(0, bag, own, "amax")
+    found = torch.where(low == none, NOBODY, torch.where(low == high, high, MIXED))
+    where = _all_ids(find, places)
+    where = where.expand(len(places))[:num_bags]
+    found = filled(found, torch.where(where == MIXED, NOBODY, where))
+    return [found.reshape(-1, 1), *(None for _ in out[1:])]

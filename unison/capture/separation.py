@@ -310,7 +310,13 @@ class MixingCheck:
         rows = probe_rows(self.batch, seed=self.seed)
         found = self._compare_twice(rows, MixingCheck._compare, is_rounded=self.is_rounded)
         if found.mixing is None and not self.is_scalar and not self.is_light:
-            found = replace(found, mixing=self._mixing_by_number(rows))
+            # Kernels round differently for other shapes.
+            tolerance = NUM_LAST_PLACES * 8 * self._epsilon(rows)
+            is_narrow = tolerance > 1e-4 and not self._is_sharded
+            by_number = self._compare_twice(
+                rows, MixingCheck._compare_sizes, tolerance, is_rounded=is_narrow
+            )
+            found = replace(found, mixing=by_number.mixing)
         if found.mixing is None and self.whole and not self.is_scalar:
             # The same number of passes on every rank, however many rows each has.
             many = self.batch if _size_of(self.batch) > NUM_PROBED else rows
@@ -463,18 +469,11 @@ class MixingCheck:
                 return self._mixing(found, how, kept)
         return None
 
-    def _mixing_by_number(self, rows: Any) -> str | None:
+    def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
         """Find out whether what a sample leaves depends on how many samples there are.
 
-        Kernels round differently for other shapes. Without dropout: it draws other numbers, too.
+        Without dropout: it draws other numbers, too.
         """
-        tolerance = NUM_LAST_PLACES * 8 * self._epsilon(rows)
-        is_narrow = tolerance > 1e-4 and not self._is_sharded
-        return self._compare_twice(
-            rows, MixingCheck._compare_sizes, tolerance, is_rounded=is_narrow
-        ).mixing
-
-    def _compare_sizes(self, rows: Any, tolerance: float) -> MixingReport:
         size = _size_of(rows)
         fewer = tree_map(lambda leaf: leaf[:-1] if isinstance(leaf, Tensor) else leaf, rows)
         with FunctionMode(without_dropout):
@@ -508,8 +507,9 @@ class MixingCheck:
         is_random = torch.randperm(size, generator=generator) < (size + 1) // 2
         base = self._pass(batch, None if self.is_light else is_random.double())
         # Losses of the weight 0 send exactly 0 back, or 0 · inf.
-        of_others = {name: each[~is_random] for name, each in base.sketches.items()}
-        reached = [name for name, each in of_others.items() if bool(each.nan_to_num(0, 0, 0).any())]
+        sketches = {} if self.is_light else base.sketches  # sharded modules send 1 back there
+        of_others = {name: each[~is_random].nan_to_num(0, 0, 0) for name, each in sketches.items()}
+        reached = [name for name, each in of_others.items() if bool(each.any())]
         if self.agree(bool(reached)):
             return MixingReport(self._mixing(reached or None, None, ~is_random))
         kept_by = {Replacement.VALUES: is_first, Replacement.ROWS: is_random}

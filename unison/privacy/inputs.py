@@ -511,10 +511,11 @@ class BufferWatch:
         """
         for path, module in self._modules:
             for key, value in module._buffers.items():
-                name = f"{path}.{key}" if path else key
-                if value is None or self._is_allowed(name):
+                if value is None:
                     continue
-                if self._before.get(id(value), (value, None))[1] != _version(value):
+                name = f"{path}.{key}" if path else key
+                _, before = self._before.get(id(value), (value, None))
+                if before != _version(value) and not self._is_allowed(name):
                     raise UnsupportedOperation(
                         f"this pass wrote to the buffer {name!r}, which is saved with the model "
                         "and gets no noise; passes that were checked did not. Keep statistics of "
