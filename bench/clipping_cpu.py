@@ -139,7 +139,7 @@ def build_for_peers(task: Task) -> LanguageModel:
                 case LanguageModelHead():
                     other = nn.Linear(module.in_features, module.out_features, bias=False)
                 case LayerNorm():
-                    other = nn.LayerNorm(module.normalized_shape, eps=module.eps)
+                    other = nn.LayerNorm(list(module.normalized_shape), eps=module.eps)
                 case _:
                     continue
         other.load_state_dict(module.state_dict(), assign=True)
