@@ -32,7 +32,7 @@ from torch.optim import AdamW, Optimizer
 from bench.memory import Category, MemoryTracker
 from bench.runner import ROOT, ratio_of, wall_seconds, write_result
 from unison.models import LanguageModel, ModelConfig, build, per_sample_loss, preset
-from unison.models.language_models import LanguageModelHead
+from unison.models.language_models import LanguageModelHead, LayerNorm
 
 SHAPE = {"vocab_size": 4096, "d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 2048}
 CONFIG = preset("gpt2", context_length=256, tie_head=False, **SHAPE)
@@ -138,6 +138,8 @@ def build_for_peers(task: Task) -> LanguageModel:
             match module:
                 case LanguageModelHead():
                     other = nn.Linear(module.in_features, module.out_features, bias=False)
+                case LayerNorm():
+                    other = nn.LayerNorm(list(module.normalized_shape), eps=module.eps)
                 case _:
                     continue
         other.load_state_dict(module.state_dict(), assign=True)

@@ -7,6 +7,7 @@ The table "what may change the result" of docs/design.md has one class per colum
 * `Output`: what is written and shown.
 
 All are frozen, keyword-only and checked when made, so that a run that starts has valid settings.
+`unison train --help` shows what is said of each attribute here.
 """
 
 from dataclasses import dataclass, field
@@ -37,6 +38,32 @@ GRAFTS = ("adam", "sgd", "none")
 DAMPING_FORMS = ("pi", "factored", "joint")
 
 
+CHOICES = {
+    "layout": LAYOUTS,
+    "long_documents": LONG_DOCUMENTS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+    "reducer": REDUCERS,
+    "clipping": CLIPPINGS,
+    "clip_rule": CLIP_RULES,
+    "sampling": SAMPLINGS,
+    "accountant": ACCOUNTANTS,
+    "damping_form": DAMPING_FORMS,
+    "fisher": FISHERS,
+    "graft": GRAFTS,
+    "shard": SHARDINGS,
+    "device": DEVICES,
+}
+
+
+def _check_choices(settings: Any) -> None:
+    """Require every setting that has few values to have one of them."""
+    for name, choices in CHOICES.items():
+        if hasattr(settings, name):
+            check.one_of(choices, **{name: getattr(settings, name)})
+
+
 def _given(**settings: float | None) -> dict[str, float]:
     """Those of some settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
@@ -47,19 +74,18 @@ class Privacy:
     """What a private run applies (DP-SGD). The record that it protects is one row.
 
     Attributes:
-        epsilon: ε that all steps of the run may spend; the noise is chosen to land on it from
-            below. None where `noise_multiplier` is given.
-        delta: The δ that ε is taken at; below 1 / number of rows.
-        noise_multiplier: σ. None where `epsilon` is given.
-        max_grad_norm: C, the bound on the gradient of each row.
-        clip_rule: How gradients are brought below C.
-        sampling: How a step draws its rows: `"poisson"`, `"truncated"` (Poisson, at most
-            `capacity` rows) or `"shuffled"` (fixed batches, no amplification).
-        capacity: Most rows in a batch; for `"truncated"` only.
-        accountant: `"pld"` or `"rdp"`; `"odometer"` if the run may be ended because of what comes
-            out.
-        secure_noise: Whether noise and sampling come from a secret key. Otherwise they come from
-            the run's seed, and nothing is private.
+        epsilon: ε that the run may spend; decides the noise for its --steps.
+        delta: δ, below 1 / number of rows.
+        noise_multiplier: σ, instead of --epsilon: noise of σ·C on the sum.
+        max_grad_norm: C: the bound on the gradient of each row.
+        clip_rule: flat: longer gradients are scaled down to C. automatic: all are scaled to nearly
+            C. per_layer: each parameter has its part of C.
+        sampling: poisson: a step draws each row with probability --batch-size / rows. truncated: at
+            most --capacity of these. shuffled: fixed batches, for which a larger ε is counted.
+        capacity: Most rows in a batch of --sampling truncated.
+        accountant: Whose bound on ε counts; all are upper bounds.
+        secure_noise: Without it noise and sampling come from --seed: for experiments, nothing is
+            private.
     """
 
     epsilon: float | None = None
@@ -88,9 +114,7 @@ class Privacy:
         if not 0 < self.delta < 1:
             raise BadInput(f"delta must lie above 0 and below 1, found {self.delta!r}")
         check.positive(max_grad_norm=self.max_grad_norm)
-        check.one_of(CLIP_RULES, clip_rule=self.clip_rule)
-        check.one_of(SAMPLINGS, sampling=self.sampling)
-        check.one_of(ACCOUNTANTS, accountant=self.accountant)
+        _check_choices(self)
         if (self.capacity is not None) != (self.sampling == "truncated"):
             raise BadInput(
                 "--capacity and --sampling truncated go together, found "
@@ -105,15 +129,16 @@ class Kfac:
 
     Attributes:
         damping: λ, added to the curvature before it is inverted.
-        damping_form: How λ enters a product of two factors.
-        max_condition_number: Damp a factor more where its condition number would pass this.
+        damping_form: pi: λ divided between the two factors by their size. factored: evenly. joint:
+            added to their product.
+        max_condition_number: Damp a factor more where it would pass this.
         update_every: Steps between two updates of the factors.
-        invert_every: The same of the inverses; None inverts whenever factors were updated.
+        invert_every: Steps between two inversions; after every update otherwise.
         decay: β of the factors' moving average.
-        fisher: Whose labels the curvature is of: drawn from the model (`"mc"`), the data's
-            (`"empirical"`), all there are (`"exact"`), or none (`"forward"`).
-        graft: Whose step length is taken: `"adam"`, `"sgd"`, or `"none"` for K-FAC's own.
-        kl_clip: Bound on a step's predicted change; None for no bound.
+        fisher: Whose labels curvature is of. mc: drawn from the model. empirical: the data's.
+            exact: all of them, for small vocabularies. forward: none, inputs only.
+        graft: Whose step length is taken: adam, sgd, or none for K-FAC's own, best with --kl-clip.
+        kl_clip: Shorten steps whose predicted change is larger.
         max_factor_size: Matrices with a longer side get a diagonal.
     """
 
@@ -140,9 +165,7 @@ def check_curvature(settings: Any) -> None:
     Raises:
         BadInput: Naming the setting.
     """
-    check.one_of(DAMPING_FORMS, damping_form=settings.damping_form)
-    check.one_of(FISHERS, fisher=settings.fisher)
-    check.one_of(GRAFTS, graft=settings.graft)
+    _check_choices(settings)
     check.positive(max_factor_size=settings.max_factor_size, **_given(kl_clip=settings.kl_clip))
     most = settings.max_condition_number
     if most is not None and not most > 1:
@@ -156,32 +179,33 @@ class MechanismConfig:
     """What is computed: model, data, optimisation.
 
     Attributes:
-        preset: Name of the model preset.
+        preset: Which model (see `unison presets`).
         overrides: Fields of the preset's config to replace.
-        data: `"stdlib"`, `"records"` or a path.
-        tokenizer: `"bytes"`, or the path of a `tokenizers` JSON file.
-        text_field: The field that holds the text in JSONL sources.
-        layout: `"packed"` rows or one of `"documents"` per row.
-        long_documents: What to do with a document that does not fit its row.
-        row_length: Tokens per row; None for the model's context.
+        data: stdlib (this Python's own source files), records (generated customer records), or the
+            path of a text file, a JSONL file or a folder.
+        tokenizer: bytes, or the path of a `tokenizers` JSON file.
+        text_field: The field of a JSONL line that holds its text.
+        layout: packed: documents are joined and cut into full rows. documents: one document per
+            row, which is what --private should protect.
+        long_documents: With --layout documents: what to do with one too long.
+        row_length: Tokens per row; the model's context by default.
         eval_fraction: Part of the documents held out for evaluation.
-        seed: Seed of initial values, order of rows and split.
-        steps: Number of optimizer steps.
+        seed: Seed of initial values, row order and split.
+        steps: Optimizer steps.
         batch_size: Rows per step, over all ranks.
-        optimizer: `"adamw"` or `"sgd"`; K-FAC needs the latter.
+        optimizer: Which of torch's optimizers; sgd with --kfac.
         lr: Peak learning rate.
-        weight_decay: Decay of parameters with two or more dimensions.
+        weight_decay: Decay of matrices; vectors are not decayed.
         schedule: How the learning rate falls after the warm-up.
         warmup_steps: Steps of linear warm-up.
         clip_norm: Bound on the norm of the batch's gradient; None for no bound.
-        precision: `"fp32"`, or `"bf16"` for autocast with float32 parameters.
-        reducer: `"fast"`, or `"ordered"` for the same bits at every world size.
+        precision: bf16 computes under autocast; parameters stay fp32.
+        reducer: ordered gives the same bits on any number of ranks.
         granule: Rows per granule of the ordered reducer.
-        threads: CPU threads per rank, which change the bits of some sums. None takes one with the
-            ordered reducer, since its result must not depend on how many ranks share the cores, and
-            leaves it to the launcher otherwise.
-        compile: Whether passes go through torch.compile, which changes bits: the blocks of an
-            ordinary run, and of a private one whatever `make_private(compile=True)` compiles.
+        threads: CPU threads per rank; they change bits. 1 with --reducer ordered, otherwise the
+            cores divided by --nproc.
+        compile: Put the model through torch.compile; the first steps take longer, and bits are
+            others than without.
         privacy: What a private run applies; None for an ordinary one.
         kfac: How gradients are preconditioned; None leaves them to the optimizer.
     """
@@ -213,17 +237,12 @@ class MechanismConfig:
     kfac: Kfac | None = None
 
     def __post_init__(self) -> None:
-        check.one_of(REDUCERS, reducer=self.reducer)
+        _check_choices(self)
         check.positive(granule=self.granule)
         check.positive(**_given(threads=self.threads))
         check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
         check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         check.not_negative(seed=self.seed)
-        check.one_of(OPTIMIZERS, optimizer=self.optimizer)
-        check.one_of(SCHEDULES, schedule=self.schedule)
-        check.one_of(PRECISIONS, precision=self.precision)
-        check.one_of(LAYOUTS, layout=self.layout)
-        check.one_of(LONG_DOCUMENTS, long_documents=self.long_documents)
         if not 0 < self.eval_fraction < 1:
             raise BadInput(f"eval_fraction must lie between 0 and 1, found {self.eval_fraction}")
         check.positive(**_given(row_length=self.row_length, clip_norm=self.clip_norm))
@@ -250,18 +269,16 @@ class Execution:
     """How it is computed: device and memory.
 
     Attributes:
-        device: `"cpu"`, `"cuda"`, or `"auto"` for CUDA where there is one.
-        micro_batch_size: Rows per forward pass on one rank; None for all of the rank's rows.
-            Smaller ones are accumulated before the optimizer steps. In a private run these are the
-            physical batches.
-        shard: How the model lies on the ranks: `"full"` (ZeRO-3), `"zero2"`, `"hybrid"` (several
-            copies, each sharded), `"fsdp2"` (sharded by torch's own `fully_shard`), `"ddp"` (a copy
-            on each), `"none"` (one rank only).
-        replicas: Copies of the sharded model; for `"hybrid"` only, where None means 2.
-        guard: Whether ranks compare their collectives and raise instead of hanging.
-        clipping: How the per-row clipping of a private run is computed.
-        owner_fraction: Share of the ranks that invert and apply each layer's curvature, with K-FAC:
-            0 for one rank each, 1 for all of them.
+        device: auto takes CUDA where there is one.
+        micro_batch_size: Rows per forward pass, at most; the rest of a step is accumulated.
+        shard: full: parameters, gradients and optimizer state split over ranks (ZeRO-3). zero2:
+            parameters kept between forward and backward. hybrid: several copies, each split. fsdp2:
+            split by torch's own fully_shard. ddp: a copy on each rank. none: one rank.
+        replicas: Copies of the model with --shard hybrid; 2 by default.
+        guard: Compare the ranks' collectives while they run; raise on all instead of hanging.
+        clipping: How the clipping is computed; all give the same gradients.
+        owner_fraction: Part of the ranks that invert each layer: 0 one rank, least memory; 1 all,
+            least traffic. Changes no bits.
     """
 
     device: str = "auto"
@@ -273,10 +290,8 @@ class Execution:
     owner_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        check.one_of(DEVICES, device=self.device)
+        _check_choices(self)
         check.probability(owner_fraction=self.owner_fraction)
-        check.one_of(CLIPPINGS, clipping=self.clipping)
-        check.one_of(SHARDINGS, shard=self.shard)
         check.positive(**_given(replicas=self.replicas, micro_batch_size=self.micro_batch_size))
         if self.replicas is not None and self.shard != "hybrid":
             raise BadInput(
@@ -291,20 +306,21 @@ class Output:
 
     Attributes:
         folder: The folder of the run; it must not exist unless `overwrite` is set.
-        overwrite: Whether an existing run may be replaced; it is kept until the new one is done.
-        eval_every: Steps between evaluations; 0 for only before and after.
+        overwrite: Replace an existing run, and its ledger, once the new one is done.
+        eval_every: Steps between evaluations; 0 for before and after only.
         eval_rows: Rows per evaluation, at most.
-        log_every: Steps between two plain progress lines when there is no terminal.
-        tensorboard: Whether to write TensorBoard events too.
+        log_every: Steps between two lines where there is no terminal.
+        tensorboard: Write TensorBoard events too.
         checkpoint_every: Steps between checkpoints; 0 for none.
-        keep_checkpoints: How many of them are kept, the newest.
+        keep_checkpoints: How many checkpoints to keep, the newest.
         resume: Whether the folder holds a run that stopped, which goes on from its newest
             checkpoint.
         command: The command line that started the run, for the record.
-        unsafe_diagnostics: Whether files may hold what no ε covers: a private run's training loss,
-            norms and clipped fractions.
-        data_salt: File beside the data that holds the salt under which a private run's ledger
-            commits to its rows; it is made if it is not there. None for no commitment.
+        unsafe_diagnostics: Also write what no ε covers to the run's files: training loss, norms,
+            clipped fractions. A terminal shows them anyway.
+        data_salt: A small secret file that stays beside the data, made if it is not there. With it
+            the ledger commits to the rows, so that `unison account RUN RUN...` knows runs on one
+            data set.
     """
 
     folder: str

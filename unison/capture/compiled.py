@@ -36,7 +36,7 @@ from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
-from unison.rng.compiled_draws import DrawingBackend
+from unison.rng.compiled_draws import compile_drawing
 
 
 class GradientSlot(NamedTuple):
@@ -251,7 +251,7 @@ class CompiledCapture:
 
     def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph of Dynamo's."""
-        return DrawingBackend(self._compile)(graph, inputs)
+        return compile_drawing(self._compile, graph, inputs)
 
     def _compile(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self._running is None:

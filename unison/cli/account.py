@@ -1,14 +1,15 @@
 """`unison account`: what a run has spent, and what a plan would spend, as tables and a picture."""
 
+import inspect
 import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unison.cli.train import was_given
+from unison.cli.train import KEYWORD, REQUIRED, option, plain_values, signature, was_given
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import (
     LedgerFile,
@@ -34,8 +35,7 @@ from unison.privacy import (
 from unison.train import LEDGER_FILE, chart
 
 ACCOUNTANTS = ("pld", "rdp")
-Accountant = StrEnum("Accountant", list(ACCOUNTANTS))
-Kind = StrEnum("Kind", ["poisson", "truncated", "shuffled"])
+KINDS = ("poisson", "truncated", "shuffled")
 
 _SAID = ("key_origin", "unit", "rows_per_sample", "sampling_source", "num_records")
 _SAID += ("commitment", "committed_to", "device")
@@ -47,75 +47,61 @@ _RANGES = {
 }
 _NUM_POINTS = 8  # of a curve; an ε by PLD takes about a second
 _BAR_WIDTH = 32
-_OF_PLANS = ("epsilon", "noise_multiplier", "steps", "sample_rate", "batch_size", "num_records")
-_OF_PLANS += ("capacity", "sampling", "accountant")
+
+HELP: dict[str, dict[str, str]] = {
+    "A run": {
+        "ledger": "The same as naming one RUN.",
+        "same_data": "Add up runs that say they were trained on different data.",
+    },
+    "A plan: two of --epsilon, --noise-multiplier and --steps give the third": {
+        "epsilon": "ε that may be spent.",
+        "noise_multiplier": "σ: the noise's standard deviation over the clip norm.",
+        "steps": "Number of optimizer steps.",
+        "accountant": "Which one must meet --epsilon.",
+    },
+    "How a plan draws its records": {
+        "sample_rate": "Probability of each record at each step.",
+        "batch_size": "With --num-records, instead of --sample-rate: their quotient.",
+        "num_records": "Size of the data set, if it is public.",
+        "sampling": "truncated: Poisson, at most --capacity records. shuffled: fixed batches in "
+        "shuffled order, each epoch counted without amplification.",
+        "capacity": "Most records in a batch of truncated sampling.",
+    },
+    "Output": {
+        "plot": "Draw ε over the steps.",
+        "as_json": "Print one machine-readable object instead.",
+    },
+}
+OF_PLANS = [name for panel in list(HELP)[1:3] for name in HELP[panel]]
+CHOICES = {"accountant": ACCOUNTANTS, "sampling": KINDS}  # the first one by default
+TYPES: dict[str, Any] = {"epsilon": float, "noise_multiplier": float, "sample_rate": float}
+TYPES |= {"same_data": bool, "as_json": bool, "ledger": Path, "plot": Path}  # others are numbers
+METAVARS = {"ledger": "FILE", "plot": "FILE.png"}
+RUNS = typer.Argument(
+    metavar="[RUN]...",
+    help="Ledgers, or folders of runs. What several have spent on one data set is added up: name "
+    "every one that was trained on it, tuning included.",
+)
 
 
-def _panel(panel: str, *names: str, **options: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **options)
+def _parameters() -> Iterator[inspect.Parameter]:
+    yield option("delta", float, REQUIRED, "--delta", help="δ, below 1 / number of records.")
+    runs = Annotated[list[Path] | None, RUNS]
+    yield inspect.Parameter("runs", KEYWORD, default=None, annotation=runs)
+    for panel, helps in HELP.items():
+        for name, text in helps.items():
+            kind, choices = TYPES.get(name, int), CHOICES.get(name, ())
+            default = False if kind is bool else next(iter(choices), None)
+            details = {"help": text, "rich_help_panel": panel, "metavar": METAVARS.get(name)}
+            kind = kind if kind is bool else kind | None
+            yield option(name, kind, default, _spelling(name), choices=choices, **details)
 
 
-_run = partial(_panel, "A run")
-_plan = partial(_panel, "A plan: two of --epsilon, --noise-multiplier and --steps give the third")
-_how = partial(_panel, "How a plan draws its records")
-_out = partial(_panel, "Output")
+def _spelling(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
 
 
-def account(
-    context: typer.Context,
-    delta: Annotated[float, typer.Option("--delta", help="δ, below 1 / number of records.")],
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Ledgers, or folders of runs. What several have spent on one data set is added "
-            "up: name every one that was trained on it, tuning included.",
-        ),
-    ] = None,
-    ledger: Annotated[
-        Path | None, _run("--ledger", metavar="FILE", help="The same as naming one RUN.")
-    ] = None,
-    same_data: Annotated[
-        bool,
-        _run("--same-data", help="Add up runs that say they were trained on different data."),
-    ] = False,
-    epsilon: Annotated[float | None, _plan("--epsilon", help="ε that may be spent.")] = None,
-    noise_multiplier: Annotated[
-        float | None,
-        _plan("--noise-multiplier", help="σ: the noise's standard deviation over the clip norm."),
-    ] = None,
-    steps: Annotated[int | None, _plan("--steps", help="Number of optimizer steps.")] = None,
-    sample_rate: Annotated[
-        float | None, _how("--sample-rate", help="Probability of each record at each step.")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        _how("--batch-size", help="With --num-records, instead of --sample-rate: their quotient."),
-    ] = None,
-    num_records: Annotated[
-        int | None, _how("--num-records", help="Size of the data set, if it is public.")
-    ] = None,
-    sampling: Annotated[
-        Kind,
-        _how(
-            "--sampling",
-            help="truncated: Poisson, at most --capacity records. shuffled: fixed batches in "
-            "shuffled order, each epoch counted without amplification.",
-        ),
-    ] = Kind("poisson"),
-    capacity: Annotated[
-        int | None, _how("--capacity", help="Most records in a batch of truncated sampling.")
-    ] = None,
-    accountant: Annotated[
-        Accountant, _plan("--accountant", help="Which one must meet --epsilon.")
-    ] = Accountant("pld"),
-    plot: Annotated[
-        Path | None, _out("--plot", metavar="FILE.png", help="Draw ε over the steps.")
-    ] = None,
-    as_json: Annotated[
-        bool, _out("--json", help="Print one machine-readable object instead.")
-    ] = False,
-) -> None:
+def account(context: typer.Context, **options: Any) -> None:
     """Say what privacy a run has spent, or how much noise a plan needs.
 
     The ledger's chain of hashes is checked first; the exit code is 1 if lines were edited or
@@ -128,27 +114,26 @@ def account(
     unison account --epsilon 3 --delta 1e-6 --sample-rate 0.001 --steps 10000
     unison account --noise-multiplier 1 --delta 1e-6 --sample-rate 0.001 --steps 10000
     """
+    given = SimpleNamespace(**plain_values(options))
+    plot = given.plot
     if plot is not None and plot.suffix.lower() != ".png":
         raise BadInput(f"--plot must name a .png file, found {plot}")
     with Console(stderr=True).status("asking dp-accounting"), _warnings_as_sentences():
-        named = [*(runs or ()), *([] if ledger is None else [ledger])]
+        named = [*(given.runs or ()), *([] if given.ledger is None else [given.ledger])]
         if named:
-            options = [name for name in _OF_PLANS if was_given(context, name)]
-            if options:
-                listed = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-                raise BadInput(f"a ledger says by itself what was applied; leave {listed} out")
+            listed = [_spelling(name) for name in OF_PLANS if was_given(context, name)]
+            if listed:
+                others = ", ".join(listed)
+                raise BadInput(f"a ledger says by itself what was applied; leave {others} out")
             if len(named) > 1 and plot is not None:
                 raise BadInput("--plot draws one run; leave it out, or name one")
-            result = _account_runs(named, delta, has_curve=plot is not None, same_data=same_data)
+            has_curve = plot is not None
+            result = _account_runs(named, given.delta, has_curve, same_data=given.same_data)
         else:
-            way = _sampling(sampling, sample_rate, batch_size, num_records, capacity)
-            result = _account_plan(
-                way, num_records, delta, str(accountant), epsilon, noise_multiplier, steps
-            )
-            result["sampling"]["kind"] = str(sampling)
+            result = _account_plan(given)
     if plot is not None:
         _draw(result, plot)
-    if as_json:
+    if given.as_json:
         typer.echo(json.dumps(_for_json(result), allow_nan=False))
     else:
         _show(Console(), result)
@@ -163,6 +148,9 @@ def account(
         raise typer.Exit(1)
 
 
+account.__signature__ = signature(_parameters())  # type: ignore[attr-defined]
+
+
 @contextmanager
 def _warnings_as_sentences() -> Iterator[None]:
     """Print each warning once, as one sentence and without a place in the code."""
@@ -173,54 +161,43 @@ def _warnings_as_sentences() -> Iterator[None]:
         typer.echo(f"unison: warning: {message}", err=True)
 
 
-def _sampling(
-    kind: Kind,
-    rate: float | None,
-    batch_size: int | None,
-    num_records: int | None,
-    capacity: int | None,
-) -> Sampling:
-    """The sampling that the options describe."""
-    if kind == "shuffled":
+def _sampling(given: SimpleNamespace) -> Sampling:
+    """Return the sampling that the options describe."""
+    rate, capacity = given.sample_rate, given.capacity
+    size, records = given.batch_size, given.num_records
+    if given.sampling == "shuffled":
         if rate is not None or capacity is not None:
             raise BadInput("shuffled batches have a fixed size; leave --sample-rate and --capacity")
-        if batch_size is None or num_records is None:
+        if size is None or records is None:
             raise BadInput("shuffled batches need --batch-size and --num-records")
-        return Shuffled(batch_size=batch_size, num_records=num_records)
-    if rate is not None and batch_size is not None:
+        return Shuffled(batch_size=size, num_records=records)
+    if rate is not None and size is not None:
         raise BadInput("--sample-rate and --batch-size say the same thing; give one of them")
     if rate is None:
-        if batch_size is None or num_records is None:
+        if size is None or records is None:
             raise BadInput(
                 "name a RUN, or give --sample-rate (or --batch-size and --num-records) for a plan"
             )
-        rate = batch_size / num_records
-    if kind == "poisson":
+        rate = size / records
+    if given.sampling == "poisson":
         if capacity is not None:
             raise BadInput("--capacity needs --sampling truncated")
         return Poisson(rate=rate)
-    if capacity is None or num_records is None:
+    if capacity is None or records is None:
         raise BadInput("truncated sampling needs --capacity and --num-records")
-    return TruncatedPoisson(rate=rate, capacity=capacity, num_records=num_records)
+    return TruncatedPoisson(rate=rate, capacity=capacity, num_records=records)
 
 
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def _account_plan(
-    sampling: Sampling,
-    num_records: int | None,
-    delta: float,
-    accountant: str,
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    steps: int | None,
-) -> dict[str, Any]:
-    """The third of ε, σ and steps, and the curve that leads there."""
-    common: Any = {"sampling": sampling, "num_records": num_records}
-    target: Any = common | {"target_epsilon": epsilon, "target_delta": delta}
+def _account_plan(given: SimpleNamespace) -> dict[str, Any]:
+    """Return the third of ε, σ and steps, and the curve that leads there."""
+    sampling, delta, accountant = _sampling(given), given.delta, given.accountant
+    common: Any = {"sampling": sampling, "num_records": given.num_records}
+    target: Any = common | {"target_epsilon": given.epsilon, "target_delta": delta}
     target["accountant"] = accountant
-    match (epsilon, noise_multiplier, steps):
+    match (given.epsilon, given.noise_multiplier, given.steps):
         case (None, float(sigma), int(steps)):
             asked = "epsilon"
         case (float(), None, int(steps)):
@@ -233,27 +210,23 @@ def _account_plan(
             raise BadInput("give exactly two of --epsilon, --noise-multiplier and --steps")
     if steps < 1 and asked != "steps":
         raise BadInput(f"--steps must be above 0, found {steps}")
-    curve = _curve(
-        steps,
-        lambda n, name: epsilon_for(
-            noise_multiplier=sigma, delta=delta, steps=n, accountant=name, **common
-        ),
-    )
+    spent = partial(epsilon_for, noise_multiplier=sigma, delta=delta, **common)
+    curve = _curve(steps, lambda n, name: spent(steps=n, accountant=name))
     return {
         "asked": asked,
-        "sampling": asdict(sampling),
+        "sampling": asdict(sampling) | {"kind": given.sampling},
         "noise_multiplier": sigma,
         "steps": steps,
         "delta": delta,
         "accountant": accountant,
-        "target_epsilon": epsilon,
+        "target_epsilon": given.epsilon,
         "epsilon": {name: curve[-1][name] if curve else 0.0 for name in ACCOUNTANTS},
         "curve": curve,
     }
 
 
 def _account_runs(
-    paths: list[Path], delta: float, *, has_curve: bool, same_data: bool
+    paths: list[Path], delta: float, has_curve: bool, *, same_data: bool
 ) -> dict[str, Any]:
     """What a ledger holds, or several on the same data together."""
     found = [_read(path) for path in paths]
@@ -427,14 +400,8 @@ def _plan_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("noise multiplier σ", answer("noise_multiplier", f"{result['noise_multiplier']:.6g}")),
     ]
     for name, value in result["epsilon"].items():
-        is_meant = result["asked"] == "epsilon" or name == result["accountant"]
-        text = _epsilon_words(value)
-        rows.append(
-            (
-                f"ε at δ = {result['delta']:g}, {name.upper()}",
-                answer("epsilon", text) if is_meant else text,
-            )
-        )
+        title = f"ε at δ = {result['delta']:g}, {name.upper()}"
+        rows.append((title, answer("epsilon", _epsilon_words(value))))
     if result["target_epsilon"] is not None:
         rows.append((f"target, {result['accountant'].upper()}", f"{result['target_epsilon']:g}"))
     return rows

@@ -1,15 +1,15 @@
 """`unison train`: the main job.
 
-An option is a setting of `unison.config`, which gives it its name, type, choices and default; its
-help stands here.
+An option is a setting of `unison.config`, which gives it its name, type, choices, default and help.
 """
 
 import inspect
 import json
+import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import StrEnum
 from functools import partial
@@ -32,129 +32,55 @@ from unison.train import train as run
 
 Part = TypeVar("Part", settings.Privacy, settings.Kfac)
 
-HELP: dict[str, dict[str, str]] = {
-    "Model": {
-        "preset": "Which model (see `unison presets`).",
-        "num_layers": "Replace the preset's number of blocks.",
-        "vocab_size": "Replace the preset's vocabulary size.",
-        "context_length": "Replace the preset's context length.",
-        "dropout": "Replace the preset's dropout probability.",
-    },
-    "Data": {
-        "data": "stdlib (this Python's own source files), records (generated customer records), "
-        "or the path of a text file, a JSONL file or a folder.",
-        "tokenizer": "bytes, or the path of a `tokenizers` JSON file.",
-        "text_field": "The field of a JSONL line that holds its text.",
-        "layout": "packed: documents are joined and cut into full rows. documents: one document "
-        "per row, which is what --private should protect.",
-        "long_documents": "With --layout documents: what to do with one too long.",
-        "row_length": "Tokens per row; the model's context by default.",
-        "eval_fraction": "Part of the documents held out for evaluation.",
-    },
-    "Optimisation": {
-        "steps": "Optimizer steps.",
-        "batch_size": "Rows per step, over all ranks.",
-        "optimizer": "Which of torch's optimizers; sgd with --kfac.",
-        "lr": "Peak learning rate.",
-        "weight_decay": "Decay of matrices; vectors are not decayed.",
-        "schedule": "How the learning rate falls after the warm-up.",
-        "warmup_steps": "Steps of linear warm-up.",
-        "clip_norm": "Bound on the batch gradient's norm; 0 for none.",
-        "precision": "bf16 computes under autocast; parameters stay fp32.",
-        "reducer": "ordered gives the same bits on any number of ranks.",
-        "granule": "Rows per granule of the ordered reducer.",
-        "threads": "CPU threads per rank; they change bits. 1 with --reducer ordered, otherwise "
-        "the cores divided by --nproc.",
-        "compile": "Put the model through torch.compile; the first steps take longer, and bits "
-        "are others than without.",
-        "seed": "Seed of initial values, row order and split.",
-    },
-    "Privacy: one row is one record": {
-        "private": "Train with differential privacy (DP-SGD). What is protected is one row of the "
-        "training data; with --layout documents that is one document. Held-out rows are not "
-        "protected.",
-        "epsilon": "ε that the run may spend; decides the noise for its --steps.",
-        "noise_multiplier": "σ, instead of --epsilon: noise of σ·C on the sum.",
-        "delta": "δ, below 1 / number of rows.",
-        "max_grad_norm": "C: the bound on the gradient of each row.",
-        "clipping": "How the clipping is computed; all give the same gradients.",
-        "clip_rule": "flat: longer gradients are scaled down to C. automatic: all are scaled to "
-        "nearly C. per_layer: each parameter has its part of C.",
-        "sampling": "poisson: a step draws each row with probability --batch-size / rows. "
-        "truncated: at most --capacity of these. shuffled: fixed batches, for which a larger ε is "
-        "counted.",
-        "capacity": "Most rows in a batch of --sampling truncated.",
-        "accountant": "Whose bound on ε counts; all are upper bounds.",
-        "secure_noise": "Without it noise and sampling come from --seed: for experiments, nothing "
-        "is private.",
-        "unsafe_diagnostics": "Also write what no ε covers to the run's files: training loss, "
-        "norms, clipped fractions. A terminal shows them anyway.",
-        "data_salt": "A small secret file that stays beside the data, made if it is not there. "
-        "With it the ledger commits to the rows, so that `unison account RUN RUN...` knows runs "
-        "on one data set.",
-    },
-    "K-FAC: natural gradient": {
-        "kfac": "Divide gradients by the curvature of what the model says (docs/kfac.md). The "
-        "step is taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with "
-        "--private.",
-        "damping": "λ, added to the curvature before it is inverted.",
-        "damping_form": "pi: λ divided between the two factors by their size. factored: evenly. "
-        "joint: added to their product.",
-        "max_condition_number": "Damp a factor more where it would pass this.",
-        "update_every": "Steps between two updates of the factors.",
-        "invert_every": "Steps between two inversions; after every update otherwise.",
-        "decay": "β of the factors' moving average.",
-        "fisher": "Whose labels curvature is of. mc: drawn from the model. empirical: the data's. "
-        "exact: all of them, for small vocabularies. forward: none, inputs only.",
-        "graft": "Whose step length is taken: adam, sgd, or none for K-FAC's own, best with "
-        "--kl-clip.",
-        "kl_clip": "Shorten steps whose predicted change is larger.",
-        "max_factor_size": "Matrices with a longer side get a diagonal.",
-        "owner_fraction": "Part of the ranks that invert each layer: 0 one rank, least memory; 1 "
-        "all, least traffic. Changes no bits.",
-    },
-    "Execution: never changes the experiment": {
-        "nproc": "Ranks to start on this machine; with --resume as many as before. Leave out "
-        "under torchrun, which starts them.",
-        "shard": "full: parameters, gradients and optimizer state split over ranks (ZeRO-3). "
-        "zero2: parameters kept between forward and backward. hybrid: several copies, each split. "
-        "fsdp2: split by torch's own fully_shard. ddp: a copy on each rank. none: one rank.",
-        "replicas": "Copies of the model with --shard hybrid; 2 by default.",
-        "guard": "Compare the ranks' collectives while they run; raise on all instead of hanging.",
-        "device": "auto takes CUDA where there is one.",
-        "micro_batch_size": "Rows per forward pass, at most; the rest of a step is accumulated.",
-    },
-    "Output": {
-        "out": "Folder of the run; runs/PRESET-DATA-TIME by default.",
-        "overwrite": "Replace an existing run, and its ledger, once the new one is done.",
-        "resume": "Go on with a run that stopped, from its newest checkpoint and with its "
-        "settings. Options of execution and output may be given anew.",
-        "checkpoint_every": "Steps between checkpoints; 0 for none.",
-        "keep_checkpoints": "How many checkpoints to keep, the newest.",
-        "eval_every": "Steps between evaluations; 0 for before and after only.",
-        "eval_rows": "Rows per evaluation, at most.",
-        "log_every": "Steps between two lines where there is no terminal.",
-        "tensorboard": "Write TensorBoard events too.",
-        "as_json": "Print the result as one JSON object last; progress goes to stderr.",
-    },
+KEYWORD, REQUIRED = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+
+# The options of each panel, in the order of `--help`.
+PANELS = {
+    "Model": """
+        preset num_layers vocab_size context_length dropout
+    """,
+    "Data": """
+        data tokenizer text_field layout long_documents row_length eval_fraction
+    """,
+    "Optimisation": """
+        steps batch_size optimizer lr weight_decay schedule warmup_steps clip_norm precision
+        reducer granule threads compile seed
+    """,
+    "Privacy: one row is one record": """
+        private epsilon noise_multiplier delta max_grad_norm clipping clip_rule sampling
+        capacity accountant secure_noise unsafe_diagnostics data_salt
+    """,
+    "K-FAC: natural gradient": """
+        kfac damping damping_form max_condition_number update_every invert_every decay
+        fisher graft kl_clip max_factor_size owner_fraction
+    """,
+    "Execution: never changes the experiment": """
+        nproc shard replicas guard device micro_batch_size
+    """,
+    "Output": """
+        out overwrite resume checkpoint_every keep_checkpoints eval_every eval_rows
+        log_every tensorboard as_json
+    """,
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": settings.LAYOUTS,
-    "long_documents": settings.LONG_DOCUMENTS,
-    "optimizer": settings.OPTIMIZERS,
-    "schedule": settings.SCHEDULES,
-    "precision": settings.PRECISIONS,
-    "reducer": settings.REDUCERS,
-    "clipping": settings.CLIPPINGS,
-    "clip_rule": settings.CLIP_RULES,
-    "sampling": settings.SAMPLINGS,
-    "accountant": settings.ACCOUNTANTS,
-    "damping_form": settings.DAMPING_FORMS,
-    "fisher": settings.FISHERS,
-    "graft": settings.GRAFTS,
-    "shard": settings.SHARDINGS,
-    "device": settings.DEVICES,
+# Help of the options that are no setting of their own; that of others is their setting's docstring.
+HELP = {
+    "num_layers": "Replace the preset's number of blocks.",
+    "vocab_size": "Replace the preset's vocabulary size.",
+    "context_length": "Replace the preset's context length.",
+    "dropout": "Replace the preset's dropout probability.",
+    "private": "Train with differential privacy (DP-SGD). What is protected is one row of the "
+    "training data; with --layout documents that is one document. Held-out rows are not "
+    "protected.",
+    "clip_norm": "Bound on the batch gradient's norm; 0 for none.",
+    "nproc": "Ranks to start on this machine; with --resume as many as before. Leave out under "
+    "torchrun, which starts them.",
+    "out": "Folder of the run; runs/PRESET-DATA-TIME by default.",
+    "kfac": "Divide gradients by the curvature of what the model says (docs/kfac.md). The step is "
+    "taken by SGD, with an --lr of AdamW's kind, to be tuned again. Not with --private.",
+    "resume": "Go on with a run that stopped, from its newest checkpoint and with its settings. "
+    "Options of execution and output may be given anew.",
+    "as_json": "Print the result as one JSON object last; progress goes to stderr.",
 }
 
 # Options whose name is not that of their setting.
@@ -200,8 +126,9 @@ DETAILS: dict[str, dict[str, Any]] = {
 
 
 def _parameters() -> Iterable[inspect.Parameter]:
-    """The signature that typer makes options of."""
+    """Yield the options: settings of `unison.config`, and what is no setting of its own."""
     types: dict[str, tuple[Any, Any]] = {}
+    helps: dict[str, str] = {}
     for group in (
         settings.MechanismConfig,
         settings.Privacy,
@@ -213,20 +140,51 @@ def _parameters() -> Iterable[inspect.Parameter]:
         for field in fields(group):
             default = None if field.default is MISSING else field.default
             types[field.name] = hints[field.name], default
-    types |= TYPES
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    yield inspect.Parameter("context", keyword, annotation=typer.Context)
-    for panel, helps in HELP.items():
-        for name, text in helps.items():
-            kind, default = types[name]
-            if name in CHOICES:
-                # Typer turns an enum into a checked choice with completion.
-                kind: Any = StrEnum(name, list(CHOICES[name]))
-                default = kind(default)
+        described = (inspect.getdoc(group) or "").partition("Attributes:")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
+            helps[name] = " ".join(text.split())
+    types, helps = types | TYPES, helps | HELP
+    for panel, listed in PANELS.items():
+        for name in listed.split():
             names = SPELLINGS.get(name, (_spelling(name),))
-            details = {"help": text, "rich_help_panel": panel, **DETAILS.get(name, {})}
-            annotation = Annotated[kind, typer.Option(*names, **details)]
-            yield inspect.Parameter(name, keyword, default=default, annotation=annotation)
+            details = {"help": helps[name], "rich_help_panel": panel, **DETAILS.get(name, {})}
+            choices = settings.CHOICES.get(name, ())
+            yield option(name, *types[name], *names, choices=choices, **details)
+
+
+def option(
+    name: str, kind: Any, default: Any, *names: str, choices: Sequence[str] = (), **details: Any
+) -> inspect.Parameter:
+    """Return a parameter that typer makes an option of.
+
+    Args:
+        name: The parameter's name.
+        kind: Its type.
+        default: Its default; `REQUIRED` for none.
+        names: The option's names on the command line.
+        choices: All values that it may have, if they are few.
+        details: Of `typer.Option`.
+    """
+    if choices:
+        # Typer turns an enum into a checked choice with completion.
+        kind = StrEnum(name, list(choices))
+        default = kind(default)
+    annotation = Annotated[kind, typer.Option(*names, **details)]
+    return inspect.Parameter(name, KEYWORD, default=default, annotation=annotation)
+
+
+def signature(options: Iterable[inspect.Parameter]) -> inspect.Signature:
+    """Return the signature of a command that takes the context and some options."""
+    context = inspect.Parameter("context", KEYWORD, annotation=typer.Context)
+    return inspect.Signature([context, *options])
+
+
+def plain_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with words in the place of choices."""
+    return {
+        name: value.value if isinstance(value, StrEnum) else value
+        for name, value in options.items()
+    }
 
 
 def _spelling(name: str) -> str:
@@ -249,10 +207,7 @@ def train(context: typer.Context, **options: Any) -> None:
     unison train --checkpoint-every 100 --out runs/long    and after a crash:
     unison train --resume runs/long
     """
-    values: dict[str, Any] = {
-        name: value.value if isinstance(value, StrEnum) else value
-        for name, value in options.items()
-    }
+    values = plain_values(options)
     given = {name for name in values if was_given(context, name)}
     resume, nproc = values["resume"], values["nproc"]
 
@@ -300,7 +255,7 @@ def train(context: typer.Context, **options: Any) -> None:
         typer.echo(json.dumps(result.to_fields()))
 
 
-train.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
+train.__signature__ = signature(_parameters())  # type: ignore[attr-defined]
 
 
 def was_given(context: typer.Context, name: str) -> bool:

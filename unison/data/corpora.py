@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -516,7 +516,7 @@ def _draw(seed: int, stream: int, index: int, count: int) -> list[int]:
     return np.random.Philox(key=key, counter=counter).random_raw(count).tolist()
 
 
-def _pick(words: list[str], draws: Iterator[int]) -> str:
+def _pick(words: Sequence[str], draws: Iterator[int]) -> str:
     return words[next(draws) % len(words)]
 
 

@@ -185,11 +185,6 @@ class KFACConfig:
             return self.damping[0] * self.damping[1]
         return self.damping
 
-    @property
-    def uses_eigen(self) -> bool:
-        """Whether inverses are kept as eigenvectors."""
-        return self.inverse == "eigen" or self.damping_form == "joint"
-
 
 def _check_steps(**values: object) -> None:
     for name, value in values.items():

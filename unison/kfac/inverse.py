@@ -146,7 +146,7 @@ def invert(
             found[name] = _of_diagonal(name, own["d"], stats[name]["d"], config)
             continue
         damping = _dampings({side: mean for side, (_, mean, *_) in stats[name].items()}, config)
-        if config.uses_eigen:
+        if config.inverse == "eigen" or config.damping_form == "joint":
             found[name] = _by_eigen(name, own, damping, config)
             continue
         for side, factor in own.items():

@@ -202,11 +202,9 @@ class KFAC:
         """Shorten the step where its predicted change is too large; a collective."""
         assert self._optimizer is not None
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        for index, layer in enumerate(self.layers):
-            for name in (
-                layer.parameters if self._owners[index][0] == self._adapter.ranks.rank else ()
-            ):
-                if name in steps:
+        for index, state in self._states.items():
+            if self._owners[index][0] == self._adapter.ranks.rank:
+                for name in (each for each in state.layer.parameters if each in steps):
                     step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
                     products[index] += step.double() @ gradient.double()
         # Each product has one owner, all others add 0.0: exact, and then added in order.

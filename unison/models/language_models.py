@@ -236,6 +236,22 @@ class LanguageModel(nn.Module):
             )
 
 
+class RMSNorm(nn.RMSNorm):
+    """Torch's, without the Python function between, which asks function modes under Dynamo too."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., d_model]
+        """Normalise the last dimension."""
+        return torch.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Torch's, without the Python function between."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # [..., d_model]
+        """Normalise the last dimension."""
+        return torch.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual path."""
 
@@ -367,9 +383,9 @@ class DecoderLM(LanguageModel):
             config.context_length, config.d_model // config.num_heads, config.rope_theta
         )
         self.layers = nn.ModuleList(
-            Block(config, nn.RMSNorm, RotaryAttention, SwiGLU) for _ in range(config.num_layers)
+            Block(config, RMSNorm, RotaryAttention, SwiGLU) for _ in range(config.num_layers)
         )
-        self.ln_final = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
         self.reset_parameters()
 
@@ -435,10 +451,9 @@ class GPT2LM(LanguageModel):
         self.position_embeddings = nn.Embedding(config.context_length, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
-            Block(config, nn.LayerNorm, SelfAttention, FeedForward)
-            for _ in range(config.num_layers)
+            Block(config, LayerNorm, SelfAttention, FeedForward) for _ in range(config.num_layers)
         )
-        self.ln_final = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.ln_final = LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = LanguageModelHead(config.d_model, config.vocab_size, bias=False)
         self.reset_parameters()
 

@@ -22,38 +22,35 @@ from unison.rng.draw_mode import DRAWING, DROPOUTS, count_draws, draws_now, draw
 from unison.rng.draws import SHARED, attend_whole, drop_rows, dropout_arguments, samples_dim
 
 
-class DrawingBackend:
-    """A Dynamo backend whose graphs draw for the samples of the running granule.
+def compile_drawing(
+    inner: DynamoBackend, graph: GraphModule, inputs: list[Any]
+) -> Callable[..., Any]:
+    """Compile a graph so that it draws for the samples of the running granule.
 
     Args:
-        inner: The backend that compiles them.
+        inner: The backend that compiles it; `partial(compile_drawing, inner)` is one too.
+        graph: The graph.
+        inputs: Examples of its inputs.
+
+    Raises:
+        UnsupportedOperation: If it draws in a way that cannot be given to samples.
     """
+    running = draws_of_granule()
+    nodes = _drawing_nodes(graph)
+    if running is None or not nodes:
+        return inner(graph, inputs)
+    graph, counts = _rewritten(graph, nodes, len(running[1].ids))
+    fake = TracingContext.get().fake_mode
+    assert fake is not None
+    examples = [fake.from_tensor(each, static_shapes=True) for each in _streams()]
+    compiled = inner(graph, [*inputs, *examples])
 
-    def __init__(self, inner: DynamoBackend) -> None:
-        self.inner = inner
+    def call(*args: Any) -> Any:
+        streams = _streams()
+        count_draws(*counts)
+        return compiled(*args, *streams)
 
-    def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph.
-
-        Raises:
-            UnsupportedOperation: If it draws in a way that cannot be given to samples.
-        """
-        running = draws_of_granule()
-        nodes = list(_drawing_nodes(graph))
-        if running is None or not nodes:
-            return self.inner(graph, inputs)
-        graph, counts = _rewritten(graph, nodes, len(running[1].ids))
-        fake = TracingContext.get().fake_mode
-        assert fake is not None
-        examples = [fake.from_tensor(each, static_shapes=True) for each in _streams()]
-        compiled = self.inner(graph, [*inputs, *examples])
-
-        def call(*args: Any) -> Any:
-            streams = _streams()
-            count_draws(*counts)
-            return compiled(*args, *streams)
-
-        return call
+    return call
 
 
 def _streams() -> list[Tensor]:

@@ -332,14 +332,8 @@ def _note_checkpoint(place: _Place, before: tuple[int, int]) -> None:
         _refuse_reentrant()
         return
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    if hooks is None:
-        return
-    for frame in _frames_of(hooks[0]):
-        _let_resume(frame, place, before)
-
-
-def _let_resume(frame: Any, place: _Place, before: tuple[int, int]) -> None:
-    if getattr(frame, "_unison_resumes", False):
+    frame = None if hooks is None else _checkpoint_around(hooks[0])
+    if frame is None or getattr(frame, "_unison_resumes", False):
         return
     frame._unison_resumes = True
     state, run = place.draws.state(), frame.recompute_fn
@@ -353,29 +347,21 @@ def _let_resume(frame: Any, place: _Place, before: tuple[int, int]) -> None:
     frame.recompute_fn = resume
 
 
-def _frames_of(pack: Any) -> Iterator[Any]:
-    """Yield the checkpoints that the running code is in, by torch's own notes of them."""
-    found = _frame_in(pack)
-    if found is not None:
-        yield found
-        return
+def _checkpoint_around(pack: Any) -> Any:
+    """Return the checkpoint that the running code is in, by torch's own notes of it; or None."""
+    for cell in getattr(pack, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, torch.utils.checkpoint._CheckpointFrame):
+            return cell.cell_contents
     # Another hook is on top (activations offloaded to the host, say): look among the callers.
     caller = sys._getframe(1)
     while caller is not None:
-        frame = caller.f_locals.get("new_frame") if caller.f_code in _CHECKPOINTS else None
-        generator = caller.f_locals.get("gen") if caller.f_code in _CHECKPOINTS else None
-        if frame is None and generator is not None and generator.gi_frame is not None:
-            frame = generator.gi_frame.f_locals.get("new_frame")
-        if frame is not None:
-            yield frame
-            return
+        if caller.f_code in _CHECKPOINTS:
+            frame, generator = caller.f_locals.get("new_frame"), caller.f_locals.get("gen")
+            if frame is None and generator is not None and generator.gi_frame is not None:
+                frame = generator.gi_frame.f_locals.get("new_frame")
+            if frame is not None:
+                return frame
         caller = caller.f_back
-
-
-def _frame_in(pack: Any) -> Any:
-    for cell in getattr(pack, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, _CheckpointFrame):
-            return cell.cell_contents
     return None
 
 
@@ -390,7 +376,6 @@ def _refuse_reentrant() -> None:
         caller = caller.f_back
 
 
-_CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 _CHECKPOINTS = {unwrap(torch.utils.checkpoint.checkpoint).__code__}
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from unison.dynamo import ORIGINAL, backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
 from unison.names import canonical_name
-from unison.rng.compiled_draws import DrawingBackend
+from unison.rng.compiled_draws import compile_drawing
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
 from unison.shard.deal import (
     BatchPlan,
@@ -432,7 +432,7 @@ def compile_inside(unit: Unit) -> None:
         return
 
     # In granules it is compiled anew, for numbers of samples and for bits that stay.
-    backend = DrawingBackend(pinned(backend_in(compiled)))
+    backend = functools.partial(compile_drawing, pinned(backend_in(compiled)))
     drawing = torch.compile(own, backend=backend)
 
     def inner(*args: Any, **kwargs: Any) -> Any:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unison.errors import BadInput
 
 CONFIG_FILE, RESULT_FILE, METRICS_FILE = "config.json", "result.json", "metrics.jsonl"
 PARAMETERS_FILE = "model.safetensors"
+FILES = (CONFIG_FILE, RESULT_FILE, METRICS_FILE, PARAMETERS_FILE)
 NOT_COMPARED = frozenset({"train/tokens_per_second"})  # measured, not computed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,11 +47,7 @@ class RunFolder:
         Raises:
             BadInput: If there is none, or it has not ended.
         """
-        missing = [
-            name
-            for name in (CONFIG_FILE, RESULT_FILE, METRICS_FILE, PARAMETERS_FILE)
-            if not (folder / name).is_file()
-        ]
+        missing = [name for name in FILES if not (folder / name).is_file()]
         if missing:
             raise BadInput(
                 f"{folder} is not the folder of a run that has ended: no {', '.join(missing)}; "
@@ -64,12 +60,8 @@ class RunFolder:
             for name, value in record.items():
                 if name not in NOT_COMPARED and value is not None:
                     series.setdefault(name, {})[step] = value
-        return cls(
-            folder=str(folder),
-            config=json.loads((folder / CONFIG_FILE).read_text()),
-            result=json.loads((folder / RESULT_FILE).read_text()),
-            series=series,
-        )
+        config, result = (json.loads((folder / name).read_text()) for name in FILES[:2])
+        return cls(folder=str(folder), config=config, result=result, series=series)
 
     @property
     def mechanism(self) -> dict[str, Any]:
@@ -77,12 +69,6 @@ class RunFolder:
         settings = dict(self.config["mechanism"])
         overrides, privacy = settings.pop("overrides"), settings.pop("privacy", None) or {}
         return {**settings, **overrides, "private": bool(privacy), **privacy}
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether another run can draw the same noise and the same rows."""
-        privacy = self.config["mechanism"].get("privacy")
-        return privacy is None or not privacy["secure_noise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +189,8 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     Raises:
         BadInput: If a folder holds no such run, or the two are not one experiment.
     """
-    runs = (RunFolder.open(first), RunFolder.open(second))
-    _check_one_experiment(*runs)
-    a, b = runs
+    a, b = RunFolder.open(first), RunFolder.open(second)
+    _check_one_experiment(a, b)
     return RunComparison(
         folders=(a.folder, b.folder),
         num_ranks=(a.result["world_size"], b.result["world_size"]),
@@ -216,17 +201,13 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
             _series_difference(name, a.series.get(name, {}), b.series.get(name, {}))
             for name in sorted(a.series.keys() | b.series.keys())
         ],
-        parameters=_parameter_difference(
-            first / PARAMETERS_FILE,
-            second / PARAMETERS_FILE,
-            (a.result["digest"], b.result["digest"]),
-        ),
+        parameters=_parameter_difference(a, b),
     )
 
 
 def _check_one_experiment(a: RunFolder, b: RunFolder) -> None:
     for run in (a, b):
-        if not run.is_repeatable:
+        if run.mechanism.get("secure_noise"):
             raise BadInput(
                 f"the noise and the sampling of {run.folder} came from a secret key, which no "
                 "other run has; for a comparison train both with --no-secure-noise and one --seed "
@@ -276,11 +257,10 @@ def _relative(a: float | None, b: float | None) -> float:
     return abs(a - b) / scale if math.isfinite(scale) else math.inf
 
 
-def _parameter_difference(
-    first: Path, second: Path, digests: tuple[str, str]
-) -> ParameterDifference:
+def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDifference:
     from safetensors import safe_open
 
+    first, second = (Path(run.folder) / PARAMETERS_FILE for run in (a_run, b_run))
     num_elements, num_differing, largest = 0, 0, 0.0
     with safe_open(first, framework="pt") as a, safe_open(second, framework="pt") as b:
         if set(a.keys()) != set(b.keys()):
@@ -293,16 +273,16 @@ def _parameter_difference(
                     f"{name} is {list(x.shape)} {x.dtype} in {first}, and {list(y.shape)} "
                     f"{y.dtype} in {second}"
                 )
-            is_other = _bits(x) != _bits(y)
+            # As whole numbers, of which two are equal only if all their bits are.
+            bits = _INTEGERS[x.element_size()]
+            is_other = x.view(bits) != y.view(bits)
             num_elements += x.numel()
             num_differing += int(is_other.sum())
             if is_other.any():
                 largest = max(largest, float((x.double() - y.double()).abs().max()))
     return ParameterDifference(
-        num_elements=num_elements, num_differing=num_differing, largest=largest, digests=digests
+        num_elements=num_elements,
+        num_differing=num_differing,
+        largest=largest,
+        digests=(a_run.result["digest"], b_run.result["digest"]),
     )
-
-
-def _bits(value: Tensor) -> Tensor:
-    """The same elements as whole numbers, of which two are equal only if all their bits are."""
-    return value.view(_INTEGERS[value.element_size()])
