@@ -97,10 +97,6 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 
 # Options that are no setting of their own, or of another type than theirs.
 TYPES: dict[str, tuple[Any, Any]] = {
-    "num_layers": (int | None, None),
-    "vocab_size": (int | None, None),
-    "context_length": (int | None, None),
-    "dropout": (float | None, None),
     "private": (bool, False),
     "delta": (float | None, None),
     "kfac": (bool, False),
@@ -109,7 +105,8 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "resume": (str | None, None),
     "as_json": (bool, False),
 }
-OVERRIDES = ("num_layers", "vocab_size", "context_length", "dropout")  # fields of the model
+OVERRIDES = {"num_layers": int, "vocab_size": int, "context_length": int, "dropout": float}
+TYPES |= {name: (kind | None, None) for name, kind in OVERRIDES.items()}  # fields of the model
 
 
 def complete_preset(incomplete: str) -> list[str]:
