@@ -247,15 +247,12 @@ class Graft:
             )
         for key, value in tensors.items():
             kind, _, name = key.partition(".")
-            match kind:
-                case "m":
-                    self._m[name] = value
-                case "v":
-                    self._v[name] = value
-                case "count":
-                    self._counts[name] = int(value)
-                case _:
-                    raise BadInput(f"expected the state of Adam, found {key!r}")
+            if kind == "count":
+                self._counts[name] = int(value)
+            elif kind in ("m", "v"):
+                (self._m if kind == "m" else self._v)[name] = value
+            else:
+                raise BadInput(f"expected the state of Adam, found {key!r}")
 
 
 # --- steps, on the owner --------------------------------------------------------------------------

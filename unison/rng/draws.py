@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
@@ -200,21 +201,14 @@ def call_per_sample(
         own_args, own_kwargs = _piece((args, kwargs), dim, shape[dim], part)
         with seeded(draws.seed(number, sample), device):
             pieces.append(func(*own_args, **own_kwargs))
-    return args[0] if _is_in_place(func) else _joined(pieces, dim)
-
-
-def _is_in_place(func: Any) -> bool:
-    """Return whether an operation of torch's dispatcher returns what it was given."""
     returns = getattr(getattr(func, "_schema", None), "returns", ())
-    return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
+    if any(each.alias_info is not None and each.alias_info.is_write for each in returns):
+        return args[0]  # an operation of torch's dispatcher that works in place
 
+    def join(*values: Any) -> Any:
+        return torch.cat(values, dim) if isinstance(values[0], Tensor) else values[0]
 
-def _joined(pieces: list[Any], dim: int) -> Any:
-    if isinstance(pieces[0], Tensor):
-        return torch.cat(pieces, dim)
-    if isinstance(pieces[0], tuple | list):
-        return type(pieces[0])(_joined(list(each), dim) for each in zip(*pieces, strict=True))
-    return pieces[0]
+    return tree_map(join, *pieces)
 
 
 def _piece(value: Any, dim: int, whole: int, part: slice) -> Any:
