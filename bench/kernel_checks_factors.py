@@ -146,7 +146,7 @@ def _check_many_norms(
     runs: Runs, shape: str, lefts: list[Tensor], rights: list[Tensor], *, cancels: bool
 ) -> None:
     """Check norms and masses of several layers, measured by one launch."""
-    (found, masses, *_), is_same = runs.repeat(lambda: factored.grams(lefts, rights))
+    (found, masses, *_), is_same = runs.repeat(lambda: tuple(factored.grams(lefts, rights)))
     pairs = list(zip(lefts, rights, strict=True))
     squares = torch.stack([(x.double().mT @ y.double()).square().sum((1, 2)) for x, y in pairs])
     mass = torch.stack([_mass(x, y) for x, y in pairs])

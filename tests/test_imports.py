@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "check", "names", "modes", "dynamo"}
+BASE = {"errors", "check", "torch_internals"}
 SUBSTRATE = BASE | {"config", "rng", "kernels"}
 BELOW_PRIVACY = SUBSTRATE | {"ops", "capture", "clip", "parallel", "kfac"}
 LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
@@ -26,9 +26,7 @@ LIBRARY = BELOW_PRIVACY | {"privacy", "shard", "models", "data"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "check": {"errors"},
-    "names": set(),
-    "modes": set(),
-    "dynamo": set(),
+    "torch_internals": set(),
     "config": BASE,
     "kernels": BASE | {"config"},
     "rng": BASE | {"config", "kernels"},

@@ -1,6 +1,7 @@
 """Described inits: the description is the truth, and it can be replayed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_a_model_built_by_hand_draws_from_torch():
     second = GPT2LM(config)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
-    layer = first.get_submodule("layers.0.ffn.w2")
+    layer: Any = first.get_submodule("layers.0.ffn.w2")
     assert abs(layer.weight.std().item() / (0.02 / 2) - 1) < 0.05
     assert (layer.bias == 0).all()
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unison
 from tests.harness import World
-from unison.names import canonical_name
 from unison.privacy import Poisson, PrivacyEngine, PrivateLoader
+from unison.torch_internals import canonical_name
 
 VOCAB, WIDTH, HEADS, NUM_TOKENS, NUM_RECORDS = 37, 12, 4, 6, 24  # an odd vocabulary: uneven parts
 EXPECTED_BATCH_SIZE = 4

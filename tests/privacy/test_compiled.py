@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.privacy.common import attach, make_model, train
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.ops import Dense, Product
 from unison.privacy import PrivacyEngine
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.sampling import cut_passes
 from unison.shard import current_plan
+from unison.torch_internals import canonical_name
 
 EAGER = {"backend": "aot_eager"}
 

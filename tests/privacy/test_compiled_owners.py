@@ -28,10 +28,10 @@ from tests.privacy.sharded import CONFIG, losses, oracle_run, relative, rows, sh
 from tests.shard.fsdp2.test_bits import every_part
 from tests.shard.fsdp2.test_bits import nothing as no_part
 from unison.models import build
-from unison.names import canonical_name
 from unison.privacy import Poisson
 from unison.shard import find_blocks
 from unison.shard.digest import full_parameters
+from unison.torch_internals import canonical_name
 
 EAGER: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
 INDUCTOR: dict[str, Any] = {"compile": True}

@@ -33,10 +33,10 @@ from unison.capture.axes import Axes, AxisTable, Call, resembles
 from unison.capture.capture import Capture, OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
-from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
 from unison.rng.compiled_draws import compile_drawing
+from unison.torch_internals import DynamoBackend
 
 
 class GradientSlot(NamedTuple):

@@ -23,15 +23,14 @@ from unison.capture import Capture
 from unison.capture.compiled import CompiledCapture
 from unison.capture.torch_compile import unit_draws_known, unwrapped
 from unison.capture.tracked import Tracked, places
-from unison.dynamo import DynamoBackend, pinned
 from unison.errors import UnsupportedOperation
-from unison.names import canonical_name
 from unison.rng.draw_mode import draws_of_granule, unwatched
 from unison.shard.api import find_blocks
 from unison.shard.each_granule import CALLED_BY_GRANULE, call_each_granule
 from unison.shard.granules import PerGranule, num_granules_of
 from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import unit_of, units_of
+from unison.torch_internals import DynamoBackend, canonical_name, pinned
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
 from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
-from unison.modes import FunctionMode
 from unison.ops import Record
 from unison.ops.records import NOBODY
+from unison.torch_internals import FunctionMode
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 

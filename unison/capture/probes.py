@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from unison.capture.parts import is_in_parts, local
-from unison.modes import FunctionMode
+from unison.torch_internals import FunctionMode
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 

@@ -46,8 +46,8 @@ from unison.capture.probes import (
 )
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.modes import FunctionMode
 from unison.ops import Dense, Lookup, Product, Record, Streamed
+from unison.torch_internals import FunctionMode
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
 

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from unison.dynamo import ORIGINAL, DynamoBackend, backend_in
 from unison.errors import UnsupportedOperation
 from unison.shard.unit import unit_of
+from unison.torch_internals import ORIGINAL, DynamoBackend, backend_in
 
 # --- modules that the user has compiled -----------------------------------------------------------
 

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.ops import Record, Streamed
+from unison.torch_internals import canonical_name
 
 Back = Callable[[Record], Record]
 

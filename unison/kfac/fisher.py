@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
 from unison.capture.compiled_forward import CapturedPasses
 from unison.capture.torch_compile import backend_of_caller
-from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import Layer, PartSums, layers_of, phase, plain_record
@@ -55,6 +54,7 @@ from unison.parallel.granules import (
 )
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
+from unison.torch_internals import DynamoBackend
 
 ROW = 1 << 24  # tokens that a row could have
 BLOCK = 256  # classes whose probabilities are added up first

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from unison.capture.parts import is_in_parts
 from unison.capture.torch_compile import uncompile, unwrapped
-from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
 from unison.kfac.factors import Layer, Method, assign, cost, layers_of, phase, vector_size
@@ -34,6 +33,7 @@ from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adap
 from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
+from unison.torch_internals import DynamoBackend
 
 
 class KFAC:

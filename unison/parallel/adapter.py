@@ -22,7 +22,6 @@ from unison.capture import Capture
 from unison.capture.capture import PLACING
 from unison.capture.tracked import Source, Tracked, places
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.ops import Record
 from unison.parallel.exchange import buckets
 from unison.rng import Box
@@ -35,6 +34,7 @@ from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
 from unison.shard.sharded_tensor import ShardedTensor, is_dtensor, local_part
 from unison.shard.unit import Unit, unit_of
+from unison.torch_internals import canonical_name
 
 T = TypeVar("T")
 

@@ -26,7 +26,6 @@ from unison.capture import Capture
 from unison.capture.capture import PLACING
 from unison.capture.tracked import Source, Tracked
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.parallel.adapter import (
     GroupSums,
     MakeSums,
@@ -52,6 +51,7 @@ from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_o
 from unison.shard.ranks import Axes
 from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, is_dtensor, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
+from unison.torch_internals import canonical_name
 
 
 class FSDP2(ParallelAdapter):

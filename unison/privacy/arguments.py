@@ -20,10 +20,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from unison.dynamo import DynamoBackend, backend_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.sampling import Draws, Poisson, Sampling, Shuffled
 from unison.rng import Key
+from unison.torch_internals import DynamoBackend, backend_of
 
 _HINTS = {
     "criterion": "the loss is the user's own; no wrapper is needed, in any mode",

@@ -29,7 +29,6 @@ from unison.capture.torch_compile import backend_of_caller, is_compiled, uncompi
 from unison.capture.tracked import ParamRegistry
 from unison.clip import Clipping, Plan, SampleNorms
 from unison.clip.measured import SumGrid
-from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel import ParallelAdapter
@@ -49,6 +48,7 @@ from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.mechanism import Grid
 from unison.privacy.sampling import PhysicalBatch
+from unison.torch_internals import DynamoBackend
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from unison.capture import Capture, state_kept
 from unison.capture.compiled_forward import CapturedPasses
 from unison.clip import Clipping, Learned, Plan
-from unison.dynamo import DynamoBackend
 from unison.privacy.inputs import Inputs, output_dims, probe_losses
 from unison.rng.draw_mode import outside_draws
+from unison.torch_internals import DynamoBackend
 
 MAX_KINDS = 16  # of batches, each with kernels of its own
 

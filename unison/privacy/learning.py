@@ -27,9 +27,7 @@ from unison.capture.tracked import ParamRegistry
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers, mode_of
-from unison.dynamo import DynamoBackend
 from unison.errors import BadInput, UnsupportedOperation
-from unison.modes import FunctionMode
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
     Inputs,
@@ -40,6 +38,7 @@ from unison.privacy.inputs import (
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
+from unison.torch_internals import DynamoBackend, FunctionMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
-from unison.dynamo import DynamoBackend
 from unison.errors import UnsupportedOperation
 from unison.rng.draw_mode import DRAWING, DROPOUTS, count_draws, draws_now, draws_of_granule
 from unison.rng.draws import SHARED, attend_whole, drop_rows, dropout_arguments, samples_dim
+from unison.torch_internals import DynamoBackend
 
 
 def compile_drawing(

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from unison.errors import UnsupportedOperation
-from unison.modes import pushed_lowest, taken_away
 from unison.rng.draws import (
     BatchDraws,
     GranuleDraws,
@@ -35,6 +34,7 @@ from unison.rng.draws import (
     generator_states,
 )
 from unison.rng.streams import Key
+from unison.torch_internals import pushed_lowest, taken_away
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.shard.engine import compile_inside, context_of, install
 from unison.shard.flat_group import (
     CPUOffload,
@@ -28,6 +27,7 @@ from unison.shard.flat_group import (
 from unison.shard.ranks import DONE, Axes, Work
 from unison.shard.sharded_tensor import ShardedTensor, show_shards
 from unison.shard.unit import TAKEN_BY, UNIT_ATTRIBUTE, Unit, unit_of, units_of
+from unison.torch_internals import canonical_name
 
 M = TypeVar("M", bound=nn.Module)
 

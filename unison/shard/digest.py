@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unison.names import canonical_name
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import local_part, show_shards, whole
 from unison.shard.unit import units_of
+from unison.torch_internals import canonical_name
 
 
 def digest(module: nn.Module) -> str:

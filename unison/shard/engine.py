@@ -33,9 +33,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from unison.dynamo import ORIGINAL, backend_in, pinned
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.rng.compiled_draws import compile_drawing
 from unison.rng.draw_mode import draws_of_granule, nothing_else_drawn, paused, unwatched
 from unison.shard.deal import (
@@ -60,6 +58,7 @@ from unison.shard.granules import (
 from unison.shard.guard import compare_across_ranks
 from unison.shard.ranks import Ranks, checksum, same_on_every_rank
 from unison.shard.unit import Unit, Versions, shadowed, units_of
+from unison.torch_internals import ORIGINAL, backend_in, canonical_name, pinned
 
 # ------------------------------------------------------------------------------------------------
 # What is settled before the first pass: the same model, not the same data, the same kernels.

@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.names import canonical_name
 from unison.shard.deal import BatchPlan, checked_plan, current_plan, take_mean_was_used
 from unison.shard.each_granule import call_each_granule, granular_pass
 from unison.shard.flat_group import Use, per_granule
@@ -49,6 +48,7 @@ from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
 from unison.shard.unit import places_of, shadowed, units_of
+from unison.torch_internals import canonical_name
 
 # ------------------------------------------------------------------------------------------------
 # What the ordered reducer needs of a model under FSDP2, checked before anything is changed.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.names import canonical_name
 from unison.shard.deferred.recorder import (
     ORIGINALS,
     InitRecipe,
@@ -37,6 +36,7 @@ from unison.shard.deferred.tape import (
 from unison.shard.flat_group import RECIPE
 from unison.shard.sharded_tensor import is_dtensor, local_part, placement_of
 from unison.shard.unit import TAKEN_BY, units_of
+from unison.torch_internals import canonical_name
 
 # ------------------------------------------------------------------------------------------------
 # The tensors of a module that have to be filled, where they are, and under which names.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
-from unison.names import canonical_name
 from unison.shard.guard import compare_across_ranks
 from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks
@@ -26,6 +25,7 @@ from unison.shard.sharded_tensor import (
     whole,
 )
 from unison.shard.unit import units_of
+from unison.torch_internals import canonical_name
 
 # ------------------------------------------------------------------------------------------------
 # Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.

@@ -1,0 +1,142 @@
+"""What torch and its wrappers do inside: names of wrapped parameters, function modes, Dynamo.
+
+Dynamo itself is imported where it is used: that takes a second.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+# --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
+
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def canonical_name(name: str) -> str:
+    """Strip what DDP, torch.compile and checkpoint wrappers put into a parameter's name.
+
+    Streams of noise and initial values hang on names, so a wrapper must not change them.
+
+    >>> canonical_name("module.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+# --- torch's function modes, and their stack ------------------------------------------------------
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode that lets a function stand in for each torch function of its block.
+
+    Args:
+        call: Called with the torch function, its arguments, and its keyword arguments.
+    """
+
+    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Let the function decide."""
+        return self._call(func, args, kwargs or {})
+
+
+def push_lowest(mode: TorchFunctionMode) -> None:
+    """Put a mode below all others: `with torch.device(...)` takes what is on top as it ends.
+
+    Only the default device wants to be lower.
+    """
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    with _cleared(lambda each: each is default):
+        torch.overrides._push_mode(mode)
+
+
+def take_away(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack, wherever it is; nothing happens if it is not there."""
+    if any(each is mode for each in _get_current_function_mode_stack()):
+        with _cleared(lambda each: each is mode):
+            torch.overrides._pop_mode()
+
+
+@contextmanager
+def pushed_lowest(mode: TorchFunctionMode) -> Iterator[None]:
+    """Have a mode below all others for a block."""
+    push_lowest(mode)
+    try:
+        yield
+    finally:
+        take_away(mode)
+
+
+@contextmanager
+def taken_away(mode: TorchFunctionMode) -> Iterator[None]:
+    """Have a mode nowhere on the stack for a block."""
+    if not any(each is mode for each in _get_current_function_mode_stack()):
+        yield
+        return
+    take_away(mode)
+    try:
+        yield
+    finally:
+        push_lowest(mode)
+
+
+@contextmanager
+def _cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
+    """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
+    above = []
+    while (stack := _get_current_function_mode_stack()) and not is_last(stack[-1]):
+        above.append(torch.overrides._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
+
+
+# --- what torch.compile has made, and what compiles for it ----------------------------------------
+
+DynamoBackend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+"""(graph, examples of its inputs) -> what runs it; as `torch.compile(backend=)` takes it."""
+
+ORIGINAL = "_torchdynamo_orig_callable"  # of a function that torch.compile made: what it was
+
+
+def backend_of(options: Mapping[str, Any]) -> DynamoBackend:
+    """The backend that torch.compile would use, with its mode and options.
+
+    Args:
+        options: Arguments of `torch.compile`.
+    """
+    return backend_in(torch.compile(_nothing, **options))
+
+
+def backend_in(compiled: Callable[..., Any]) -> DynamoBackend:
+    """The backend of a function that torch.compile made."""
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    return torch._dynamo.eval_frame.innermost_backend(cells["callback"].cell_contents)
+
+
+def _nothing() -> None:
+    pass
+
+
+def pinned(backend: DynamoBackend) -> DynamoBackend:
+    """The same backend, which chooses nothing by timing: each choice has bits of its own.
+
+    Inductor tries several kernels and takes the fastest, which is another one from run to run.
+    """
+    config = getattr(backend, "config", None)
+    if type(backend).__name__ != "_TorchCompileInductorWrapper" or not isinstance(config, dict):
+        return backend
+    made: Any = copy.copy(backend)
+    made.config = {**config, "deterministic": True}
+    return made
