@@ -1,12 +1,16 @@
 """Private training on ranks: the oracle's result, and in ordered mode the same bits everywhere."""
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.harness import World, ranks, run_on_ranks
 from tests.privacy.sharded import modes_of, oracle_run, private_run, relative
 from unison.errors import UnsupportedOperation
+from unison.kernels import multi_tensor
+from unison.privacy import noise
 
 SHARDINGS = ("none", "ddp", "zero2", "zero3", "root", "hybrid")
 # Small draws: with several ranks some have no sample at most steps, and two draws are empty (the
@@ -17,6 +21,16 @@ SHORT = {"rate": 0.06, "steps": 6}
 
 def run(world: World, case: dict) -> dict:
     return private_run(world, **case)
+
+
+def run_as_on_gpus(world: World, case: dict) -> dict:
+    """The same with the noise of all parameters drawn at once, by the kernel's reference."""
+    own, found = noise.multi_tensor, multi_tensor.release_reference
+    try:
+        noise.multi_tensor = SimpleNamespace(is_fast=lambda _: True, release=found)  # type: ignore[assignment]
+        return private_run(world, **case)
+    finally:
+        noise.multi_tensor = own
 
 
 @functools.cache
@@ -30,8 +44,8 @@ def ordered_alone(mode: str, steps: int) -> dict:
     return run_on_ranks(1, run, case)[0]
 
 
-def check_against_oracle(size: int, case: dict, length: dict) -> None:
-    found = run_on_ranks(size, run, {**length, **case})[0]
+def check_against_oracle(size: int, case: dict, length: dict, work: Any = run) -> None:
+    found = run_on_ranks(size, work, {**length, **case})[0]
     expected = oracle(length["steps"])
     assert found["sizes"] == expected["sizes"]
     assert 0 in found["sizes"]
@@ -53,6 +67,11 @@ def check_bits(size: int, case: dict, length: dict = SHORT, what: tuple[str, ...
 @pytest.mark.parametrize(("size", "how"), [(1, "zero3"), (2, "zero3"), (3, "ddp"), (4, "hybrid")])
 def test_noisy_steps_are_those_of_the_oracle(size, how):
     check_against_oracle(size, {"how": how}, SHORT)
+
+
+@pytest.mark.parametrize(("size", "how"), [(2, "zero3"), (3, "ddp"), (4, "hybrid")])
+def test_noise_that_is_drawn_at_once_is_that_of_the_parts(size, how):
+    check_against_oracle(size, {"how": how}, SHORT, run_as_on_gpus)
 
 
 @pytest.mark.full

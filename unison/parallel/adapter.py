@@ -98,6 +98,11 @@ class ShardedParam:
         """Which elements of the parameter are here."""
         return self.cut or Box.flat(self.start, self.stop, self.numel)
 
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the parameter, in its own memory."""
+        return local_part(self.parameter)
+
     def as_gradient(self, values: Tensor) -> Tensor:
         """A gradient of these elements, as the optimizer wants to find it in `.grad`."""
         parameter: Any = self.parameter

@@ -118,7 +118,7 @@ class Shares(NamedTuple):
         names: The parameters' canonical names.
         values: [n, ...] each: per-sample gradients, or the one sum of them, perhaps on a grid.
         weights: [n] each: coefficients, or the number 1, or the grid's spacing.
-        like: Parameters, of whose shapes and dtypes the gradients are.
+        like: This rank's parts of parameters, of whose shapes and dtypes the gradients are.
         starts: First of the parameter's elements that this is.
     """
 
@@ -272,7 +272,7 @@ def _shares(
     owned: Sequence[ShardedParam], values: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Shares:
     names, starts = tuple(each.name for each in owned), tuple(each.start for each in owned)
-    return Shares(names, values, weights, [each.parameter for each in owned], starts)
+    return Shares(names, values, weights, [each.local for each in owned], starts)
 
 
 def _unused(owned: ShardedParam) -> tuple[Tensor, Tensor]:
