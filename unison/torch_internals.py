@@ -102,6 +102,14 @@ def _cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
             torch.overrides._push_mode(mode)
 
 
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """Return what autocast casts to on CPUs and on GPUs; None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
+
+
 # --- what torch.compile has made, and what compiles for it ----------------------------------------
 
 DynamoBackend = Callable[[GraphModule, list[Any]], Callable[..., Any]]

@@ -5,7 +5,7 @@ A tap on the output of each operation that uses parameters makes records of its 
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
-from unison.capture.expression import derive, is_always_expression, is_in_place, per_sample_fallback
+from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
 from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
@@ -43,7 +43,7 @@ from unison.capture.tracked import (
     plain,
 )
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Builder, Layout, Product, Record, Streamed, rule_of
+from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
@@ -175,14 +175,15 @@ class Capture:
         recurrent = [each for each in self._params.modules if isinstance(each[1], nn.RNNBase)]
         with (
             marked(self._params.places, self._tracked, is_guarded=is_guarded),
-            flat_weights_renewed(recurrent),
+            flat_weights_renewed(recurrent) if recurrent else nullcontext(),
         ):
             yield self
 
     def _tracked(self, value: Tensor, name: str) -> Tracked:
         """Return a tensor in a parameter's place that tells this capture of its uses."""
         made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
-        made.is_parameter = isinstance(value, nn.Parameter) and not is_in_parts(value)
+        is_whole = type(made.value) is Tensor or not is_in_parts(value)
+        made.is_parameter = isinstance(value, nn.Parameter) and is_whole
         return made
 
     @contextmanager
@@ -318,9 +319,9 @@ class Capture:
         is_learning = self.seen is not None or self._met is not None
         if func in UNFOLLOWED or not (is_learning or torch.is_grad_enabled()):
             return func(*all_plain(args), **all_plain(kwargs))
-        if is_always_expression(func, args):
+        if func in ALWAYS and type(args[0]) is Tracked:
             return derive(self, func, args, kwargs)
-        rule = rule_of(func)
+        rule = RULES.get(func) or rule_of(func)
         call, is_complex = self._call_of(func, args, kwargs)
         if is_complex:
             rule = None  # rules are of real numbers; autograd knows what to conjugate

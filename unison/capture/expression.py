@@ -91,13 +91,9 @@ VIEWS = {
     torch.squeeze,
 }
 
-# Expressions whatever their sizes are, where the parameter is the only tensor.
+# Expressions whatever their sizes are, where the parameter is the only tensor: that they do not
+# depend on the batch need not be learned.
 ALWAYS = SAME | TRANSPOSES
-
-
-def is_always_expression(func: Callable[..., Any], args: tuple) -> bool:
-    """Whether it need not be learned that a call does not depend on the batch."""
-    return func in ALWAYS and type(args[0]) is Tracked
 
 
 def derive(

@@ -36,6 +36,7 @@ from unison.clip.costs import AUTO, MODES, LayerShape, describe, with_shared_inp
 from unison.clip.plan import Plan, plan_clipping
 from unison.errors import BadInput
 from unison.ops import Record, Streamed
+from unison.torch_internals import autocast_dtypes
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> one loss per sample [batch]."""
@@ -97,7 +98,7 @@ def learn(
     # The code, not the function: that of a closure may be made anew for each batch, and hold the
     # model, which then would never be forgotten.
     code = getattr(per_sample_loss, "__code__", type(per_sample_loss))
-    key = (str(spec), kinds, *mode_of(model, trained), code)
+    key = (str(spec), kinds, model.training, trained, autocast_dtypes(), code)
     tables = _learned.setdefault(model, {})
     if key not in tables:
         with state_kept(model, batch) as state:
@@ -113,20 +114,6 @@ def axes_of(
 ) -> AxisTable:
     """Where samples lie in the operations of a model; see `learn`."""
     return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
-
-
-def mode_of(model: nn.Module, trained: tuple[str, ...]) -> tuple:
-    """All but its input that decides what a model does.
-
-    Args:
-        model: The model.
-        trained: Names of the parameters that take gradients.
-    """
-    autocast = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
-    )
-    return model.training, trained, autocast
 
 
 _FEW = 2

@@ -167,6 +167,8 @@ class BatchDealer:
 
     def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
         """Around a forward pass: what it draws belongs to samples, if they come in granules."""
+        if self.granule is None:
+            return nullcontext()
         return granular_pass(type(module).__name__, module, inputs, looks_at_writes=False)
 
     def rows_to_plan(self, num_rows: int) -> int:

@@ -26,7 +26,7 @@ from unison.capture.parts import is_in_parts
 from unison.capture.tracked import ParamRegistry
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
-from unison.clip.functional import learn_layers, mode_of
+from unison.clip.functional import learn_layers
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
@@ -38,7 +38,7 @@ from unison.privacy.inputs import (
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
-from unison.torch_internals import DynamoBackend, FunctionMode
+from unison.torch_internals import DynamoBackend, FunctionMode, autocast_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ class Learning:
         params.refresh()
         self._private = _held_by(params, owner)
         self._learned: dict[Any, Learned] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._refusals: dict[Any, str | None] = {}
         self._num_passes: Counter[Any] = Counter()
         self._inconclusive: set[Any] = set()
@@ -147,7 +148,7 @@ class Learning:
         trained = self.check_params()
         # A layer may be put to train alone.
         modes = bytes(module.training for _, module in self._params.modules)
-        return inputs.kind, mode_of(self._module, trained), modes
+        return inputs.kind, trained, autocast_dtypes(), modes
 
     def check_params(self) -> tuple[str, ...]:
         """Make sure that what is trained is what was made private, and return its names.
@@ -280,15 +281,18 @@ class Learning:
         self, learned: Learned, num_rows: int, inputs: Inputs, *, is_compiled: bool = False
     ) -> Plan:
         """Return how batches of as many rows are clipped, in passes that are compiled or not."""
-        return learned.plan(
-            num_rows,
-            mode=self._settings.mode,
-            memory_budget=self._settings.memory_budget,
-            machine=inputs.device.type,
-            timed=self._timed(inputs.device),
-            is_alone=self._is_alone,
-            is_compiled=is_compiled,
-        )
+        key = id(learned), num_rows, inputs.device, is_compiled
+        if key not in self._plans:
+            self._plans[key] = learned.plan(
+                num_rows,
+                mode=self._settings.mode,
+                memory_budget=self._settings.memory_budget,
+                machine=inputs.device.type,
+                timed=self._timed(inputs.device),
+                is_alone=self._is_alone,
+                is_compiled=is_compiled,
+            )
+        return self._plans[key]
 
     @property
     def _is_alone(self) -> bool:
