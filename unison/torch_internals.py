@@ -1,16 +1,20 @@
-"""What torch and its wrappers do inside: names of wrapped parameters, function modes, Dynamo.
+"""What torch and its wrappers do inside: wrapped parameters, function modes, Dynamo.
 
 Dynamo itself is imported where it is used: that takes a second.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
 
@@ -26,6 +30,12 @@ def canonical_name(name: str) -> str:
     'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_in_parts(value: Any) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 # --- torch's function modes, and their stack ------------------------------------------------------

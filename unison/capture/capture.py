@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
 from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
-from unison.capture.parts import is_in_parts, local, record_of, refuse_use, sum_of_parts
+from unison.capture.parts import local, record_of, refuse_use, sum_of_parts
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
     NOBODY,
@@ -45,6 +45,7 @@ from unison.capture.tracked import (
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
+from unison.torch_internals import is_in_parts
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unison.capture.axes import Axes, Axis, Call
-from unison.capture.parts import is_in_parts, looked_up_part, refuse_use
+from unison.capture.parts import looked_up_part, refuse_use
 from unison.capture.tracked import (
     Back,
     Listener,
@@ -42,6 +42,7 @@ from unison.ops import (
     reshaped,
     transposed,
 )
+from unison.torch_internals import is_in_parts
 
 # The same values in another dtype or place in memory: records are those of the parameter.
 SAME = {

@@ -17,14 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unison.capture.axes import NO_AXIS, AxisTable, Seen
 from unison.capture.capture import Capture, Met
-from unison.capture.parts import is_in_parts
 from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
 from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.ops.records import NOBODY
-from unison.torch_internals import FunctionMode
+from unison.torch_internals import FunctionMode, is_in_parts
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 

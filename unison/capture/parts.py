@@ -17,9 +17,8 @@ as DTensors themselves need.
 torch.distributed.tensor takes a second to import; where nobody has, there is no DTensor.
 """
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,16 +27,11 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Layout, Record, looked_up, part_of, per_sample
 from unison.ops.cuts import adds_tokens, needs_for_cut, num_read
+from unison.torch_internals import is_in_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-
-def is_in_parts(value: Any) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def shell_of(value: "DTensor") -> Tensor:

@@ -40,8 +40,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from unison.capture.parts import is_in_parts, local
-from unison.torch_internals import FunctionMode
+from unison.capture.parts import local
+from unison.torch_internals import FunctionMode, is_in_parts
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unison.capture.axes import AxisTable
 from unison.capture.capture import PLACING, Capture
-from unison.capture.parts import is_in_parts, local
+from unison.capture.parts import local
 from unison.capture.probes import (
     NUM_PROBED,
     ProbeState,
@@ -47,7 +47,7 @@ from unison.capture.probes import (
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.ops import Dense, Lookup, Product, Record, Streamed
-from unison.torch_internals import FunctionMode
+from unison.torch_internals import FunctionMode, is_in_parts
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
 

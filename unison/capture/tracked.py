@@ -24,10 +24,10 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from unison.capture.parts import is_in_parts, local, moved_back, shell_of, span_of
+from unison.capture.parts import local, moved_back, shell_of, span_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record, Streamed
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_in_parts
 
 Back = Callable[[Record], Record]
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unison.capture.parts import is_in_parts
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
@@ -33,7 +32,7 @@ from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adap
 from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
-from unison.torch_internals import DynamoBackend
+from unison.torch_internals import DynamoBackend, is_in_parts
 
 
 class KFAC:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
-from unison.capture.parts import is_in_parts, local, span_of
+from unison.capture.parts import local, span_of
 from unison.capture.torch_compile import refuse_compiled
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
@@ -48,6 +48,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import num_granules_of
 from unison.shard.ranks import Ranks
+from unison.torch_internals import is_in_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,13 +25,13 @@ from torch.utils._pytree import (
 from torch.utils.hooks import RemovableHandle
 
 from unison.capture.capture import ANCHOR
-from unison.capture.parts import is_in_parts
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.dealing import plain_leaf
 from unison.privacy.loss_check import LossCheck
+from unison.torch_internals import is_in_parts
 
 # --- arguments and outputs ------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from unison.capture import (
     probe_rows,
     state_kept,
 )
-from unison.capture.parts import is_in_parts
 from unison.capture.tracked import ParamRegistry
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
@@ -38,7 +37,7 @@ from unison.privacy.inputs import (
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
-from unison.torch_internals import DynamoBackend, FunctionMode, autocast_dtypes
+from unison.torch_internals import DynamoBackend, FunctionMode, autocast_dtypes, is_in_parts
 
 
 @dataclass(frozen=True, kw_only=True)

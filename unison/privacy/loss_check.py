@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.parts import is_in_parts
 from unison.errors import UnsupportedOperation
 from unison.privacy.dealing import packed, unpacked
 from unison.privacy.loss_tape import (
@@ -50,6 +49,7 @@ from unison.privacy.loss_tape import (
     may_branch,
     positions,
 )
+from unison.torch_internals import is_in_parts
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
