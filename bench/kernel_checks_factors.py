@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_errors import LIMITS, Outcome, Runs, Setting, largest_error, norm_error
-from unison.clip import measured
+from unison.clip import bounds, measured
 from unison.kernels import factored, multi_tensor
 from unison.ops import Product
 
@@ -98,7 +98,7 @@ def _check_kept(runs: Runs, shape: str, left: Tensor, right: Tensor, squares: Te
         x = measured.materialize([product])
         return x, multi_tensor.squares([x])
 
-    if not measured.is_taken([product]):  # on the CPU
+    if not bounds.is_taken([product]):  # on the CPU
         return
     (x, found), is_same = runs.repeat(kept)
     of_kept = x.double().square().sum((1, 2))

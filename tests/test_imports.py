@@ -56,7 +56,7 @@ PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
 ADAPTERS: dict[str, set[str]] = {
     "unison/kfac/kfac.py": {"shard"},
     "unison/capture/compiled_forward.py": {"shard"},
-    "unison/privacy/dealing.py": {"shard"},
+    "unison/privacy/sampling.py": {"shard"},
     "unison/capture/torch_compile.py": {"shard"},
 }
 

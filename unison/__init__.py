@@ -3,6 +3,7 @@
 This module holds the public names and nothing else. Importing it needs torch and numpy only.
 """
 
+from unison import clip
 from unison.errors import BadInput, Diverged, NeedsWhole, UnisonError, UnsupportedOperation
 from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.kfac import KFAC, KFACConfig

@@ -20,7 +20,7 @@ from tests.clip.common import (
 from tests.clip.hard import HARD
 from tests.harness import assert_close, assert_same_bits
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip import MODES, SampleNorms, clipped_gradients, flat, measured
+from unison.clip import MODES, SampleNorms, bounds, clipped_gradients, flat, measured
 from unison.clip.bounds import SMALLEST_MAX_NORM
 from unison.kernels import multi_tensor
 from unison.kernels.cross_entropy import ChunkedHead
@@ -128,7 +128,7 @@ def test_against_float64(name, dtype):
     c = torch.linspace(0.2, 1.0, BATCH, dtype=torch.float64)
     total = torch.einsum("b,b...->...", c, gradients)
     with as_on_cuda():
-        assert measured.is_taken(records)
+        assert bounds.is_taken(records)
         for method in methods_of(records):
             # Triton's interpreter truncates to bfloat16: each of several uses once more.
             is_narrow = is_stored_narrow(records, method)
@@ -207,13 +207,13 @@ def test_dtypes_that_are_kept(gen):
 
 
 def test_what_the_kernels_take(gen):
-    assert not measured.is_taken([_product(gen)])  # on the CPU
+    assert not bounds.is_taken([_product(gen)])  # on the CPU
     with as_on_cuda():
-        assert measured.is_taken([_product(gen), _lookup(gen), _dense(gen)])
-        assert not measured.is_taken(cast([_product(gen)], torch.float64))
+        assert bounds.is_taken([_product(gen), _lookup(gen), _dense(gen)])
+        assert not bounds.is_taken(cast([_product(gen)], torch.float64))
         first = _product(gen, shape=(ROWS, 5, 4))
         other = _product(gen, d_in=4, d_out=ROWS * 5, shape=(ROWS, 5, 4))
-        assert not measured.is_taken([first, other])  # two matrices
+        assert not bounds.is_taken([first, other])  # two matrices
 
 
 @interpreted

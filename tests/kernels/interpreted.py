@@ -98,7 +98,7 @@ def _end() -> None:
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Let the library use its kernels for tensors on the CPU."""
-    from unison.clip import measured
+    from unison.clip import bounds, measured
     from unison.kernels import factored, multi_tensor
     from unison.kernels.available import is_suited
 
@@ -106,7 +106,7 @@ def as_on_cuda() -> Iterator[None]:
         return all(map(is_suited, tensors))
 
     with contextlib.ExitStack() as stack:
-        for module in (measured, multi_tensor, factored):
+        for module in (bounds, measured, multi_tensor, factored):
             stack.enter_context(mock.patch.object(module, "takes", takes))
         stack.enter_context(mock.patch.object(multi_tensor, "_is_on_cuda", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))

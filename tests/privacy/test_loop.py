@@ -27,7 +27,7 @@ from tests.privacy.common import (
 from unison.clip import plan_clipping
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
-from unison.privacy.dealing import BatchDealer
+from unison.privacy.sampling import BatchDealer
 from unison.shard.ranks import Ranks
 
 # ---- GradScaler ----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ from torch import Tensor
 
 from unison import check
 from unison.errors import BadInput
-from unison.kernels.available import num_per_tile, plain_arithmetic, spans
+from unison.kernels.available import num_per_tile, plain_arithmetic, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
 
 # --- records as matrices --------------------------------------------------------------------------
@@ -111,6 +111,13 @@ ROWS_PER_TILE = 256
 def factors(product: Product) -> tuple[Tensor, Tensor]:
     """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
     return (product.a, product.g) if product.is_transposed else (product.g, product.a)
+
+
+def is_taken(records: Sequence[Record | Streamed]) -> bool:
+    """Whether the kernels take the records of a parameter."""
+    if not all(takes(*tensors_of(record)) for record in records):
+        return False
+    return len({matrix_shape([r]) for r in records if not isinstance(r, Dense)}) <= 1
 
 
 def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from unison.clip import measured
-from unison.clip.bounds import tensors_of
+from unison.clip.bounds import is_taken, tensors_of
 from unison.clip.costs import (
     CHOICES,
     FACTOR_NORMS,
@@ -209,7 +209,7 @@ class Stopwatch:
 
     def _time(self, layer: LayerShape) -> dict[str, float] | None:
         records = draw_records(layer, self._device)
-        if not measured.is_taken(records):
+        if not is_taken(records):
             return None
         found = {}
         for part, run, times in runs_of(layer, records, wanted_parts(layer)):

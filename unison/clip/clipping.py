@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unison.clip import measured
-from unison.clip.bounds import NormTable, SampleNorms, num_terms, tensors_of
+from unison.clip.bounds import NormTable, SampleNorms, is_taken, num_terms, tensors_of
 from unison.clip.costs import KINDS, Choice, describe
 from unison.clip.measured import Factors, SumGrid
 from unison.clip.norms import (
@@ -186,7 +186,7 @@ class Clipping:
             choice = planned.chosen.choice
             if NORM_METHODS[choice.norm].is_kept:
                 return Dense(measured.form(record), is_ours=True)
-            if choice.gradient == "records" and measured.is_taken([record]):
+            if choice.gradient == "records" and is_taken([record]):
                 record.finish()
                 return cast(Record, record)  # kernels take it for one
         return record.as_product()
@@ -197,7 +197,7 @@ class Clipping:
         records: Sequence[Record] = parameter.records
         choice = parameter.choice = self._choice_for(parameter)
         is_kept = NORM_METHODS[choice.norm].is_kept
-        parameter.is_fast = choice.norm in measured.METHODS and measured.is_taken(records)
+        parameter.is_fast = choice.norm in measured.METHODS and is_taken(records)
         if not parameter.is_fast:
             lent = None
             needed = needed_to_keep(records) if is_kept and parameter.lent is None else None

@@ -108,13 +108,6 @@ def form(record: Streamed) -> Tensor:
     return out
 
 
-def is_taken(records: Sequence[Record | Streamed]) -> bool:
-    """Whether the kernels take the records of a parameter."""
-    if not all(takes(*tensors_of(record)) for record in records):
-        return False
-    return len({matrix_shape([r]) for r in records if not isinstance(r, Dense)}) <= 1
-
-
 def kept_dtype(records: Sequence[Record | Streamed]) -> torch.dtype:
     """Return the dtype of per-sample gradients that are kept.
 

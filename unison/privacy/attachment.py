@@ -33,7 +33,6 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
-from unison.privacy.dealing import BatchDealer, Part, packed, plain_leaf, unpacked
 from unison.privacy.inputs import (
     BufferWatch,
     Inputs,
@@ -47,7 +46,7 @@ from unison.privacy.learning import ClippingSettings, Learning, is_recording
 from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
 from unison.privacy.mechanism import Grid
-from unison.privacy.sampling import PhysicalBatch
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, plain_leaf, unpacked
 from unison.torch_internals import DynamoBackend
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.

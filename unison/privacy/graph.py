@@ -31,7 +31,6 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.multi_tensor import Tables, combine, tables_kept
 from unison.parallel import ShardedParam
 from unison.privacy.attachment import Attachment, RunningPass
-from unison.privacy.dealing import FixedRows, Part
 from unison.privacy.mechanism import Grid
 from unison.privacy.noise import (
     ReleaseTerms,
@@ -42,7 +41,7 @@ from unison.privacy.noise import (
     release_by,
     shares_of,
 )
-from unison.privacy.sampling import PhysicalBatch
+from unison.privacy.sampling import FixedRows, Part, PhysicalBatch
 
 if TYPE_CHECKING:
     from unison.privacy.training import LogicalBatch, PrivateTraining

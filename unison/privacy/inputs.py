@@ -29,8 +29,8 @@ from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
-from unison.privacy.dealing import plain_leaf
 from unison.privacy.loss_check import LossCheck
+from unison.privacy.sampling import plain_leaf
 from unison.torch_internals import is_in_parts
 
 # --- arguments and outputs ------------------------------------------------------------------------

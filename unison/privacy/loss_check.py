@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from unison.errors import UnsupportedOperation
-from unison.privacy.dealing import packed, unpacked
 from unison.privacy.loss_tape import (
     EARLIER,
     Handling,
@@ -49,6 +48,7 @@ from unison.privacy.loss_tape import (
     may_branch,
     positions,
 )
+from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import is_in_parts
 
 # --- losses that a model makes itself -------------------------------------------------------------

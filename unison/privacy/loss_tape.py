@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
-from unison.privacy.dealing import packed, unpacked
+from unison.privacy.sampling import packed, unpacked
 from unison.torch_internals import push_lowest, take_away, taken_away
 
 # --- values that leave torch for Python -----------------------------------------------------------

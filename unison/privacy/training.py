@@ -23,7 +23,6 @@ from unison.kernels.available import takes
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
-from unison.privacy.dealing import BatchDealer, Part, Ranks, batch_mean, local_batch_mean
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.inputs import PublicTerms
 from unison.privacy.learning import ClippingSettings, is_recording
@@ -40,7 +39,14 @@ from unison.privacy.noise import (
     private_gradients,
     require_given,
 )
-from unison.privacy.sampling import PhysicalBatch
+from unison.privacy.sampling import (
+    BatchDealer,
+    Part,
+    PhysicalBatch,
+    Ranks,
+    batch_mean,
+    local_batch_mean,
+)
 from unison.rng import Key, NoiseClock
 
 _attached: "weakref.WeakSet[PrivateTraining]" = weakref.WeakSet()
