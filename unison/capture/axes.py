@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from unison.errors import UnsupportedOperation
+from unison.errors import BadInput, UnsupportedOperation
 
 NO_AXIS = None  # made of parameters alone
 Axis = int | None
@@ -230,3 +231,19 @@ def _changed(first: tuple[int, ...], second: tuple[int, ...], call: Call) -> Axi
             "mix; a sample must have a place of its own"
         )
     return dims[0] if dims else NO_AXIS
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of samples: the common size of the tensors' first dimension.
+
+    Raises:
+        BadInput: If the tensors do not agree.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in tensors}
+    if len(sizes) != 1 or None in sizes:
+        raise BadInput(
+            "expected a batch of tensors with one sample per row of dimension 0, found sizes "
+            f"{sorted(map(str, sizes))}"
+        )
+    return sizes.pop()  # type: ignore[return-value]

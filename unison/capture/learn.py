@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from unison.capture.axes import NO_AXIS, AxisTable, Seen
+from unison.capture.axes import NO_AXIS, AxisTable, Seen, batch_size_of
 from unison.capture.capture import Capture, Met
 from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
@@ -28,21 +28,6 @@ from unison.torch_internals import FunctionMode, is_in_parts
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 
 MAX_ROUNDS = 10
-
-
-def batch_size_of(batch: Any) -> int:
-    """Return the number of samples: the common size of the tensors' first dimension.
-
-    Raises:
-        BadInput: If the tensors do not agree.
-    """
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in _tensors(batch)}
-    if len(sizes) != 1 or None in sizes:
-        raise BadInput(
-            "expected a batch of tensors with one sample per row of dimension 0, found sizes "
-            f"{sorted(map(str, sizes))}"
-        )
-    return sizes.pop()  # type: ignore[return-value]
 
 
 def resized(batch: Any, num_samples: int) -> Any:
