@@ -6,7 +6,9 @@ import pytest
 
 from unison.errors import BadInput, Diverged
 from unison.train.run_folder import (
+    MANIFEST_FILE,
     check_free,
+    checkpoints_of,
     open_metrics,
     open_run_folder,
     plot_losses,
@@ -40,10 +42,11 @@ def test_finished_run_replaces_the_old_one(tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == "new"
 
 
-def test_failed_run_puts_the_old_one_back(tmp_path):
+@pytest.mark.parametrize("error", [Diverged("nan"), KeyboardInterrupt(), OSError("disk full")])
+def test_failed_run_puts_the_old_one_back(tmp_path, error):
     make_run(tmp_path / "run", "old")
-    with pytest.raises(Diverged):
-        run_until(Diverged("nan"), tmp_path / "run", overwrite=True)
+    with pytest.raises(type(error)):
+        run_until(error, tmp_path / "run", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == "old"
 
@@ -52,6 +55,13 @@ def test_interrupted_run_keeps_what_it_wrote(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_until(KeyboardInterrupt(), tmp_path / "run", overwrite=False)
     assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path):
+    for name in ("step-000002", "step-000010", "step-000010-copy", "step-"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / MANIFEST_FILE).touch()
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["step-000002", "step-000010"]
 
 
 def test_existing_run_is_refused(tmp_path):

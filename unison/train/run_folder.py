@@ -77,11 +77,13 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
         folder.mkdir()
     try:
         yield folder
-    except UnisonError as error:
-        kept = folder if resume else _keep_or_remove(folder, is_name_free=replaced is None)
+    except BaseException as error:  # Ctrl-C and a full disk too: what was to be replaced comes back
+        kept = folder
+        if not resume and (replaced or isinstance(error, UnisonError)):
+            kept = _keep_or_remove(folder, is_name_free=replaced is None)
         if replaced:
             replaced.rename(folder)
-        if kept:
+        if kept and isinstance(error, UnisonError):
             _say_what_is_left(error, kept)
         raise
     finally:
@@ -120,8 +122,9 @@ def num_counted_steps(run: Path) -> int:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = (run / CHECKPOINTS_FOLDER).glob(f"step-*/{MANIFEST_FILE}")
-    return sorted((path.parent for path in found), key=lambda path: int(path.name[5:]))
+    found = [path.parent for path in (run / CHECKPOINTS_FOLDER).glob(f"step-*/{MANIFEST_FILE}")]
+    own = [path for path in found if path.name[5:].isdecimal()]  # not a user's copy of one
+    return sorted(own, key=lambda path: int(path.name[5:]))
 
 
 def write_json(path: Path, value: Any) -> None:
