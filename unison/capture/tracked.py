@@ -170,9 +170,7 @@ class Tracked(Tensor):
     def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
         """Mark a tensor; it shares the memory."""
         shell = value = value.detach()
-        if type(value) is Tensor:
-            pass
-        elif is_traced(value):
+        if is_traced(value):
             with _disable_current_modes():  # those that trace would make it one of theirs
                 shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
         elif is_in_parts(value):
