@@ -261,6 +261,31 @@ def test_what_is_known_to_round_is_compared_in_float64_at_once():
     assert counts[2] < counts[1] < counts[0]
 
 
+class Attention(nn.Module):
+    """Long enough for flash kernels to add the gradients of queries up atomically."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.into(x).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2)).mean(1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_on_a_gpu_needs_no_float64():
+    model = Attention().to("cuda", torch.bfloat16)
+    x = torch.randn(4, 640, 128, device="cuda", dtype=torch.bfloat16)
+    before = torch.get_deterministic_debug_mode(), torch.backends.cuda.cudnn_sdp_enabled()
+    report = examine(model, squares, x, learn_axes(model, squares, x))
+    assert report.mixing is None
+    assert not report.is_rounded
+    after = torch.get_deterministic_debug_mode(), torch.backends.cuda.cudnn_sdp_enabled()
+    assert after == before
+
+
 def test_repeated_rows_are_made_others():
     with pytest.raises(UnsupportedOperation, match="samples mix"):
         checked(MIXED["max"](), rows(1).expand(6, WIDTH))

@@ -583,23 +583,51 @@ _DROPOUTS = {
 def additions_in_order() -> Iterator[None]:
     """Use deterministic GPU kernels where torch has them: bits can be compared.
 
-    Without atomic additions a module rarely has to be run in float64, which takes many times longer
-    than in bfloat16. What has no such kernel runs as it is.
+    Without atomic additions a module rarely has to be run in float64, which takes many times the
+    time and the memory of bfloat16. What has no such kernel runs as it is: torch is told to warn,
+    since as an error it would be one for every product. Attention takes that for leave to add
+    atomically on its way back, so it is told apart; cuDNN's has no other way.
     """
     if not torch.cuda.is_available():
         yield
         return
     mode, settings = torch.get_deterministic_debug_mode(), torch.utils.deterministic
     fills = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    attention = torch.backends.cuda
+    has_cudnn = attention.cudnn_sdp_enabled()
+    others = attention.flash_sdp_enabled, attention.mem_efficient_sdp_enabled
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")
         torch.set_deterministic_debug_mode("warn")
         settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        attention.enable_cudnn_sdp(has_cudnn and not any(each() for each in others))
         try:
-            yield
+            with FunctionMode(_attention_in_order):
+                yield
         finally:
             torch.set_deterministic_debug_mode(mode)
             settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+            attention.enable_cudnn_sdp(has_cudnn)
+
+
+def _attention_in_order(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    output = func(*args, **kwargs)
+    if func is F.scaled_dot_product_attention and isinstance(output, Tensor) and output.is_cuda:
+        for node in _attention_nodes(output):
+            node.register_prehook(lambda *_: torch.set_deterministic_debug_mode("error"))
+            node.register_hook(lambda *_: torch.set_deterministic_debug_mode("warn"))
+    return output
+
+
+def _attention_nodes(output: Tensor) -> list[Any]:
+    """Return the fused kernel's node, behind those that cut padded features off; or none."""
+    nodes = [output.grad_fn]
+    for _ in range(4):
+        found = [node for node in nodes if node is not None and "Attention" in node.name()]
+        if found:
+            return found
+        nodes = [each for node in nodes if node is not None for each, _ in node.next_functions]
+    return []
 
 
 def without_dropout(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -56,6 +56,31 @@ from unison.torch_internals import is_in_parts
 IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
 
 
+class PendingFlag:
+    """A truth that a device computes, on its way to the host while the device goes on.
+
+    To read the tensor itself would wait for all that was queued after it, and a GPU that has
+    nothing queued stands still until the host has come to the next pass's kernels.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._event = value, None
+        if value.is_cuda:
+            self._value = value.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was computed on the host."""
+        return self._event is None
+
+    def __bool__(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+
 def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
     """Compare the numbers of labels of all samples, in whatever holds some.
 
@@ -66,13 +91,13 @@ def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
         Raises UnsupportedOperation if samples have different numbers of labels that count. It is
         to be called when the backward pass has ended: until then a GPU goes on with it.
     """
-    is_uneven: list[Tensor] = []
+    is_uneven: list[PendingFlag] = []
     for labels in inputs:
         if not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool):
             is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
             # A causal model leaves the first token out, another one does not: both must be even.
             for counts in (is_counted.sum(1), is_counted[:, 1:].sum(1)):
-                is_uneven.append((counts != counts[:1]).any())
+                is_uneven.append(PendingFlag((counts != counts[:1]).any()))
 
     def finish() -> None:
         if any(map(bool, is_uneven)):
@@ -435,7 +460,7 @@ class LossCheck:
         self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
         self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
-        self._pending: list[tuple[Tensor, Operation, str]] = []
+        self._pending: list[tuple[PendingFlag, Operation, str]] = []
         self.num_checks = 0
         self.has_terms = False
 
@@ -513,7 +538,8 @@ class LossCheck:
                 "gradient depends on the labels of the others. Use reduction='none', multiply by "
                 "the weights, and take the mean"
             )
-            self._pending.append(((weight != weight.flatten()[0]).any(), operation, message))
+            is_uneven = PendingFlag((weight != weight.flatten()[0]).any())
+            self._pending.append((is_uneven, operation, message))
         if self._rows.dim_of(labels) is not None:
             counts = (self._rows.matrix(labels) != ignored).sum(1)
             message = (
@@ -522,8 +548,9 @@ class LossCheck:
                 "unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
                 "(reduction='sum') divided by a public number"
             )
-            self._pending.append(((counts != counts[0]).any(), operation, message))
-        if all(flag.device.type == "cpu" for flag, _, _ in self._pending):
+            is_uneven = PendingFlag((counts != counts[0]).any())
+            self._pending.append((is_uneven, operation, message))
+        if all(flag.is_known for flag, _, _ in self._pending):
             self.finish()
 
     # --- the check -------------------------------------------------------------------------------
