@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -343,6 +344,11 @@ def measure(
             "warm_up_seconds": warm_up,
             "peak_gib": peak / GIB,
         }
+        if hasattr(step, "engine"):  # which depends on what methods took on this GPU
+            layers = step.engine.plan().layers  # type: ignore[attr-defined]
+            figures[kind]["plan"] = dict(Counter(str(each.chosen.choice) for each in layers))
+            kept = sum(each.chosen.cost.kept_bytes for each in layers)
+            figures[kind]["planned_gib"] = kept / GIB
         print(kind, figures[kind], flush=True)
         steps[kind] = step
     times: dict[str, list[float]] = {kind: [] for kind in steps}

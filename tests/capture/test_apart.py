@@ -286,6 +286,40 @@ def test_attention_on_a_gpu_needs_no_float64():
     assert after == before
 
 
+class MixedOnTheWayBack(torch.autograd.Function):
+    """Gives each row the gradient of the one before it, too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g + g.roll(1, 0)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_use_of_a_parameter_is_looked_at(place: int):
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            uses = [super(Twice, self).forward(each) for each in (x, x.flip(1))]
+            uses[place] = MixedOnTheWayBack.apply(uses[place])
+            return uses[0] + 2 * uses[1]
+
+    with pytest.raises(UnsupportedOperation, match="samples mix before 'weight'"):
+        checked(Twice(WIDTH, 3, bias=False), rows())
+
+
+def test_mixing_that_another_number_would_bring_is_found():
+    class Seldom(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0) if torch.rand(()) > 0.5 else x)
+
+    torch.manual_seed(next(s for s in range(9) if torch.manual_seed(s) and torch.rand(()) < 0.5))
+    with pytest.raises(UnsupportedOperation, match="samples mix"):
+        checked(Seldom(WIDTH, 3), rows())
+
+
 def test_repeated_rows_are_made_others():
     with pytest.raises(UnsupportedOperation, match="samples mix"):
         checked(MIXED["max"](), rows(1).expand(6, WIDTH))

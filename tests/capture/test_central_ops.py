@@ -12,6 +12,7 @@ from tests.capture.common import BATCH, VOCAB, WIDTH, captured, ids, squares
 from tests.capture.layers import LAYERS
 from tests.harness import assert_close
 from tests.harness.oracle import per_sample_gradients
+from unison.errors import UnsupportedOperation
 
 NAMES = ["gru", "lstm", "attention with bias_k", "where", "where not", "where method", "bags"]
 NAMES += ["bags of sums", "Tensor.__rsub__", "_VariableFunctionsClass.div over", "einsum to heads"]
@@ -52,6 +53,30 @@ def test_the_row_of_padding_has_no_gradient(padding: int):
     model, batch = Table(padding_idx=padding), ids(BATCH)
     assert bool((batch == 3).any())
     check(model, squares, batch)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_a_table_whose_rows_count_others_is_refused(options: dict):
+    with pytest.raises(UnsupportedOperation, match="couple samples"):
+        captured(Table(**options), squares, ids(BATCH))
+
+
+class Scaled(nn.Module):
+    """`torch.addmm` with factors before both of its terms."""
+
+    def __init__(self, **factors: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3).double())
+        self.bias, self.factors = nn.Parameter(torch.randn(3).double()), factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight, **self.factors)
+
+
+@pytest.mark.filterwarnings("ignore:no rule for")
+@pytest.mark.parametrize("factors", [{}, {"beta": 0.5}, {"alpha": -2.0}])
+def test_a_product_and_a_sum_may_have_factors(factors: dict):
+    check(Scaled(**factors), squares, torch.randn(BATCH, WIDTH).double())
 
 
 def test_an_attention_evaluated_drops_nothing():

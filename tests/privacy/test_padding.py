@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import unison
-from tests.privacy.common import attach
+from tests.privacy.common import attach, loader
 from unison.clip.costs import MODES
 from unison.errors import BadInput
 from unison.privacy.sampling import Poisson, Shuffled
@@ -85,6 +85,20 @@ def gradients(kind: str, *, granule: int | None = None, **settings: Any) -> list
             optimizer.zero_grad()
     engine.detach()
     return found
+
+
+def test_a_mean_of_a_batch_counts_no_padding():
+    def norms(mean: Any) -> Tensor:
+        engine, module, _, private = attach(
+            data_loader=loader(5, shuffle=True), max_physical_batch_size=4, poisson_sampling=False
+        )
+        for x, y in private:  # 4 rows, and then 1 and 3 of padding
+            mean(cross_entropy(module(x), y, reduction="none")).backward()
+            if private.current.is_last:
+                return engine.per_sample_norms()
+        raise AssertionError
+
+    torch.testing.assert_close(norms(unison.batch_mean), norms(torch.mean))
 
 
 def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:

@@ -180,10 +180,10 @@ def test_round_to_grid_is_nearest_and_exact():
     assert torch.equal(round_to_grid(rounded, spacing), rounded)
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan, 1e30])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 1e30, 2.0**32])
 def test_sums_that_cannot_be_rounded_raise(bad):
     with pytest.raises(BadInput, match="too large or not finite"):
-        round_to_grid(torch.tensor([0.0, bad]), 2.0**-20)
+        round_to_grid(torch.tensor([0.0, bad], dtype=torch.float64), 2.0**-20)
 
 
 def test_addition_is_exact_and_shift_invariant():

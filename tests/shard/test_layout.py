@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.harness import assert_same_bits
 from unison.shard.layout import ALIGNMENT, FlatLayout
-from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
+from unison.shard.ranks import Axes
+from unison.shard.reducers import FastReducer, SubtreeSum, aligned_levels, tree_sum
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 64)
@@ -90,3 +91,18 @@ def test_another_order_of_adding_has_other_bits(gen):
         chain += leaf
     with pytest.raises(AssertionError):
         assert_same_bits(total, chain)
+
+
+def test_a_parameter_that_a_later_granule_leaves_out_keeps_its_sum():
+    layout = layout_of([(3,), (2, 2), (4,)])
+    ranks = Axes.of(None)
+    reducer = FastReducer(layout, ranks, torch.zeros((), dtype=torch.float64))
+    first, second = torch.randn(3).double(), torch.randn(2, 2).double()
+    reducer.take(0, [first, None, None])
+    reducer.take(1, [None, second, None])
+    reducer.take(2, [first, second, None])
+    assert reducer.used == [True, True, False]
+    reducer.start()
+    found = reducer.finish()
+    assert torch.equal(found[0].flatten(), 2 * first)
+    assert torch.equal(found[1].flatten(), 2 * second.flatten())
