@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -56,29 +56,22 @@ from unison.torch_internals import is_in_parts
 IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
 
 
-class PendingFlag:
-    """A truth that a device computes, on its way to the host while the device goes on.
+def sent_to_host(flag: Tensor) -> Callable[[], bool]:
+    """Copy a truth to the host while its device goes on; return what reads it there.
 
     To read the tensor itself would wait for all that was queued after it, and a GPU that has
     nothing queued stands still until the host has come to the next pass's kernels.
     """
+    if not flag.is_cuda:
+        return partial(bool, flag)
+    on_host, event = flag.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
 
-    def __init__(self, value: Tensor) -> None:
-        self._value, self._event = value, None
-        if value.is_cuda:
-            self._value = value.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def read() -> bool:
+        event.synchronize()
+        return bool(on_host)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it was computed on the host."""
-        return self._event is None
-
-    def __bool__(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._value)
+    return read
 
 
 def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
@@ -91,16 +84,16 @@ def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
         Raises UnsupportedOperation if samples have different numbers of labels that count. It is
         to be called when the backward pass has ended: until then a GPU goes on with it.
     """
-    is_uneven: list[PendingFlag] = []
+    is_uneven: list[Callable[[], bool]] = []
     for labels in inputs:
         if not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool):
             is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
             # A causal model leaves the first token out, another one does not: both must be even.
             for counts in (is_counted.sum(1), is_counted[:, 1:].sum(1)):
-                is_uneven.append(PendingFlag((counts != counts[:1]).any()))
+                is_uneven.append(sent_to_host((counts != counts[:1]).any()))
 
     def finish() -> None:
-        if any(map(bool, is_uneven)):
+        if any(read() for read in is_uneven):
             raise UnsupportedOperation(
                 "the model's own loss is a mean over all labelled tokens of the batch, and "
                 "samples have different numbers of them: each sample's gradient then depends "
@@ -460,7 +453,7 @@ class LossCheck:
         self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
         self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
-        self._pending: list[tuple[PendingFlag, Operation, str]] = []
+        self._pending: list[tuple[Callable[[], bool], Operation, str]] = []
         self.num_checks = 0
         self.has_terms = False
 
@@ -524,8 +517,8 @@ class LossCheck:
             UnsupportedOperation: Labels count unevenly.
         """
         pending, self._pending = self._pending, []
-        for flag, operation, message in pending:
-            if bool(flag):
+        for is_so, operation, message in pending:
+            if is_so():
                 raise UnsupportedOperation(f"{operation} {message}")
 
     def _refuse_uneven(
@@ -538,7 +531,7 @@ class LossCheck:
                 "gradient depends on the labels of the others. Use reduction='none', multiply by "
                 "the weights, and take the mean"
             )
-            is_uneven = PendingFlag((weight != weight.flatten()[0]).any())
+            is_uneven = sent_to_host((weight != weight.flatten()[0]).any())
             self._pending.append((is_uneven, operation, message))
         if self._rows.dim_of(labels) is not None:
             counts = (self._rows.matrix(labels) != ignored).sum(1)
@@ -548,9 +541,9 @@ class LossCheck:
                 "unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
                 "(reduction='sum') divided by a public number"
             )
-            is_uneven = PendingFlag((counts != counts[0]).any())
+            is_uneven = sent_to_host((counts != counts[0]).any())
             self._pending.append((is_uneven, operation, message))
-        if all(flag.is_known for flag, _, _ in self._pending):
+        if not labels.is_cuda:
             self.finish()
 
     # --- the check -------------------------------------------------------------------------------
