@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unison import check
+from unison import check, schema
 from unison.errors import BadInput
 from unison.kernels.available import takes
 from unison.kernels.cross_entropy import (
@@ -581,6 +581,7 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> LanguageM
     Raises:
         BadInput: If the folder does not hold a model, or holds one with other parameters.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -589,14 +590,23 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> LanguageM
             raise BadInput(
                 f"expected {CONFIG_FILE} and {WEIGHTS_FILE} in {folder}, found no {name}"
             )
-    model = _empty_model(ModelConfig(**json.loads((folder / CONFIG_FILE).read_text())), device)
-    tensors = load_file(folder / WEIGHTS_FILE, device=str(device))
+    config = schema.build(ModelConfig, schema.read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    model = _empty_model(config, device)
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE, device=str(device))
+    except SafetensorError as error:
+        raise BadInput(f"{folder / WEIGHTS_FILE} is damaged: {error}") from None
     parameters = dict(model.named_parameters())
     if tensors.keys() != parameters.keys():
         differing = sorted(tensors.keys() ^ parameters.keys())
         raise BadInput(f"{folder / WEIGHTS_FILE} does not fit its config: parameters {differing}")
     with torch.no_grad():
         for name, parameter in parameters.items():
+            if tensors[name].shape != parameter.shape:
+                raise BadInput(
+                    f"{folder / WEIGHTS_FILE}: {name} must be {list(parameter.shape)}, found "
+                    f"{list(tensors[name].shape)}"
+                )
             parameter.copy_(tensors[name])
     model.reset_buffers()
     return model

@@ -37,7 +37,7 @@ from unison.privacy import (
     noise_multiplier_for,
 )
 from unison.rng import Key, Permutation, Stream
-from unison.train.run_folder import LEDGER_FILE
+from unison.run_files import LEDGER_FILE, PrivacyResult
 from unison.train.step import Batch, mean_over_targets
 
 if TYPE_CHECKING:
@@ -76,45 +76,6 @@ class PrivacyFacts:
         }
         name = "privacy/epsilon" if self.is_secure else "privacy/epsilon_if_secret"
         return found | ({name: self.epsilon} if self.is_exact else {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyResult:
-    """What a private run applied and spent. All of it is public.
-
-    Attributes:
-        epsilon: ε of everything that the ledger counts; infinite if the key came from a seed.
-        epsilon_if_secret: What it would be under a secret key, which is what a budget bounds.
-        delta: The δ it is taken at.
-        accountant: Whose bound it is.
-        target_epsilon: ε that the noise was chosen for; None if the noise was given.
-        noise_multiplier: σ.
-        max_grad_norm: C.
-        clip_rule: How gradients were brought below C.
-        sampling: How rows were drawn, in words.
-        batch_size: Rows that a step draws, as expected.
-        num_rows: Rows to draw from; each is one record.
-        num_counted: Steps that the ledger counts, repeated ones included.
-        is_secure: Whether noise and sampling came from a secret key.
-        budget_sentence: Why the run ended before its last step, if the budget did that.
-        ledger: The file.
-    """
-
-    epsilon: float
-    epsilon_if_secret: float
-    delta: float
-    accountant: str
-    target_epsilon: float | None
-    noise_multiplier: float
-    max_grad_norm: float
-    clip_rule: str
-    sampling: str
-    batch_size: int
-    num_rows: int
-    num_counted: int
-    is_secure: bool
-    budget_sentence: str | None
-    ledger: str
 
 
 def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.ndarray:
