@@ -38,6 +38,7 @@ GRAFTS = ("adam", "sgd", "none")
 DAMPING_FORMS = ("pi", "factored", "joint")
 
 
+MAX_COUNT = 2**53  # up to which floats count
 MAX_THREADS, MAX_LOCAL_RANKS = 4096, 1024  # beyond what any machine has; some crash at 100,000
 
 CHOICES = {
@@ -247,6 +248,9 @@ class MechanismConfig:
         check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
         check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         check.not_negative(seed=self.seed)
+        for name in ("steps", "batch_size", "warmup_steps", "granule", "seed"):
+            if getattr(self, name) >= MAX_COUNT:
+                raise BadInput(f"{name} must be below 2^53, found {getattr(self, name)}")
         if not 0 < self.eval_fraction < 1:
             raise BadInput(f"eval_fraction must lie between 0 and 1, found {self.eval_fraction}")
         check.positive(**_given(row_length=self.row_length, clip_norm=self.clip_norm))

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.conftest import in_time
-from tests.fuzz.inputs import NUMBERS, WORDS
+from tests.fuzz.inputs import CORPUS, NUMBERS, WORDS
 from unison.cli import main
 from unison.cli.app import app
 from unison.config import TrainConfig
@@ -43,6 +44,9 @@ odd_values = st.one_of(
     st.floats().map(str),
     st.text(st.characters(codec="utf-8"), max_size=20),
 )
+
+
+RDP = {"accountant": "rdp"}
 
 
 def options_of(*names: str) -> list[Any]:
@@ -80,8 +84,8 @@ LINES = st.one_of(
 )
 
 
-def ends_well(args: list[str], folder: Path) -> None:
-    """Run a command line up to where training would begin."""
+def ends_well(args: list[str], folder: Path, *, quick: bool = False) -> None:
+    """Run a command line up to where training would begin; RDP counts for PLD if it is quick."""
     out, err = io.StringIO(), io.StringIO()
 
     def stop(config: TrainConfig, on_stderr: bool = False) -> None:
@@ -100,6 +104,11 @@ def ends_well(args: list[str], folder: Path) -> None:
             "run_on_local_ranks",
             lambda work, config, num_ranks: stop(config),
         )
+        if quick:
+            account = sys.modules["unison.cli.account"]
+            for name in ("epsilon_for", "noise_multiplier_for", "steps_for"):
+                counted = getattr(account, name)
+                patch.setattr(account, name, lambda f=counted, **given: f(**given | RDP))
         with in_time(args), pytest.raises(SystemExit) as left:
             main()
     said = err.getvalue()
@@ -109,16 +118,21 @@ def ends_well(args: list[str], folder: Path) -> None:
     assert not any(path.name == "hacked" for path in folder.rglob("*"))
 
 
+@pytest.mark.parametrize("args", json.loads((CORPUS / "options.json").read_text()), ids=str)
+def test_options_that_once_failed(args, tmp_path):
+    ends_well(args, tmp_path, quick=True)
+
+
 def tried(number: int):
     """Try so many examples, the same ones in every run."""
     slow = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
     return hypothesis.settings(max_examples=number, suppress_health_check=slow)
 
 
-@tried(120)
+@tried(60)
 @given(args=LINES)
 def test_options(args, tmp_path):
-    ends_well(args, tmp_path)
+    ends_well(args, tmp_path, quick=True)
 
 
 @pytest.mark.full
@@ -146,14 +160,14 @@ anything = st.recursive(
 )
 
 
-@tried(150)
+@tried(80)
 @given(kind=st.sampled_from([SavedConfig, TrainResult, Manifest, Extra]), value=anything)
 def test_any_value_where_a_dataclass_is_expected(kind, value):
     with pytest.raises(BadInput, match=r"^x\.json: "):
         build(kind, value, "x.json")
 
 
-@tried(150)
+@tried(80)
 @given(data=st.binary(max_size=60))
 def test_any_bytes_where_json_is_expected(data):
     with contextlib.suppress(BadInput):

@@ -23,6 +23,7 @@ from unison.cli.train import train
 from unison.errors import BadInput, OutOfRoom, Stopped, UnisonError
 from unison.models import PRESETS, build, count_parameters
 from unison.run_files import read_config, read_result
+from unison.schema import cut
 from unison.train import RankFailed, result_table
 from unison.verify import RunComparison, compare_runs
 
@@ -184,6 +185,12 @@ def run(command: Callable[[], object]) -> None:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, OutOfRoom):
             print(f"unison: {error}", file=sys.stderr)
         sys.exit(128 + error.number if isinstance(error, Stopped) else 2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A name that is too long, a folder that may not be read: the user's, wherever it is met.
+        print(f"unison: {cut(repr(str(error.filename)))}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     except RankFailed as error:
         print(f"unison: {error}", file=sys.stderr)
         sys.exit(1)

@@ -32,6 +32,7 @@ from unison.rng import Key, fill_
 from unison.rng.inits import Constant, Init, Normal, TruncatedNormal
 
 FAMILIES = ("decoder", "gpt2")
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 12  # far beyond any model; their products still count
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -85,6 +86,10 @@ class ModelConfig:
             norm_eps=self.norm_eps,
         )
         check.probability(dropout=self.dropout)
+        largest = dict.fromkeys(("vocab_size", "context_length", "d_model", "d_ff"), MAX_SIZE)
+        for name, most in (largest | {"num_layers": MAX_LAYERS}).items():
+            if getattr(self, name) > most:
+                raise BadInput(f"{name} must be at most {most:,}, found {getattr(self, name)}")
         if self.d_model % self.num_heads:
             raise BadInput(
                 f"num_heads must divide d_model, found num_heads={self.num_heads} and "

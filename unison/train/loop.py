@@ -1,6 +1,7 @@
 """A training run from settings to result."""
 
 import errno
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 import unison
-from unison.config import MechanismConfig, TrainConfig
+from unison.config import WHOLE_SHARDINGS, MechanismConfig, TrainConfig
 from unison.data import (
     RowDataset,
     Tokenizer,
@@ -99,8 +100,8 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
             of a private run.
     """
     with (
-        StopSignals() as signals,
         join_world(config.execution.device) as world,
+        StopSignals() as signals,  # until ranks have met, a signal ends them as any process
         running_out_of_room(world),
     ):
         # In a frame of its own: models and units hold process groups, and must go before the ranks
@@ -178,6 +179,7 @@ def _train_in(
         rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
+        check_memory(config, count_parameters(model), row_length, world)
         run = Run(config, model, *rows, world, signals)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
@@ -522,6 +524,27 @@ def plan_model(mechanism: MechanismConfig) -> tuple[ModelConfig, int]:
             f"vocabulary, at most {MOST_EXACT:,}; use --fisher mc, which draws one"
         )
     return config, row_length
+
+
+def check_memory(config: TrainConfig, num_parameters: int, row_length: int, world: World) -> None:
+    """Refuse what no memory of this machine holds, before a system ends processes to make room.
+
+    Raises:
+        BadInput: If the ranks here need more than the machine has.
+    """
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # A batch's rows, with their labels, as int64, on every rank.
+    needs = num_local * config.mechanism.batch_size * row_length * 16
+    if world.device.type == "cpu":  # values, gradients and two of Adam's, as float32
+        copies = world.size if config.execution.shard in WHOLE_SHARDINGS else 1
+        needs += 16 * num_parameters * copies * num_local // world.size
+    if needs > has:
+        raise BadInput(
+            f"{num_parameters:,} parameters and batches of {config.mechanism.batch_size:,} rows of "
+            f"{row_length:,} tokens need {needs / 2**30:,.0f} GB or more, this machine has "
+            f"{has / 2**30:,.0f} GB; take a smaller --preset or --batch-size, or more machines"
+        )
 
 
 def fitting_tokenizer(mechanism: MechanismConfig, config: ModelConfig) -> Tokenizer:

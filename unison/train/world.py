@@ -121,7 +121,7 @@ def join_world(device_name: str) -> Iterator[World]:
         torch.cuda.set_device(device)
     # NCCL refuses two ranks on one GPU; gloo moves CUDA tensors too, only slower.
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu and size > 1 else "gloo"
-    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()
+    store = _store_of_this_start(rank, size) if "WORLD_SIZE" in os.environ else dist.HashStore()
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -146,6 +146,34 @@ def join_world(device_name: str) -> Iterator[World]:
             # freed when the interpreter ends can abort the process: its threads want the lock.
             gc.collect()
             dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, size: int) -> dist.Store | None:
+    """Where the ranks that were started together find each other; None for torch's own way.
+
+    torchrun keeps one store for all starts of a job. Addresses of ranks that are gone stay in it,
+    and gloo tries them. So rank 0 makes up a name for each start, under which all is found; another
+    rank takes a name only after rank 0 has answered it, which no earlier one can.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    nonce = secrets.token_hex(8)
+    if rank == 0:
+        store.set("unison/start", nonce)
+        for other in range(1, size):
+            asked = store.get(f"{nonce}/{other}").decode()
+            store.set(f"{nonce}/{other}/{asked}", "")
+        return dist.PrefixStore(nonce, store)
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get("unison/start").decode()
+        store.set(f"{name}/{rank}", nonce)
+        if store.check([f"{name}/{rank}/{nonce}"]):
+            return dist.PrefixStore(name, store)
+        time.sleep(0.02)
+    raise BadInput(f"rank {rank} found no rank 0 of its start in the launcher's store")
 
 
 # ---- signals -------------------------------------------------------------------------------------
