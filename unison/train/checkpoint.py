@@ -177,6 +177,7 @@ def load_newest(run: "Run") -> tuple[Extra, dict[str, Any] | None] | None:
         except BadInput as error:
             refused.append(error)
             continue
+        run.source = folder / MANIFEST_FILE
         run.notes += [f"refused a checkpoint: {error}" for error in refused]
         return found
     if refused:

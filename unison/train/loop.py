@@ -179,7 +179,8 @@ def _train_in(
         rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
-        check_memory(config, count_parameters(model), row_length, world)
+        sizes = count_parameters(model), row_length
+        world.agree(partial(check_memory, config, model_config, *sizes, world))
         run = Run(config, model, *rows, world, signals)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
@@ -251,6 +252,7 @@ class Run:
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
         notes: What a person should know of how it goes on.
+        source: The checkpoint that it goes on from.
         failure: What kept this rank from writing.
         written: The checkpoint that is being written.
         background: The ranks' connections for that; None until the first one, and under a guard.
@@ -295,6 +297,7 @@ class Run:
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
         self.progress = Progress()
         self.notes: list[str] = []
+        self.source: Path | None = None
         self.failure: OSError | None = None
         self.written: Future[None] | None = None
         self.background: ProcessGroup | None = None
@@ -526,24 +529,33 @@ def plan_model(mechanism: MechanismConfig) -> tuple[ModelConfig, int]:
     return config, row_length
 
 
-def check_memory(config: TrainConfig, num_parameters: int, row_length: int, world: World) -> None:
+def check_memory(
+    config: TrainConfig, model: ModelConfig, num_parameters: int, row_length: int, world: World
+) -> None:
     """Refuse what no memory of this machine holds, before a system ends processes to make room.
 
     Raises:
         BadInput: If the ranks here need more than the machine has.
     """
+    mechanism, execution = config.mechanism, config.execution
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # A batch's rows, with their labels, as int64, on every rank.
-    needs = num_local * config.mechanism.batch_size * row_length * 16
-    if world.device.type == "cpu":  # values, gradients and two of Adam's, as float32
-        copies = world.size if config.execution.shard in WHOLE_SHARDINGS else 1
+    granule = mechanism.granule if mechanism.reducer == "ordered" else 1
+    num_rows = -(-mechanism.batch_size // granule) * granule  # granules are full
+    needs = num_local * num_rows * row_length * 16  # with labels, as int64, on every rank
+    if world.device.type == "cpu":
+        # Values, gradients and two of Adam's, as float32.
+        copies = world.size if execution.shard in WHOLE_SHARDINGS else 1
         needs += 16 * num_parameters * copies * num_local // world.size
+        # What one pass keeps, at least: the logits, and a tensor of each block.
+        in_pass = max(granule, min(num_rows // world.size, execution.micro_batch_size or num_rows))
+        kept = model.vocab_size + model.num_layers * model.d_model
+        needs += 4 * num_local * in_pass * row_length * kept
     if needs > has:
         raise BadInput(
-            f"{num_parameters:,} parameters and batches of {config.mechanism.batch_size:,} rows of "
-            f"{row_length:,} tokens need {needs / 2**30:,.0f} GB or more, this machine has "
-            f"{has / 2**30:,.0f} GB; take a smaller --preset or --batch-size, or more machines"
+            f"{num_parameters:,} parameters and batches of {num_rows:,} rows of {row_length:,} "
+            f"tokens need {needs >> 30:,} GB or more, this machine has {has >> 30:,} GB; take a "
+            "smaller --preset, --micro-batch-size or --granule, or more machines"
         )
 
 

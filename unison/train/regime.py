@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import unison
+from unison import check
 from unison.config import Privacy
 from unison.data import IGNORE_INDEX, RowDataset
 from unison.errors import BadInput
@@ -38,6 +39,7 @@ from unison.privacy import (
 )
 from unison.rng import Key, Permutation, Stream
 from unison.run_files import LEDGER_FILE, PrivacyResult
+from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
 
 if TYPE_CHECKING:
@@ -168,6 +170,7 @@ class PrivateRegime(Regime):
     def __init__(self, run: "Run") -> None:
         super().__init__(run)
         config, rows = run.config, run.train_rows
+        self._run = run
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
         self._parallel, self._optimizer = run.parallel, run.optimizer
@@ -187,7 +190,11 @@ class PrivateRegime(Regime):
         """Choose the noise for the run's steps, or take that of a checkpoint."""
         self._state = state
         if state is not None:
-            self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+            with self._reading():
+                self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+                check.positive(noise_multiplier=self._noise_multiplier)
+                if state["loader"]["next_step"] != self._run.progress.step:
+                    raise BadInput(f"its loader is at step {short(state['loader']['next_step'])}")
         elif self._privacy.epsilon is not None:
             # One rank computes for all: it takes seconds of a core.
             self._noise_multiplier, *_ = self._world.agree(
@@ -202,6 +209,17 @@ class PrivateRegime(Regime):
                 ),
                 when=self._world.is_main,
             )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file of a state that is none."""
+        try:
+            yield
+        except (BadInput, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BadInput(
+                f"{self._run.source}: extra.regime cannot be used: "
+                f"{'' if isinstance(error, BadInput) else type(error).__name__ + ' '}{error}"
+            ) from error
 
     def describe(self) -> list[str]:
         """Say what is protected, and how."""
@@ -264,7 +282,7 @@ class PrivateRegime(Regime):
         try:
             if self._state is not None:
                 # The rank that has the ledger may refuse; then all do.
-                self._world.agree(partial(self._engine.load_state_dict, self._state))
+                self._world.agree(partial(self._load, self._state))
             # Whether the model can be clipped, before any budget is spent: here rather than in the
             # first step, where dropout expects the rows of that step. Each rank takes a row of its
             # own, as in training: ranks that are fed the same one are warned of.
@@ -275,6 +293,10 @@ class PrivateRegime(Regime):
         finally:
             self._loader.abandon()
             self._engine.detach()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        with self._reading():
+            self._engine.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state; never a key."""

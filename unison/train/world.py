@@ -201,12 +201,12 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # no other one may have handlers
-            for number in (*STOP_SIGNALS, signal.SIGALRM):
+            for number in STOP_SIGNALS:
                 self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
+        if signal.SIGALRM in self._before:
             signal.alarm(0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -214,8 +214,6 @@ class StopSignals:
 
     def _take(self, number: int, frame: object) -> None:
         now = time.monotonic()
-        if number == signal.SIGALRM and not self.number:
-            return
         if self.number and number != signal.SIGALRM:
             if was_launched() and now - self._since < ECHO_SECONDS:
                 return
@@ -226,6 +224,7 @@ class StopSignals:
         self.number, self._since = number, now
         if not self.is_stepping:
             raise self.stopped("before its next step", number)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
         signal.alarm(GRACE_SECONDS)
 
     @staticmethod
@@ -456,6 +455,7 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
                     os.kill(process.pid, signal.SIGKILL if is_last else number)
         if is_last:
             raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, pass_on)
         signal.alarm(GRACE_SECONDS + 5)  # ranks that hang where they see no signal
 
     handlers = {
@@ -463,7 +463,7 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
         for number in (*STOP_SIGNALS, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT)
     }
     try:
-        for number in (*STOP_SIGNALS, signal.SIGALRM):
+        for number in STOP_SIGNALS:
             signal.signal(number, pass_on)
         outcomes = elastic_launch(launch, _run_one)(work, config, num_ranks)
     except ChildFailedError as error:
@@ -476,7 +476,8 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
-        signal.alarm(0)
+        if num_signals:
+            signal.alarm(0)
         for number, handler in handlers.items():  # the launcher leaves its own behind
             signal.signal(number, handler)
     result, met = outcomes[0]
