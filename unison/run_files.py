@@ -11,7 +11,7 @@ from typing import Any
 
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput
-from unison.schema import build, is_a, parse, read_bytes, read_json, short
+from unison.schema import build, cut, is_a, parse, read_bytes, read_json, short
 
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
@@ -62,7 +62,15 @@ def read_config(run: Path) -> SavedConfig:
     Raises:
         BadInput: If the file is missing or damaged, or the unison of another version wrote it.
     """
-    return build(SavedConfig, read_json(run / CONFIG_FILE), run / CONFIG_FILE)
+    path = run / CONFIG_FILE
+    saved = build(SavedConfig, read_json(path), path)
+    for name, value in saved.mechanism.overrides.items():
+        if saved.model.get(name) != value:
+            raise BadInput(
+                f"{path}: mechanism.overrides.{cut(name)} is {short(value)}, but the model's is "
+                f"{short(saved.model.get(name))}"
+            )
+    return saved
 
 
 Metrics = dict[str, Any]

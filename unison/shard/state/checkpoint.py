@@ -554,4 +554,7 @@ def _matched(
             dtypes.setdefault(name, {})[state_key] = dtype
     source = folder / MANIFEST_FILE
     held = OptimizerState.from_json(manifest.optimizer, dtypes, source=source)
-    return entries, *prepare(module, optimizer, held)
+    try:
+        return entries, *prepare(module, optimizer, held)
+    except BadInput as error:
+        raise BadInput(f"{source}: {error}") from None
