@@ -192,20 +192,21 @@ def agent(run: Path, text: Path, port: int) -> subprocess.Popen:
     command = ["-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command += ["--rdzv-id", "elastic", "--max-restarts", "9", "--monitor-interval", "0.2"]
-    settings = ["last_call_timeout=2", "keep_alive_interval=1", "keep_alive_max_attempt=2"]
+    settings = ["last_call_timeout=8", "keep_alive_interval=2", "keep_alive_max_attempt=4"]
     command += ["--rdzv-conf", ",".join(settings), "-m", "unison", "train"]
     command += ["--private", "--noise-multiplier", "0.7", "--delta", DELTA, "--accountant", "rdp"]
     command += ["--no-secure-noise", "--data", text, "--out", run, "--steps", ELASTIC_STEPS]
     command += ["--batch-size", "8", "--row-length", "32", "--reducer", "ordered", "--granule", "2"]
     command += ["--num-layers", "1", "--eval-every", "0", "--eval-rows", "8", "--no-tensorboard"]
     command += ["--checkpoint-every", "3", "--device", "cpu", "--warmup-steps", "2"]
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (run.parent / "agents.log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 ELASTIC_STEPS = 150
@@ -245,7 +246,7 @@ def test_ranks_that_come_and_go(tmp_path):
 
     def wait_until(condition) -> None:
         while not condition():
-            assert nodes[0].poll() is None, ranks_by_step(run)
+            assert nodes[0].poll() is None, (run.parent / "agents.log").read_text()[-5000:]
             time.sleep(0.1)
 
     def num_commits() -> int:
