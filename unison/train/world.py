@@ -443,14 +443,14 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
         # log over their bar, and take the second one for the first.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
-    num_signals = 0
+    others = {process.pid for process in multiprocessing.active_children()}
+    signals: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        is_last = num_signals > 1
+        signals.append(number)
+        is_last = len(signals) > 1
         for process in multiprocessing.active_children():
-            if process.pid is not None:
+            if process.pid is not None and process.pid not in others:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL if is_last else number)
         if is_last:
@@ -467,6 +467,8 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
             signal.signal(number, pass_on)
         outcomes = elastic_launch(launch, _run_one)(work, config, num_ranks)
     except ChildFailedError as error:
+        if signals:  # ranks that had not begun, or could not go on
+            raise StopSignals.stopped("before its ranks had ended", signals[0]) from None
         rank, failure = error.get_first_failure()
         said = _traceback_of(failure)
         _, found, sentence = said.strip().rpartition(f"{OutOfRoom.__name__}: ")
@@ -476,7 +478,7 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
-        if num_signals:
+        if signals:
             signal.alarm(0)
         for number, handler in handlers.items():  # the launcher leaves its own behind
             signal.signal(number, handler)
