@@ -11,13 +11,10 @@ import os
 import random
 import secrets
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ from tests.train.private_runs import DELTA, SEEDED, config_of
 from tests.train.ranks import forked_ranks
 from unison.config import TrainConfig
 from unison.privacy import epsilon_if_secret, read_ledger
-from unison.run_files import read_config, read_result
+from unison.run_files import read_result
 from unison.train import resumed_config, run_on_local_ranks, train
 from unison.train.run_folder import checkpoints_of
 
@@ -185,97 +182,3 @@ def test_runs_that_are_disturbed(straight, tmp_path, number):
     num_kills = rng.randrange(1, 4)
     killer = disturb(run, straight.parent / "text.txt", rng, num_kills=num_kills)
     check_run(run, straight, killer)
-
-
-def agent(run: Path, text: Path, port: int) -> subprocess.Popen:
-    """One node of an elastic job, with one rank."""
-    command = ["-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += ["--rdzv-id", "elastic", "--max-restarts", "9", "--monitor-interval", "0.2"]
-    settings = ["last_call_timeout=8", "keep_alive_interval=2", "keep_alive_max_attempt=4"]
-    command += ["--rdzv-conf", ",".join(settings), "-m", "unison", "train"]
-    command += ["--private", "--noise-multiplier", "0.7", "--delta", DELTA, "--accountant", "rdp"]
-    command += ["--no-secure-noise", "--data", text, "--out", run, "--steps", ELASTIC_STEPS]
-    command += ["--batch-size", "8", "--row-length", "32", "--reducer", "ordered", "--granule", "2"]
-    command += ["--num-layers", "1", "--eval-every", "0", "--eval-rows", "8", "--no-tensorboard"]
-    command += ["--checkpoint-every", "3", "--device", "cpu", "--warmup-steps", "2"]
-    with (run.parent / "agents.log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-ELASTIC_STEPS = 150
-
-
-def kill_nodes(nodes: list[subprocess.Popen]) -> None:
-    """Kill agents and their ranks, which have sessions of their own."""
-    for node in nodes:
-        found = Path(f"/proc/{node.pid}/task/{node.pid}/children")
-        ranks = found.read_text().split() if found.is_file() else []
-        for pid in [node.pid, *map(int, ranks)]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        node.wait()
-
-
-def ranks_by_step(run: Path) -> list[tuple[int, int]]:
-    """From which step on the run had how many ranks."""
-    path, first = run / "resumptions.jsonl", json.loads((run / "environment.json").read_text())
-    lines = map(json.loads, path.read_text().splitlines() if path.is_file() else [])
-    return [(0, first["world_size"])] + [
-        (line["step"], line["environment"]["world_size"]) for line in lines
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_ranks_that_come_and_go(tmp_path):
-    text, run = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = [agent(run, text, port)]
-    time.sleep(3)  # it holds the store that the others meet in
-    nodes += [agent(run, text, port) for _ in range(3)]
-
-    def wait_until(condition) -> None:
-        while not condition():
-            assert nodes[0].poll() is None, (run.parent / "agents.log").read_text()[-5000:]
-            time.sleep(0.1)
-
-    def num_commits() -> int:
-        with suppress(OSError):
-            return (run / "ledger.jsonl").read_bytes().count(b'"kind": "commit"')
-        return 0
-
-    try:
-        wait_until((run / "environment.json").is_file)
-        for num_ranks in (4, 2, 3):
-            if num_ranks == 2:
-                kill_nodes(nodes[2:])
-            if num_ranks == 3:
-                nodes.append(agent(run, text, port))
-            wait_until(lambda most=num_ranks: ranks_by_step(run)[-1][1] == most)
-            so_far = num_commits()
-            wait_until(lambda most=so_far: num_commits() >= most + 5)
-        assert nodes[0].wait(timeout=600) == 0
-    finally:
-        kill_nodes(nodes)
-    sizes = [size for _, size in ranks_by_step(run)]
-    assert [size for size in sizes if size != 1][-3:] == [4, 2, 3]
-    saved = resumed_config_of(run)
-    alone = train(saved)
-    assert read_result(run).digest == alone.digest
-
-
-def resumed_config_of(run: Path) -> TrainConfig:
-    """The settings of a run, for another one in a folder of its own."""
-    saved = read_config(run).settings
-    output = replace(saved.output, folder=str(run.with_name("alone")), checkpoint_every=0)
-    return replace(saved, output=output)
