@@ -7,6 +7,7 @@ caller writing it twice, and raises `BadInput` with what was expected and what w
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Real
 
 import torch
 
@@ -23,14 +24,14 @@ def positive(**values: float) -> None:
     unison.errors.BadInput: lr must be above 0, found 0.0
     """
     for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
+        if not (isinstance(value, Real) and 0 < value < math.inf):
             raise BadInput(f"{name} must be above 0, found {value!r}")
 
 
 def not_negative(**values: float) -> None:
     """Require every value to be a finite number of at least zero."""
     for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
+        if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise BadInput(f"{name} must be 0 or more, found {value!r}")
 
 
@@ -43,7 +44,7 @@ def probability(**values: float) -> None:
     unison.errors.BadInput: dropout must lie between 0 and 1, found 1.5
     """
     for name, value in values.items():
-        if not 0 <= value <= 1:
+        if not (isinstance(value, Real) and 0 <= value <= 1):
             raise BadInput(f"{name} must lie between 0 and 1, found {value!r}")
 
 

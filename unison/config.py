@@ -38,6 +38,9 @@ GRAFTS = ("adam", "sgd", "none")
 DAMPING_FORMS = ("pi", "factored", "joint")
 
 
+MAX_COUNT = 2**53  # up to which floats count
+MAX_THREADS, MAX_LOCAL_RANKS = 4096, 1024  # beyond what any machine has; some crash at 100,000
+
 CHOICES = {
     "layout": LAYOUTS,
     "long_documents": LONG_DOCUMENTS,
@@ -240,9 +243,14 @@ class MechanismConfig:
         _check_choices(self)
         check.positive(granule=self.granule)
         check.positive(**_given(threads=self.threads))
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise BadInput(f"threads must be at most {MAX_THREADS}, found {self.threads}")
         check.positive(steps=self.steps, batch_size=self.batch_size, lr=self.lr)
         check.not_negative(weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         check.not_negative(seed=self.seed)
+        for name in ("steps", "batch_size", "warmup_steps", "granule", "seed"):
+            if getattr(self, name) >= MAX_COUNT:
+                raise BadInput(f"{name} must be below 2^53, found {getattr(self, name)}")
         if not 0 < self.eval_fraction < 1:
             raise BadInput(f"eval_fraction must lie between 0 and 1, found {self.eval_fraction}")
         check.positive(**_given(row_length=self.row_length, clip_norm=self.clip_norm))
@@ -312,6 +320,7 @@ class Output:
         log_every: Steps between two lines where there is no terminal.
         tensorboard: Write TensorBoard events too.
         checkpoint_every: Steps between checkpoints; 0 for none.
+        checkpoint_seconds: Seconds between checkpoints, beside or instead of that; 0 for none.
         keep_checkpoints: How many checkpoints to keep, the newest.
         resume: Whether the folder holds a run that stopped, which goes on from its newest
             checkpoint.
@@ -330,6 +339,7 @@ class Output:
     log_every: int = 10
     tensorboard: bool = True
     checkpoint_every: int = 0
+    checkpoint_seconds: float = 0.0
     keep_checkpoints: int = 2
     resume: bool = False
     command: str = ""
@@ -338,6 +348,7 @@ class Output:
 
     def __post_init__(self) -> None:
         check.not_negative(eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        check.not_negative(checkpoint_seconds=self.checkpoint_seconds)
         check.positive(keep_checkpoints=self.keep_checkpoints)
         check.positive(eval_rows=self.eval_rows, log_every=self.log_every)
         if self.resume and self.overwrite:

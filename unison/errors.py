@@ -29,3 +29,19 @@ class NeedsWhole(UnisonError, RuntimeError):
 
 class Diverged(UnisonError, ArithmeticError):
     """Training produced a value that is not finite."""
+
+
+class OutOfRoom(UnisonError, RuntimeError):
+    """Memory or a disk that is full, or a folder that cannot be written any more."""
+
+
+class Stopped(UnisonError):
+    """A run that a signal asked to stop, and that did, between two steps.
+
+    Attributes:
+        number: The signal.
+    """
+
+    def __init__(self, message: str, number: int = 15) -> None:
+        super().__init__(message)
+        self.number = number

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from unison.privacy import read_ledger
-from unison.train import read_result
+from unison.run_files import read_result
 from unison.train.run_folder import checkpoints_of
 
 FAST = ["--steps", "4", "--batch-size", "16", "--row-length", "32", "--eval-rows", "8"]
@@ -90,7 +90,7 @@ def test_seeded_noise_is_called_what_it_is(unison, text, tmp_path):
     saved = json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=pytest.fail)
     assert saved["privacy"]["epsilon"] == "inf"
     if_secret = saved["privacy"]["epsilon_if_secret"]
-    assert read_result(tmp_path / "run")[0].privacy.epsilon == math.inf
+    assert read_result(tmp_path / "run").privacy.epsilon == math.inf
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert '"privacy/epsilon_if_secret"' in metrics
     assert '"privacy/epsilon"' not in metrics

@@ -134,7 +134,8 @@ def test_what_cannot_be_compared_is_one_sentence_and_code_2(unison, made, other)
     ("group", "name", "message"),
     [
         ("rows", "train", "were trained on different rows"),
-        ("mechanism", "lr", "different experiments: lr (0.01 and 'other')"),
+        ("mechanism", "preset", "different experiments: preset ('tiny' and 'other')"),
+        ("mechanism", "lr", "config.json: mechanism.lr must be a number, found 'other'"),
     ],
 )
 def test_other_experiments_are_refused(unison, made, copied, group, name, message):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.privacy.ledgers import RATE, SECRET, lines_of, make, rewrite, take
-from unison.errors import BadInput
+from unison.errors import BadInput, OutOfRoom
 from unison.privacy.accounting import Event
 from unison.privacy.ledger import Head, Ledger, hash_of, head_file_of, read_ledger
 from unison.privacy.mechanism import Exponential
@@ -119,7 +119,7 @@ def test_a_full_disk_stops_the_step(path, monkeypatch, failing):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        with pytest.raises((BadInput, OSError), match=r"is the disk full|No space left"):
+        with pytest.raises(OutOfRoom, match=r"is the disk full|No space left"):
             ledger.intend(mechanism.release(1))
     with pytest.raises(BadInput, match="open it anew"):
         ledger.intend(mechanism.release(2))

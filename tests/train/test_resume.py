@@ -10,7 +10,13 @@ import pytest
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.train import resumed_config, run_on_local_ranks, train
-from unison.train.run_folder import checkpoints_of, open_run_folder, read_metrics
+from unison.train.run_folder import (
+    check_free,
+    checkpoints_of,
+    locked,
+    open_run_folder,
+    read_metrics,
+)
 
 
 def config_of(folder: Path, data: Path, **options) -> TrainConfig:
@@ -107,13 +113,44 @@ def test_what_cannot_be_resumed_is_refused(stopped, text, tmp_path):
     with pytest.raises(BadInput, match="is not the folder of a run"):
         resumed_config(tmp_path / "none", asked, given=set())
     config = resumed_config(stopped, asked, given=set())
-    (stopped / "config.json").write_text('{"mechanism": {"magic": 1}}')
-    with pytest.raises(BadInput, match="cannot be read by this unison: TypeError"):
+    content = json.loads((stopped / "config.json").read_text())
+    content["mechanism"]["magic"] = 1
+    (stopped / "config.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"config.json: mechanism has a field 'magic', unknown"):
         resumed_config(stopped, asked, given=set())
     (stopped / "checkpoints" / "step-000001" / "checkpoint.json").unlink()
     (stopped / "checkpoints" / "step-000002" / "checkpoint.json").unlink()
     with pytest.raises(BadInput, match="has no complete checkpoint"):
         train(config)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_used(
+    stopped, text, capsys, tmp_path
+):
+    straight = train(config_of(tmp_path / "straight", text, checkpoint_every=0))
+    (damaged,) = (stopped / "checkpoints/step-000002").glob("*.safetensors")
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    capsys.readouterr()
+    resumed = train(resumed_config(stopped, config_of(stopped, text), given=set()))
+    said = capsys.readouterr().out
+    assert f"refused a checkpoint: {damaged} is not what was written" in said
+    assert "going on after step 1 of 6" in said
+    assert resumed.digest == straight.digest
+
+
+def test_two_runs_in_one_folder_are_refused(stopped, text, tmp_path):
+    config = resumed_config(stopped, config_of(stopped, text), given=set())
+    with locked(stopped), pytest.raises(BadInput, match="another run is writing to it"):
+        train(config)
+    with locked(stopped), pytest.raises(BadInput, match="another run is writing to it"):
+        train(config_of(stopped, text, overwrite=True))
+    with (
+        open_run_folder(tmp_path / "new", overwrite=False),
+        pytest.raises(BadInput, match="another run is writing to it"),
+    ):
+        check_free(tmp_path / "new", overwrite=True)
 
 
 def test_changed_data_is_refused_and_the_run_kept(stopped, text):

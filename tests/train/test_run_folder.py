@@ -51,6 +51,51 @@ def test_failed_run_puts_the_old_one_back(tmp_path, error):
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == "old"
 
 
+def kill_while_replacing(folder, *, then):
+    """Leave what a process leaves that is killed in a run that replaces another."""
+    folder.rename(folder.with_name(f".{folder.name}.replaced"))
+    then(folder)
+
+
+def begun(folder):
+    make_run(folder, "new")
+
+
+def with_a_checkpoint(folder):
+    make_run(folder, "new")
+    (folder / "checkpoints/step-000001").mkdir(parents=True)
+    (folder / "checkpoints/step-000001" / MANIFEST_FILE).touch()
+
+
+def with_a_result(folder):
+    make_run(folder, "new")
+    (folder / "result.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("then", "word"),
+    [(lambda folder: None, "old"), (begun, "old"), (with_a_result, "new")],
+    ids=["before it began", "before a step", "after the last"],
+)
+def test_what_a_killed_run_was_to_replace_comes_back(tmp_path, then, word):
+    make_run(tmp_path / "run", "old")
+    kill_while_replacing(tmp_path / "run", then=then)
+    with pytest.raises(BadInput, match="add --overwrite"):
+        check_free(tmp_path / "run", overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == word
+
+
+def test_a_killed_run_with_checkpoints_costs_neither(tmp_path):
+    make_run(tmp_path / "run", "old")
+    kill_while_replacing(tmp_path / "run", then=with_a_checkpoint)
+    with pytest.raises(Diverged):
+        run_until(Diverged("nan"), tmp_path / "run", overwrite=True)
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == "old"
+    (kept,) = tmp_path.glob("run-unfinished-*")
+    assert json.loads((kept / "config.json").read_text()) == "new"
+
+
 def test_interrupted_run_keeps_what_it_wrote(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_until(KeyboardInterrupt(), tmp_path / "run", overwrite=False)

@@ -32,7 +32,8 @@ from unison.privacy import (
     read_ledger,
     steps_for,
 )
-from unison.train import LEDGER_FILE, chart
+from unison.run_files import LEDGER_FILE
+from unison.train import chart
 
 ACCOUNTANTS = ("pld", "rdp")
 KINDS = ("poisson", "truncated", "shuffled")

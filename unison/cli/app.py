@@ -1,4 +1,7 @@
-"""The application, and what its exit codes mean: 0 done, 2 the user can mend it, 1 a bug."""
+"""The application, and what its exit codes mean: 0 done, 2 the user can mend it, 1 a bug.
+
+A run that a signal stopped ends with 128 and the signal's number, as shells have it.
+"""
 
 import json
 import os
@@ -17,9 +20,11 @@ from rich.table import Table
 import unison
 from unison.cli.account import account
 from unison.cli.train import train
-from unison.errors import BadInput, UnisonError
+from unison.errors import BadInput, OutOfRoom, Stopped, UnisonError
 from unison.models import PRESETS, build, count_parameters
-from unison.train import RankFailed, read_result, result_table
+from unison.run_files import read_config, read_result
+from unison.schema import cut
+from unison.train import RankFailed, result_table
 from unison.verify import RunComparison, compare_runs
 
 app = typer.Typer(
@@ -110,7 +115,7 @@ def runs(
         screen.print()
         screen.print(found.verdict, style=style, highlight=False)
         screen.print()
-        screen.print(result_table(*read_result(first)))
+        screen.print(result_table(read_result(first), read_config(first).mechanism.steps))
     if not found.keeps_its_promise:
         raise typer.Exit(1)
 
@@ -176,8 +181,15 @@ def run(command: Callable[[], object]) -> None:
     try:
         command()
     except UnisonError as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks met it; one says it
+        # All ranks met it, and one says it; memory may have been too little for any one alone.
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, OutOfRoom):
             print(f"unison: {error}", file=sys.stderr)
+        sys.exit(128 + error.number if isinstance(error, Stopped) else 2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A name that is too long, a folder that may not be read: the user's, wherever it is met.
+        print(f"unison: {cut(repr(str(error.filename)))}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     except RankFailed as error:
         print(f"unison: {error}", file=sys.stderr)

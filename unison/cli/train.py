@@ -58,8 +58,8 @@ PANELS = {
         nproc shard replicas guard device micro_batch_size
     """,
     "Output": """
-        out overwrite resume checkpoint_every keep_checkpoints eval_every eval_rows
-        log_every tensorboard as_json
+        out overwrite resume checkpoint_every checkpoint_seconds keep_checkpoints eval_every
+        eval_rows log_every tensorboard as_json
     """,
 }
 
@@ -92,6 +92,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "guard": ("--guard/--no-guard",),
     "micro_batch_size": ("--micro-batch-size", "--physical-batch"),
     "tensorboard": ("--tensorboard/--no-tensorboard",),
+    "keep_checkpoints": ("--keep-checkpoints", "--keep"),
     "as_json": ("--json",),
 }
 
@@ -117,7 +118,7 @@ def complete_preset(incomplete: str) -> list[str]:
 DETAILS: dict[str, dict[str, Any]] = {
     "preset": {"autocompletion": complete_preset},
     "data_salt": {"metavar": "FILE"},
-    "nproc": {"min": 1},
+    "nproc": {"min": 1, "max": settings.MAX_LOCAL_RANKS},
     "resume": {"metavar": "RUN"},
 }
 

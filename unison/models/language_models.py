@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unison import check
+from unison import check, schema
 from unison.errors import BadInput
 from unison.kernels.available import takes
 from unison.kernels.cross_entropy import (
@@ -32,6 +32,7 @@ from unison.rng import Key, fill_
 from unison.rng.inits import Constant, Init, Normal, TruncatedNormal
 
 FAMILIES = ("decoder", "gpt2")
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 12  # far beyond any model; their products still count
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -85,6 +86,10 @@ class ModelConfig:
             norm_eps=self.norm_eps,
         )
         check.probability(dropout=self.dropout)
+        largest = dict.fromkeys(("vocab_size", "context_length", "d_model", "d_ff"), MAX_SIZE)
+        for name, most in (largest | {"num_layers": MAX_LAYERS}).items():
+            if getattr(self, name) > most:
+                raise BadInput(f"{name} must be at most {most:,}, found {getattr(self, name)}")
         if self.d_model % self.num_heads:
             raise BadInput(
                 f"num_heads must divide d_model, found num_heads={self.num_heads} and "
@@ -581,6 +586,7 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> LanguageM
     Raises:
         BadInput: If the folder does not hold a model, or holds one with other parameters.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -589,14 +595,23 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> LanguageM
             raise BadInput(
                 f"expected {CONFIG_FILE} and {WEIGHTS_FILE} in {folder}, found no {name}"
             )
-    model = _empty_model(ModelConfig(**json.loads((folder / CONFIG_FILE).read_text())), device)
-    tensors = load_file(folder / WEIGHTS_FILE, device=str(device))
+    config = schema.build(ModelConfig, schema.read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    model = _empty_model(config, device)
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE, device=str(device))
+    except SafetensorError as error:
+        raise BadInput(f"{folder / WEIGHTS_FILE} is damaged: {error}") from None
     parameters = dict(model.named_parameters())
     if tensors.keys() != parameters.keys():
         differing = sorted(tensors.keys() ^ parameters.keys())
         raise BadInput(f"{folder / WEIGHTS_FILE} does not fit its config: parameters {differing}")
     with torch.no_grad():
         for name, parameter in parameters.items():
+            if tensors[name].shape != parameter.shape:
+                raise BadInput(
+                    f"{folder / WEIGHTS_FILE}: {name} must be {list(parameter.shape)}, found "
+                    f"{list(tensors[name].shape)}"
+                )
             parameter.copy_(tensors[name])
     model.reset_buffers()
     return model

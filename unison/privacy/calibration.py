@@ -29,6 +29,7 @@ from unison.privacy.mechanism import Mechanism, Release, sensitivity_factor
 from unison.privacy.sampling import Sampling, Shuffled
 from unison.rng.streams import DRAW_DISTANCE
 
+MAX_STEPS = 10_000_000  # of which PLD's ε takes seconds; of ten times as many it takes minutes
 _MAX_AHEAD = 1 << 17
 _MOST_NOISE_MULTIPLIER = 2.0**20
 _SHORTFALL = 0.01  # what a calibration may leave of its target
@@ -57,6 +58,7 @@ def epsilon_for(
             large for it is warned of.
     """
     check.not_negative(noise_multiplier=noise_multiplier, steps=steps)
+    _check_countable(steps)
     check_delta(delta, getattr(sampling, "num_records", num_records))
     z = noise_multiplier / sensitivity_factor(noise_multiplier, rounded_elements)
     events, num_draws = _equal_steps(sampling, z, steps), steps * rounded_elements
@@ -90,6 +92,7 @@ def noise_multiplier_for(
         BadInput: If no σ reaches the target.
     """
     check.positive(steps=steps)
+    _check_countable(steps)
     check_delta(target_delta, getattr(sampling, "num_records", num_records))
     num_draws = steps * (rounded_elements + (count_noise_multiplier is not None))
     if num_draws * DRAW_DISTANCE >= target_delta:
@@ -157,6 +160,7 @@ def calibrate(
         BadInput: If no parameter reaches the target.
     """
     check.positive(steps=steps)
+    _check_countable(steps)
 
     def spent(parameter: float) -> tuple[Mapping[Event, int], int]:
         mechanism = make_mechanism(parameter)
@@ -176,7 +180,7 @@ def steps_for(
     rounded_elements: int = 0,
     num_records: int | None = None,
 ) -> int:
-    """The largest number of equal steps that spend at most ε; 0 if one is too many.
+    """The largest number of equal steps that spend at most ε: from 0, if one is too many, to 10^7.
 
     Args:
         target_epsilon: ε that may be spent.
@@ -196,7 +200,15 @@ def steps_for(
         spent = epsilon_of_events(events, target_delta, accountant, num_draws=num_draws)
         return spent <= target_epsilon
 
-    return largest_that_fits(fits, limit=2**40)
+    return largest_that_fits(fits, limit=MAX_STEPS)
+
+
+def _check_countable(steps: int) -> None:
+    if steps > MAX_STEPS:
+        raise BadInput(
+            f"steps must be at most {MAX_STEPS:,}, found {steps:,}: beyond that an ε would take "
+            "minutes"
+        )
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, limit: int) -> int:

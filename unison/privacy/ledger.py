@@ -16,7 +16,6 @@ import hmac
 import json
 import os
 import re
-import reprlib
 import secrets
 import stat
 import warnings
@@ -26,9 +25,9 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import UnionType
-from typing import Any, BinaryIO, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from unison.errors import BadInput
+from unison.errors import BadInput, OutOfRoom
 from unison.privacy.accounting import (
     ADJACENCY,
     Spending,
@@ -39,6 +38,7 @@ from unison.privacy.accounting import (
 from unison.privacy.mechanism import Mechanism, Release
 from unison.privacy.sampling import KINDS
 from unison.rng.streams import FROM_SEED, FROM_SYSTEM
+from unison.schema import cut, is_a, open_regular, parse, short
 
 FORMAT = "unison-ledger/2"
 _FORMAT_1 = "unison-ledger/1"  # its sessions do not say where their key comes from
@@ -96,7 +96,7 @@ class Session:
         if record.get("format") == _FORMAT_1:
             return cls()
         if record.get("format") != FORMAT:
-            found = _short(record.get("format"))
+            found = short(record.get("format"))
             raise BadInput(f"expected format {FORMAT} or {_FORMAT_1}, found {found}")
         names = {each.name for each in fields(cls)}
         _check_types(cls, {name: record[name] for name in names & record.keys()})
@@ -110,13 +110,13 @@ class Session:
         }
         for name, known in choices.items():
             if getattr(session, name) not in known:
-                raise BadInput(f"its {name} is {_short(getattr(session, name))}")
+                raise BadInput(f"its {name} is {short(getattr(session, name))}")
         if session.commitment is not None and not _is_hash(session.commitment):
-            raise BadInput(f"its commitment is no hash: {_short(session.commitment)}")
+            raise BadInput(f"its commitment is no hash: {short(session.commitment)}")
         for name in ("unit", "committed_to", "device"):  # they are printed
             value = getattr(session, name)
             if value is not None and not (value.isprintable() and len(value) <= 200):
-                raise BadInput(f"its {name} cannot be shown: {_short(value)}")
+                raise BadInput(f"its {name} cannot be shown: {short(value)}")
         if session.rows_per_sample < 1 or (session.num_records or 0) < 0:
             raise BadInput("its numbers of rows are negative")
         return session
@@ -401,10 +401,7 @@ class Ledger:
                 written = os.write(self._descriptor, data)
                 os.fsync(self._descriptor)
                 if written < len(data):
-                    raise BadInput(
-                        f"only {written} of {len(data)} bytes could be written to {self.path}; is "
-                        "the disk full? The step was not taken"
-                    )
+                    raise OSError(f"only {written} of {len(data)} bytes were; is the disk full?")
             self._before_next, self.head = b"", Head(number, hash_of(line))
             if self.path is None:
                 self._written.add(self.head)
@@ -413,6 +410,10 @@ class Ledger:
         except BaseException as error:
             # How much is on the disk is not known now; opening the ledger anew finds out.
             self._failure = f"a write failed ({error!r}); open it anew"
+            if isinstance(error, OSError):
+                raise OutOfRoom(
+                    f"the ledger {self.path} could not be written: {error}; the step was not taken"
+                ) from error
             raise
 
     def _check_usable(self) -> None:
@@ -541,20 +542,6 @@ def read_ledger(path: str | os.PathLike[str]) -> LedgerFile:
     return reader.end()
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it, if it is one: a pipe would wait, and a device never end.
-
-    Raises:
-        OSError: If it cannot be opened.
-        BadInput: If it is something else.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise BadInput(f"{path} is no ordinary file; name the file itself")
-    return os.fdopen(descriptor, "rb")
-
-
 class _Reader:
     """Takes the lines of a ledger one after the other."""
 
@@ -593,7 +580,7 @@ class _Reader:
                 case "commit":
                     self._take_commit(record)
                 case _:
-                    raise BadInput(f"its kind is {_short(kind)}")
+                    raise BadInput(f"its kind is {short(kind)}")
         except BadInput as error:
             self._object(f"line {record['line']} cannot be understood: {error}", is_malformed=True)
 
@@ -716,7 +703,7 @@ class _Reader:
     def _take_commit(self, record: dict[str, Any]) -> None:
         step = record.get("step")
         if record.keys() - {"kind", "line", "previous"} != {"step"} or not _is_a(step, int):
-            raise BadInput(f"a commit has one step, found {_short(record)}")
+            raise BadInput(f"a commit has one step, found {short(record)}")
         if step != self._pending:
             self._object(
                 f"line {record['line']} commits step {step}, which was not intended before it"
@@ -755,27 +742,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         raise BadInput(f"it is longer than {_MAX_LINE:,} bytes")
     if _is_cut_short(line):
         return None
-    try:
-        record = json.loads(
-            line.decode("ascii"),  # as we write it
-            object_pairs_hook=_without_repeats,
-            parse_constant=_refuse_constant,
-        )
-    except BadInput:
-        raise
-    except UnicodeDecodeError:
-        raise BadInput("it is no ASCII text") from None
-    except RecursionError:
-        raise BadInput("it is nested too deeply") from None
-    except ValueError:  # also an integer of thousands of digits
-        raise BadInput("it is no JSON") from None
+    if not line.isascii():  # as we write it
+        raise BadInput("it is no ASCII text")
+    record = parse(line, "it", constants=False)
     if not isinstance(record, dict):
-        raise BadInput(f"expected a JSON object, found {_short(record)}")
+        raise BadInput(f"expected a JSON object, found {short(record)}")
     number, previous = record.get("line"), record.get("previous")
     if not (isinstance(number, int) and _is_a(number, int) and number >= 1):
-        raise BadInput(f"expected the number of a line, found {_short(number)}")
+        raise BadInput(f"expected the number of a line, found {short(number)}")
     if not (isinstance(previous, str) and _is_hash(previous)):
-        raise BadInput(f"expected the hash of the line before, found {_short(previous)}")
+        raise BadInput(f"expected the hash of the line before, found {short(previous)}")
     return record
 
 
@@ -794,17 +770,6 @@ def _is_cut_short(line: bytes) -> bool:
     return not line or len(re.findall(rb"[{[]", outside)) > len(re.findall(rb"[}\]]", outside))
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise BadInput("it holds a name twice")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise BadInput(f"{name} is no number")
-
-
 def _read_head(path: Path) -> Head:
     """The head in a file.
 
@@ -814,12 +779,9 @@ def _read_head(path: Path) -> Head:
     """
     with open_regular(path) as file:
         data = file.read(4096)
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        raise BadInput("it is no JSON") from None
+    found = parse(data, path)
     if not isinstance(found, dict) or found.keys() != {"num_lines", "sha256"}:
-        raise BadInput(f"expected a head, found {_short(found)}")
+        raise BadInput(f"expected a head, found {short(found)}")
     _check_types(Head, found)
     return Head(**found)
 
@@ -831,17 +793,17 @@ def _release_of(found: Any) -> Release:
         BadInput: If a name is missing or unknown, or a value has another type or is out of range.
     """
     if not isinstance(found, dict):
-        raise BadInput(f"expected a release, found {_short(found)}")
+        raise BadInput(f"expected a release, found {short(found)}")
     sampling = found.get("sampling")
     kind = sampling.get("kind") if isinstance(sampling, dict) else None
     if not (isinstance(sampling, dict) and isinstance(kind, str) and kind in KINDS):
-        raise BadInput(f"expected a sampling of kind {', '.join(KINDS)}, found {_short(sampling)}")
+        raise BadInput(f"expected a sampling of kind {', '.join(KINDS)}, found {short(sampling)}")
     _check_types(KINDS[kind], {k: v for k, v in sampling.items() if k != "kind"})
     _check_types(Release, {k: v for k, v in found.items() if k != "sampling"})
     try:
         return Release.from_fields(found)
     except BadInput as error:
-        raise BadInput(_cut(str(error))) from None
+        raise BadInput(cut(str(error))) from None
 
 
 def _plan_of(found: Any) -> Mapping[str, Any]:
@@ -851,10 +813,10 @@ def _plan_of(found: Any) -> Mapping[str, Any]:
         BadInput: If it is none.
     """
     if not isinstance(found, dict):
-        raise BadInput(f"expected the settings of a mechanism, found {_short(found)}")
+        raise BadInput(f"expected the settings of a mechanism, found {short(found)}")
     elements = found.get("rounded_elements", 0)
     if not _is_a(elements, int) or not 0 <= elements <= 2**53:
-        raise BadInput(f"its rounded_elements are {_short(elements)}")
+        raise BadInput(f"its rounded_elements are {short(elements)}")
     return found
 
 
@@ -867,32 +829,19 @@ def _check_types(cls: type, values: Mapping[str, Any]) -> None:
     hints = get_type_hints(cls)
     for name, value in values.items():
         if name not in hints:
-            raise BadInput(f"there is no {_short(name)} in it")
+            raise BadInput(f"there is no {short(name)} in it")
         hint = hints[name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
         if not any(_is_a(value, kind) for kind in kinds):
-            raise BadInput(f"{name} is {_short(value)}")
+            raise BadInput(f"{name} is {short(value)}")
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type; numbers are no booleans, finite, and of a size that counts."""
-    if kind is int or kind is float:
-        is_number = type(value) is int or (kind is float and type(value) is float)
-        return is_number and abs(value) <= _LARGEST
-    return type(value) is kind
+    return is_a(value, kind, largest=_LARGEST)
 
 
 def _is_hash(text: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{64}", text) is not None
-
-
-def _short(value: Any) -> str:
-    """A value in an error message, which a hostile one must not fill."""
-    return _cut(reprlib.repr(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 # ---- the data set --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Checkpoints of a run, and how a run goes on from one.
 
 A run with `checkpoint_every` writes RUN/checkpoints/step-000100 and so on, and keeps the last few.
+They are copies of a moment between two steps, written by a thread while training goes on.
 `unison train --resume RUN` goes on from the newest with the settings of RUN/config.json. Which rows
 a step takes, the dropout masks and the learning rate are functions of the step, so that only the
 parameters, the optimizer's state and the step itself need to be kept.
@@ -17,26 +18,29 @@ import math
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from unison.config import Execution, Kfac, MechanismConfig, Output, Privacy, TrainConfig
+from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
 from unison.errors import BadInput
-from unison.shard import MANIFEST_FILE, CheckpointFailed, load_checkpoint, save_checkpoint
-from unison.train.run_folder import (
+from unison.run_files import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     LEDGER_FILE,
     RESULT_FILE,
-    checkpoints_of,
-    num_counted_steps,
+    read_config,
 )
+from unison.schema import build, cut, is_a, parse, read_json, short
+from unison.shard import MANIFEST_FILE, CheckpointFailed, load_checkpoint, save_checkpoint
+from unison.train.run_folder import checkpoints_of, num_counted_steps, settle
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
@@ -70,52 +74,165 @@ class Progress:
 
 
 def save_newest(run: "Run", progress: Progress) -> None:
-    """Write a checkpoint of a run and remove the oldest ones; every rank must call it.
+    """Begin a checkpoint of a run, after the last one is complete; every rank must call it.
+
+    It is written while training goes on; `finish` waits for it.
 
     Args:
         run: Model, optimizer and schedule are kept, what draws its rows and K-FAC's state.
         progress: How far it has come.
     """
-    output, world, root = run.config.output, run.world, Path(run.config.output.folder)
+    world, root = run.world, Path(run.config.output.folder)
+    finish(run)
     folder = root / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
-    extra: dict[str, Any] = {
-        "progress": asdict(progress),
-        "scheduler": run.scheduler.state_dict(),
-        "regime": run.regime.state_dict(),
-    }
+    extra = Extra(
+        progress=progress,
+        scheduler=run.scheduler.state_dict(),
+        regime=run.regime.state_dict(),
+    )
     curvature = run.transform.state_dict()  # whole, on every rank
     if curvature is not None:
         write = partial(write_state, _curvature_of(folder), curvature)
-        extra[CURVATURE], *_ = world.agree(write, when=world.is_main)
-    save_checkpoint(folder, run.model, run.optimizer, extra=extra)
-    if not world.is_main:
+        written, *_ = world.agree(write, when=world.is_main)
+        extra = replace(extra, curvature=written)
+    if run.background is None and not run.config.execution.guard:
+        # Not under a guard, which takes the thread's collectives for the program's.
+        run.background = dist.new_group(backend="gloo")
+    run.written = save_checkpoint(
+        folder, run.model, run.optimizer, extra=asdict(extra), background=run.background
+    )
+
+
+def finish(run: "Run", *, within: float | None = None) -> None:
+    """Wait until the last checkpoint is complete, and remove the oldest; every rank must call it.
+
+    Args:
+        run: The run.
+        within: Seconds to wait without the other ranks, for a run that fails.
+
+    Raises:
+        UnisonError: On every rank, if it could not be written.
+    """
+    if run.written is None:
         return
-    for old in checkpoints_of(root)[: -output.keep_checkpoints]:
+    written, run.written = run.written, None
+    if within is None:
+        run.world.agree(written.result)
+    else:
+        wait([written], timeout=within)
+    if run.world.is_main and written.done() and written.exception() is None:
+        prune(Path(run.config.output.folder), run.config.output.keep_checkpoints)
+
+
+def prune(root: Path, num_kept: int) -> None:
+    """Remove the oldest checkpoints of a run, and what crashes have left of others."""
+    for old in checkpoints_of(root)[:-num_kept]:
         # The manifest first: what is left if this is cut short is no checkpoint.
         (old / MANIFEST_FILE).unlink()
         shutil.rmtree(old)
     kept = {_curvature_of(each) for each in checkpoints_of(root)}
-    for file in folder.parent.glob(f"{CURVATURE}-*"):
+    for file in (root / CHECKPOINTS_FOLDER).glob(f"{CURVATURE}-*"):
         if file not in kept:
             file.unlink()
+    for left in (root / CHECKPOINTS_FOLDER).glob("step-*"):
+        if left.name[5:].isdecimal() and not (left / MANIFEST_FILE).exists():
+            shutil.rmtree(left)
 
 
-def load_newest(run: "Run") -> tuple[Progress, dict[str, Any], dict[str, Any] | None]:
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """What a checkpoint of a run holds beside model and optimizer.
+
+    Attributes:
+        progress: How far the run had come.
+        scheduler: The state of its learning rate.
+        regime: That of what draws its rows, and the position in the ledger.
+        curvature: The hash of K-FAC's file; None without one.
+    """
+
+    progress: Progress
+    scheduler: dict[str, Any]
+    regime: dict[str, Any]
+    curvature: str | None = None
+
+
+def load_newest(run: "Run") -> tuple[Extra, dict[str, Any] | None] | None:
     """Fill model, optimizer and schedule from a run's newest checkpoint; every rank must call it.
 
+    One that is damaged is refused, in `run.notes`, and the one before it is taken.
+
     Returns:
-        How far the run had come, the state of what draws its rows, and that of K-FAC, if it has
-        one.
+        What else it holds, and the state of K-FAC, if it has one; None if there is no checkpoint.
+
+    Raises:
+        BadInput: What is wrong with the newest, if no other can be used either.
     """
-    folder = checkpoints_of(Path(run.config.output.folder))[-1]
-    extra = load_checkpoint(folder, run.model, run.optimizer, verify=True)
-    run.scheduler.load_state_dict(extra["scheduler"])
+    refused: list[BadInput] = []
+    # As one rank sees the folder: others may see it a moment later.
+    root = Path(run.config.output.folder)
+    found, *_ = run.world.agree(partial(checkpoints_of, root), when=run.world.is_main)
+    for folder in reversed(found or []):
+        try:
+            found = _load(run, folder)
+        except BadInput as error:
+            refused.append(error)
+            continue
+        run.source = folder / MANIFEST_FILE
+        run.notes += [f"refused a checkpoint: {error}" for error in refused]
+        return found
+    if refused:
+        raise refused[0]
+    return None
+
+
+def _load(run: "Run", folder: Path) -> tuple[Extra, dict[str, Any] | None]:
+    source = folder / MANIFEST_FILE
+    # Before the model changes: every rank looks at the file itself.
+    extra = run.world.agree(lambda: _extra_of(run, source))[run.world.rank]
+    assert extra is not None
     curvature = None
-    if CURVATURE in extra:
-        check = partial(check_hash, _curvature_of(folder), extra[CURVATURE])
+    if extra.curvature is not None:
+        check = partial(check_hash, _curvature_of(folder), extra.curvature)
         run.world.agree(check, when=run.world.is_main)
         curvature = read_state(_curvature_of(folder))
-    return Progress(**extra["progress"]), extra.get("regime", {}), curvature
+    load_checkpoint(folder, run.model, run.optimizer, verify=True)
+    run.scheduler.load_state_dict(extra.scheduler)
+    return extra, curvature
+
+
+def _extra_of(run: "Run", source: Path) -> Extra:
+    content = build(dict[str, Any], read_json(source), source)
+    extra = build(Extra, content.get("extra"), source, field="extra")
+    require_like(run.scheduler.state_dict(), extra.scheduler, source, "extra.scheduler")
+    if not 0 < extra.progress.step < run.config.mechanism.steps:
+        raise BadInput(
+            f"{source}: extra.progress.step must lie below the run's {run.config.mechanism.steps} "
+            f"steps, found {extra.progress.step}"
+        )
+    return extra
+
+
+def require_like(own: Any, found: Any, source: object, field: str) -> None:
+    """Require a state read from JSON to have the names and types of one of this process.
+
+    Raises:
+        BadInput: Naming the field that has not.
+    """
+    match own:
+        case dict():
+            if not is_a(found, dict) or found.keys() != own.keys():
+                raise BadInput(f"{source}: {field} must have {list(own)}, found {short(found)}")
+            for name, each in own.items():
+                require_like(each, found[name], source, f"{field}.{name}")
+        case list() | tuple():
+            if not is_a(found, list) or len(found) != len(own):
+                raise BadInput(f"{source}: {field} must be {len(own)} long, found {short(found)}")
+            for index, (each, other) in enumerate(zip(own, found, strict=True)):
+                require_like(each, other, source, f"{field}[{index}]")
+        case None if found is None:
+            pass
+        case _:
+            build(type(own), found, source, field=field)
 
 
 def _curvature_of(checkpoint: Path) -> Path:
@@ -170,12 +287,22 @@ def check_hash(path: Path, expected: str) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote."""
-    from safetensors import safe_open
+    """Read what `write_state` wrote.
 
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _put_back(json.loads(file.metadata()["state"]), tensors)
+    Raises:
+        BadInput: If it is no such file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state = parse((file.metadata() or {}).get("state", ""), path)
+        return _put_back(state, tensors)
+    except BadInput:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{path} is damaged: {cut(str(error))}") from None
 
 
 def _taken_out(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -221,6 +348,7 @@ def check_resumable(run: Path) -> None:
     Raises:
         BadInput: If it is no run, is done, or has no checkpoint.
     """
+    settle(run)
     if not (run / CONFIG_FILE).is_file():
         raise BadInput(f"{run} is not the folder of a run; --resume takes one that stopped")
     if (run / RESULT_FILE).is_file():
@@ -253,7 +381,7 @@ def resumed_config(
         BadInput: If the mechanism would change, naming every setting that differs.
     """
     check_resumable(run)
-    saved = _read_config(run)
+    saved = read_config(run).settings
     given = set(given) | ({"replicas"} if "shard" in given else set())  # it is a part of how
     before = _flat(saved.mechanism)
     after = _flat(asked.mechanism) | dict(parts or {})
@@ -289,32 +417,13 @@ def _flat(mechanism: MechanismConfig) -> dict[str, Any]:
     return settings | mechanism.overrides | parts | (privacy or {}) | (kfac or {})
 
 
-def _read_config(run: Path) -> TrainConfig:
-    try:
-        content = json.loads((run / CONFIG_FILE).read_text())
-        mechanism = dict(content["mechanism"])
-        if mechanism.get("privacy") is not None:
-            mechanism["privacy"] = Privacy(**mechanism["privacy"])
-        if mechanism.get("kfac") is not None:
-            mechanism["kfac"] = Kfac(**mechanism["kfac"])
-        return TrainConfig(
-            mechanism=MechanismConfig(**mechanism),
-            execution=Execution(**content["execution"]),
-            output=Output(**content["output"]),
-        )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise BadInput(
-            f"{run / CONFIG_FILE} cannot be read by this unison: {type(error).__name__} {error}"
-        ) from None
-
-
 def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
     """Refuse to go on with other data.
 
     Raises:
         BadInput: If the rows are not those the run began with.
     """
-    before = json.loads((run / CONFIG_FILE).read_text()).get("rows")
+    before = read_config(run).rows
     after = json.loads(json.dumps(rows))
     if before != after:
         raise BadInput(
@@ -324,8 +433,13 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
 
 
 def saved_world_size(run: Path) -> int:
-    """How many ranks a run had when it began."""
-    try:
-        return int(json.loads((run / ENVIRONMENT_FILE).read_text())["world_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+    """How many ranks a run had when it began; 1 where it does not say."""
+    path = run / ENVIRONMENT_FILE
+    if not path.is_file():
         return 1
+    size = build(dict[str, Any], read_json(path), path).get("world_size")
+    if not (is_a(size, int) and 1 <= size <= MAX_LOCAL_RANKS):
+        raise BadInput(
+            f"{path}: world_size must be a number of ranks, found {short(size)}; give --nproc"
+        )
+    return size

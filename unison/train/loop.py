@@ -1,8 +1,11 @@
 """A training run from settings to result."""
 
+import errno
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch.distributed import ProcessGroup
 
 import unison
-from unison.config import MechanismConfig, TrainConfig
+from unison.config import WHOLE_SHARDINGS, MechanismConfig, TrainConfig
 from unison.data import (
     RowDataset,
     Tokenizer,
@@ -23,30 +27,40 @@ from unison.data import (
     open_tokenizer,
     unigram_entropy,
 )
-from unison.errors import BadInput
+from unison.errors import BadInput, OutOfRoom, UnisonError
 from unison.models import LanguageModel, ModelConfig, build, count_parameters, preset, save
 from unison.privacy import BudgetSpent
 from unison.rng import Key
+from unison.run_files import (
+    CONFIG_FILE,
+    CURVE_FILE,
+    RESULT_FILE,
+    TrainResult,
+    read_config,
+    read_metrics,
+    read_result,
+)
+from unison.schema import cut
 from unison.shard import find_blocks, full_parameters
 from unison.train import report
 from unison.train.checkpoint import (
     Progress,
     check_resumable,
     check_same_rows,
+    finish,
     load_newest,
     save_newest,
 )
 from unison.train.regime import PrivateRegime, Regime
-from unison.train.report import ProgressView, TrainResult
+from unison.train.report import ProgressView
 from unison.train.run_folder import (
     COVERED,
-    CURVE_FILE,
-    RESULT_FILE,
     check_free,
+    locked,
     open_metrics,
     open_run_folder,
     plot_losses,
-    read_metrics,
+    settle,
     write_json,
 )
 from unison.train.step import (
@@ -58,9 +72,18 @@ from unison.train.step import (
     to_device,
     train_step,
 )
-from unison.train.world import Parallel, World, join_world
+from unison.train.world import (
+    GRACE_SECONDS,
+    Parallel,
+    StopSignals,
+    World,
+    is_same_launch,
+    join_world,
+    was_launched,
+)
 
 EVAL_ROWS_PER_PASS = 16
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 MOST_EXACT = 1024  # outputs for which `unison.KFAC` goes through all labels
 
 
@@ -76,13 +99,41 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
         UnisonError: On every rank alike, with nothing left on disk but checkpoints, and the ledger
             of a private run.
     """
-    with join_world(config.execution.device) as world:
+    with (
+        join_world(config.execution.device) as world,
+        StopSignals() as signals,  # until ranks have met, a signal ends them as any process
+        running_out_of_room(world),
+    ):
         # In a frame of its own: models and units hold process groups, and must go before the ranks
         # part.
-        return _train_in(world, config, on_stderr=on_stderr)
+        return _train_in(world, config, signals, on_stderr=on_stderr)
 
 
-def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainResult:
+@contextmanager
+def running_out_of_room(world: World) -> Iterator[None]:
+    """Turn what the machine runs out of, memory or disk, into one sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        # torch has no type of its own for a CPU's memory.
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        is_memory |= type(error) is RuntimeError and "not enough memory" in str(error)
+        is_disk = isinstance(error, OSError) and error.errno in NO_ROOM
+        if isinstance(error, UnisonError) or not (is_memory or is_disk):
+            raise
+        if is_disk:
+            raise OutOfRoom(
+                f"a file could not be written: {error}; what was complete stays"
+            ) from error
+        raise OutOfRoom(
+            f"rank {world.rank} ran out of memory on {world.device}: {cut(str(error))}; lower "
+            "--micro-batch-size or --row-length, or take more ranks with --shard full"
+        ) from error
+
+
+def _train_in(
+    world: World, config: TrainConfig, signals: StopSignals, *, on_stderr: bool
+) -> TrainResult:
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
         config.check_parts()
@@ -93,48 +144,91 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         )
         if config.execution.guard:
             stack.enter_context(unison.guard())
-        check_folder = partial(check_free, folder, overwrite=output.overwrite)
-        if output.resume:
-            check_folder = partial(check_resumable, folder)
-        world.agree(check_folder, when=world.is_main)
+
+        def check_folder() -> tuple[bool, TrainResult | None]:
+            """Whether the run goes on; and its result, if it was started again after its end."""
+            goes_on = output.resume
+            if goes_on:
+                check_resumable(folder)
+            elif was_launched() and (folder / CONFIG_FILE).is_file():
+                settle(folder)
+                saved = read_config(folder)
+                goes_on = is_same_launch(saved.launch)
+                if goes_on and saved.mechanism != mechanism:
+                    raise BadInput(
+                        f"{folder} holds a run of this launch with other settings; choose another "
+                        "--out, or another --rdzv-id for torchrun"
+                    )
+                if goes_on and (folder / RESULT_FILE).is_file():
+                    return True, read_result(folder)
+            if goes_on:
+                stack.enter_context(locked(folder))  # before its checkpoint is read
+            else:
+                check_free(folder, overwrite=output.overwrite)
+            return goes_on, None
+
+        (checked, *_) = world.agree(check_folder, when=world.is_main)
+        assert checked is not None
+        goes_on, done = checked
+        if done is not None:
+            return done
+        if goes_on:
+            output = replace(output, resume=True, overwrite=False)
+            config = replace(config, output=output)
         model_config, row_length = plan_model(mechanism)
         rows = stack.enter_context(open_rows(mechanism, model_config, row_length, world))
         with unison.meta_init():  # no rank ever holds more than its part
             model = build(model_config, device="meta")
-        run = Run(config, model, *rows, world)
+        sizes = count_parameters(model), row_length
+        world.agree(partial(check_memory, config, model_config, *sizes, world))
+        run = Run(config, model, *rows, world, signals)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
 
         # Only now is anything written: whatever was wrong with the input has been said.
         console = Console(stderr=on_stderr) if world.is_main else None
-        if console is not None:
-            stack.enter_context(
-                open_run_folder(folder, overwrite=output.overwrite, resume=output.resume)
+        opened = open_run_folder(folder, overwrite=output.overwrite, resume=output.resume)
+        world.agree(partial(stack.enter_context, opened), when=world.is_main)
+        stack.enter_context(running_out_of_room(world))  # inside: a failed run says what is left
+
+        def begin() -> None:
+            report.write_start(folder, run)
+            metrics = open_metrics(
+                folder,
+                tensorboard=output.tensorboard,
+                after_step=run.progress.step or None,
+                only=COVERED if run.is_guarded else None,
             )
+            write = stack.enter_context(metrics)
+
+            def record(step: int, **values: float) -> None:
+                try:
+                    write(step, **values)
+                except OSError as error:  # of one rank; all hear of it when the step is over
+                    run.failure = error
+
+            run.record = record
+
+        world.agree(begin, when=world.is_main)
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature  # it is as large as the model
         if console is not None:
-            report.write_start(folder, run)
-            run.record = stack.enter_context(
-                open_metrics(
-                    folder,
-                    tensorboard=output.tensorboard,
-                    after_step=run.progress.step if output.resume else None,
-                    only=COVERED if run.is_guarded else None,
-                )
-            )
             report.say_start(console, run)
         with ProgressView(console, config, first=run.progress.step) as run.view:
             result = run.train()
         # Every rank takes part in the gathering; one keeps what comes of it.
         parameters = {name: value.cpu() for name, value in full_parameters(model) if world.is_main}
-        if world.is_main:
+
+        def end() -> None:
+            run.raise_failure()
             save(model.config, parameters, folder)
             plot_losses(
                 read_metrics(folder), folder / CURVE_FILE, unigram_entropy=run.unigram_entropy
             )
             write_json(folder / RESULT_FILE, result.published(config).to_fields())
+
+        world.agree(end, when=world.is_main)
     if console is not None:
         report.say_end(console, config, result)
     return result.published(config)
@@ -151,11 +245,18 @@ class Run:
         unigram_entropy: The loss of the best model that ignores context. In a private run that of
             the held-out rows: of the others it would be a figure that no ε covers.
         world: The ranks.
+        signals: Those that ask it to stop.
 
     Attributes:
         progress: How far it has come.
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
+        notes: What a person should know of how it goes on.
+        source: The checkpoint that it goes on from.
+        failure: What kept this rank from writing.
+        written: The checkpoint that is being written.
+        background: The ranks' connections for that; None until the first one, and under a guard.
+        saved_at: When the last checkpoint was written, or the run began.
     """
 
     def __init__(
@@ -166,9 +267,11 @@ class Run:
         eval_rows: RowDataset,
         unigram_entropy: float,
         world: World,
+        signals: StopSignals | None = None,
     ) -> None:
         mechanism, execution = config.mechanism, config.execution
         self.config, self.model, self.world = config, model, world
+        self.signals = signals or StopSignals()
         self.train_rows, self.eval_rows = train_rows, eval_rows
         self.unigram_entropy = unigram_entropy
         self.num_parameters = count_parameters(model)  # before a rank keeps only its part
@@ -193,6 +296,12 @@ class Run:
         if mechanism.precision == "bf16":
             self.cast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16)
         self.progress = Progress()
+        self.notes: list[str] = []
+        self.source: Path | None = None
+        self.failure: OSError | None = None
+        self.written: Future[None] | None = None
+        self.background: ProcessGroup | None = None
+        self.saved_at = time.monotonic()
         self.view = ProgressView(None, config)
         self.record: Callable[..., None] = lambda step, **values: None
         # Whether files must not hold what no ε covers.
@@ -210,7 +319,10 @@ class Run:
             folder = Path(self.config.output.folder)
             summary = report.summarize(self)
             self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-            self.progress, state, curvature = load_newest(self)
+            found = load_newest(self)
+            if found is not None:
+                extra, curvature = found
+                self.progress, state = extra.progress, extra.regime
         self.regime.prepare(state)
         return curvature
 
@@ -218,7 +330,7 @@ class Run:
         """Train for all steps, or all that are left."""
         mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
         started = time.perf_counter() - progress.seconds
-        if not output.resume:
+        if progress.step == 0:
             progress.eval_before = self.evaluate(self.eval_rows)
             progress.train_before = self.evaluate(self.train_rows)
             progress.eval_after = progress.eval_before
@@ -229,7 +341,13 @@ class Run:
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
         with closing(self.regime.passes(range(progress.step, mechanism.steps))) as passes:
-            budget_sentence = self.take_steps(passes, started)
+            self.signals.is_stepping = True
+            try:
+                budget_sentence = self.take_steps(passes, started)
+            except BaseException as error:  # which one rank may have met alone
+                finish(self, within=GRACE_SECONDS if isinstance(error, UnisonError) else 5)
+                raise
+        finish(self)
         self.evaluate_held_out()
         train_after = self.evaluate(self.train_rows)
         self.record(progress.step, **{"eval/train_loss": train_after})
@@ -279,16 +397,39 @@ class Run:
             if compiles:
                 seconds = time.perf_counter() - began
                 self.view.note(f"the first step, with compiling, took {seconds:.0f} s")
+            number, is_time, has_failed = self.world.largest(
+                self.signals.number, self._is_time(), self.failure is not None
+            )
+            if has_failed:
+                self.world.agree(self.raise_failure)
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
             if output.eval_every and step % output.eval_every == 0:
                 self.evaluate_held_out()
-            if output.checkpoint_every and step % output.checkpoint_every == 0:
+            if (
+                number
+                or is_time
+                or (output.checkpoint_every and step % output.checkpoint_every == 0)
+            ):
                 now = replace(progress, seconds=time.perf_counter() - started)
                 if self.is_guarded:
                     now.train_before = None
                 save_newest(self, now)
+                self.saved_at = time.monotonic()
+            if number:
+                finish(self)
+                raise self.signals.stopped(f"after step {step} of {mechanism.steps}", number)
         return None
+
+    def _is_time(self) -> bool:
+        """Whether the last checkpoint is as long ago as it may be, by the main rank's clock."""
+        seconds = self.config.output.checkpoint_seconds
+        return bool(seconds) and self.world.is_main and time.monotonic() - self.saved_at >= seconds
+
+    def raise_failure(self) -> None:
+        """Raise what kept this rank from writing, if anything did."""
+        if self.failure is not None:
+            raise self.failure
 
     def take_step(self, step: int, passes: Iterator[Batch]) -> None:
         """Take one step, and record and show what came of it."""
@@ -388,6 +529,36 @@ def plan_model(mechanism: MechanismConfig) -> tuple[ModelConfig, int]:
     return config, row_length
 
 
+def check_memory(
+    config: TrainConfig, model: ModelConfig, num_parameters: int, row_length: int, world: World
+) -> None:
+    """Refuse what no memory of this machine holds, before a system ends processes to make room.
+
+    Raises:
+        BadInput: If the ranks here need more than the machine has.
+    """
+    mechanism, execution = config.mechanism, config.execution
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    granule = mechanism.granule if mechanism.reducer == "ordered" else 1
+    num_rows = -(-mechanism.batch_size // granule) * granule  # granules are full
+    needs = num_local * num_rows * row_length * 16  # with labels, as int64, on every rank
+    if world.device.type == "cpu":
+        # Values, gradients and two of Adam's, as float32.
+        copies = world.size if execution.shard in WHOLE_SHARDINGS else 1
+        needs += 16 * num_parameters * copies * num_local // world.size
+        # What one pass keeps, at least: the logits, and a tensor of each block.
+        in_pass = max(granule, min(num_rows // world.size, execution.micro_batch_size or num_rows))
+        kept = model.vocab_size + model.num_layers * model.d_model
+        needs += 4 * num_local * in_pass * row_length * kept
+    if needs > has:
+        raise BadInput(
+            f"{num_parameters:,} parameters and batches of {num_rows:,} rows of {row_length:,} "
+            f"tokens need {needs >> 30:,} GB or more, this machine has {has >> 30:,} GB; take a "
+            "smaller --preset, --micro-batch-size or --granule, or more machines"
+        )
+
+
 def fitting_tokenizer(mechanism: MechanismConfig, config: ModelConfig) -> Tokenizer:
     """Open the tokenizer and check that the model's vocabulary holds it."""
     tokenizer = open_tokenizer(mechanism.tokenizer)
@@ -441,7 +612,7 @@ def check_before_launch(config: TrainConfig) -> None:
     """
     config.check_parts()
     mechanism = config.mechanism
-    if not config.output.resume:
+    if not (config.output.resume or was_launched()):  # ranks that are started again go on
         check_free(Path(config.output.folder), overwrite=config.output.overwrite)
     model_config, _ = plan_model(mechanism)
     fitting_tokenizer(mechanism, model_config)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import unison
+from unison import check
 from unison.config import Privacy
 from unison.data import IGNORE_INDEX, RowDataset
 from unison.errors import BadInput
@@ -37,7 +38,8 @@ from unison.privacy import (
     noise_multiplier_for,
 )
 from unison.rng import Key, Permutation, Stream
-from unison.train.run_folder import LEDGER_FILE
+from unison.run_files import LEDGER_FILE, PrivacyResult
+from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
 
 if TYPE_CHECKING:
@@ -76,45 +78,6 @@ class PrivacyFacts:
         }
         name = "privacy/epsilon" if self.is_secure else "privacy/epsilon_if_secret"
         return found | ({name: self.epsilon} if self.is_exact else {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyResult:
-    """What a private run applied and spent. All of it is public.
-
-    Attributes:
-        epsilon: ε of everything that the ledger counts; infinite if the key came from a seed.
-        epsilon_if_secret: What it would be under a secret key, which is what a budget bounds.
-        delta: The δ it is taken at.
-        accountant: Whose bound it is.
-        target_epsilon: ε that the noise was chosen for; None if the noise was given.
-        noise_multiplier: σ.
-        max_grad_norm: C.
-        clip_rule: How gradients were brought below C.
-        sampling: How rows were drawn, in words.
-        batch_size: Rows that a step draws, as expected.
-        num_rows: Rows to draw from; each is one record.
-        num_counted: Steps that the ledger counts, repeated ones included.
-        is_secure: Whether noise and sampling came from a secret key.
-        budget_sentence: Why the run ended before its last step, if the budget did that.
-        ledger: The file.
-    """
-
-    epsilon: float
-    epsilon_if_secret: float
-    delta: float
-    accountant: str
-    target_epsilon: float | None
-    noise_multiplier: float
-    max_grad_norm: float
-    clip_rule: str
-    sampling: str
-    batch_size: int
-    num_rows: int
-    num_counted: int
-    is_secure: bool
-    budget_sentence: str | None
-    ledger: str
 
 
 def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> np.ndarray:
@@ -207,6 +170,7 @@ class PrivateRegime(Regime):
     def __init__(self, run: "Run") -> None:
         super().__init__(run)
         config, rows = run.config, run.train_rows
+        self._run = run
         assert config.mechanism.privacy is not None
         self._privacy = config.mechanism.privacy
         self._parallel, self._optimizer = run.parallel, run.optimizer
@@ -226,7 +190,11 @@ class PrivateRegime(Regime):
         """Choose the noise for the run's steps, or take that of a checkpoint."""
         self._state = state
         if state is not None:
-            self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+            with self._reading():
+                self._noise_multiplier = state["mechanism"]["noise_multiplier"]
+                check.positive(noise_multiplier=self._noise_multiplier)
+                if state["loader"]["next_step"] != self._run.progress.step:
+                    raise BadInput(f"its loader is at step {short(state['loader']['next_step'])}")
         elif self._privacy.epsilon is not None:
             # One rank computes for all: it takes seconds of a core.
             self._noise_multiplier, *_ = self._world.agree(
@@ -241,6 +209,17 @@ class PrivateRegime(Regime):
                 ),
                 when=self._world.is_main,
             )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file of a state that is none."""
+        try:
+            yield
+        except (BadInput, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BadInput(
+                f"{self._run.source}: extra.regime cannot be used: "
+                f"{'' if isinstance(error, BadInput) else type(error).__name__ + ' '}{error}"
+            ) from error
 
     def describe(self) -> list[str]:
         """Say what is protected, and how."""
@@ -303,7 +282,7 @@ class PrivateRegime(Regime):
         try:
             if self._state is not None:
                 # The rank that has the ledger may refuse; then all do.
-                self._world.agree(partial(self._engine.load_state_dict, self._state))
+                self._world.agree(partial(self._load, self._state))
             # Whether the model can be clipped, before any budget is spent: here rather than in the
             # first step, where dropout expects the rows of that step. Each rank takes a row of its
             # own, as in training: ranks that are fed the same one are warned of.
@@ -314,6 +293,10 @@ class PrivateRegime(Regime):
         finally:
             self._loader.abandon()
             self._engine.detach()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        with self._reading():
+            self._engine.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state; never a key."""

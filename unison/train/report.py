@@ -7,76 +7,36 @@ files, unless the user asks for unsafe diagnostics.
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box, progress
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 import unison
 from unison.config import TrainConfig
-from unison.errors import BadInput
-from unison.train.regime import PrivacyFacts, PrivacyResult
-from unison.train.run_folder import (
+from unison.run_files import (
     CONFIG_FILE,
     CURVE_FILE,
     ENVIRONMENT_FILE,
     LEDGER_FILE,
     METRICS_FILE,
-    RESULT_FILE,
-    describe_environment,
-    write_json,
+    PARAMETERS_FILE,
+    TrainResult,
+    read_config,
 )
+from unison.train.regime import PrivacyFacts
+from unison.train.run_folder import describe_environment, write_json
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a run came to. Losses are in nats per token, before the first and after the last step.
-
-    `train_loss_*` and `eval_loss_*` are both measured on fixed rows, with the same code.
-    `unigram_entropy` is the loss of the best model that ignores context. `digest` is one hash of
-    all parameters; with the ordered reducer it does not depend on the number of ranks. `steps` are
-    those that were taken. `privacy` is what a private run applied and spent; its `train_loss_*` are
-    None unless unsafe diagnostics were asked for.
-    """
-
-    folder: str
-    preset: str
-    parameters: int
-    world_size: int
-    shard: str
-    reducer: str
-    digest: str
-    steps: int
-    train_loss_before: float | None
-    train_loss_after: float | None
-    eval_loss_before: float
-    eval_loss_after: float
-    unigram_entropy: float
-    tokens_per_second: float
-    seconds: float
-    privacy: PrivacyResult | None = None
-
-    def published(self, config: TrainConfig) -> "TrainResult":
-        """The same without what must not leave the terminal."""
-        if self.privacy is None or config.output.unsafe_diagnostics:
-            return self
-        return replace(self, train_loss_before=None, train_loss_after=None)
-
-    def to_fields(self) -> dict[str, Any]:
-        """The result as values that JSON can hold; it has no number for infinity."""
-        found = asdict(self)
-        if self.privacy is not None and self.privacy.epsilon == math.inf:
-            found["privacy"]["epsilon"] = "inf"
-        return found
 
 
 # Of private rows, what they come to beyond their number.
@@ -88,13 +48,14 @@ def write_start(folder: Path, run: "Run") -> None:
     """Write what a run is made of, or add a line where it went on, and on what."""
     config, world = run.config, run.world
     environment = describe_environment(world.size, world.device)
-    if not config.output.resume:
+    if not (folder / CONFIG_FILE).is_file():
         settings = asdict(config)
         settings["model"] = asdict(run.model.config)
         settings["fingerprint"] = _fingerprint(run)
         settings["rows"] = summarize(run)
-        write_json(folder / CONFIG_FILE, settings)
+        settings["launch"] = os.environ.get("TORCHELASTIC_RUN_ID")
         write_json(folder / ENVIRONMENT_FILE, environment)
+        write_json(folder / CONFIG_FILE, settings)  # last: with it the folder is that of a run
         return
     line = {
         "step": run.progress.step,
@@ -150,9 +111,13 @@ def say_start(console: Console, run: "Run") -> None:
     say(console, *run.transform.describe())
     if not config.output.resume:
         return
-    say(console, f"going on after step {run.progress.step} of {mechanism.steps}")
-    saved = json.loads((Path(config.output.folder) / CONFIG_FILE).read_text())
-    before, now = saved["fingerprint"], json.loads(json.dumps(_fingerprint(run)))
+    say(
+        console,
+        *map(escape, run.notes),
+        f"going on after step {run.progress.step} of {mechanism.steps}",
+    )
+    before = read_config(Path(config.output.folder)).fingerprint
+    now = json.loads(json.dumps(_fingerprint(run)))
     changed = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
     if mechanism.reducer == "ordered" and changed:  # whether its bits can still be compared
         say(
@@ -163,7 +128,7 @@ def say_start(console: Console, run: "Run") -> None:
 
 def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
-    files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, "model.safetensors", CURVE_FILE]
+    files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PARAMETERS_FILE, CURVE_FILE]
     # What no ε covers is for eyes: output that is no terminal may be kept.
     shown = result if console.is_terminal else result.published(config)
     console.print(result_table(shown, config.mechanism.steps))
@@ -178,25 +143,6 @@ def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     if result.reducer == "ordered":
         say(console, f"digest {result.digest[:16]}, the same on any number of ranks")
     say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
-
-
-def read_result(folder: Path) -> tuple[TrainResult, int]:
-    """Read what a run in a folder came to, and how many steps it had planned.
-
-    Raises:
-        BadInput: If another version of unison wrote it.
-    """
-    saved = json.loads((folder / RESULT_FILE).read_text())
-    privacy = saved.pop("privacy", None)
-    try:
-        if privacy is not None:
-            privacy = PrivacyResult(**privacy | {"epsilon": float(privacy["epsilon"])})
-        result = TrainResult(**saved, privacy=privacy)
-    except (TypeError, KeyError) as error:
-        raise BadInput(
-            f"{folder / RESULT_FILE} cannot be read by this unison ({error}); train again"
-        ) from None
-    return result, json.loads((folder / CONFIG_FILE).read_text())["mechanism"]["steps"]
 
 
 def result_table(result: TrainResult, num_planned: int) -> Table:

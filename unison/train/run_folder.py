@@ -1,8 +1,9 @@
 """The folder of a run: config, environment, metrics, model and loss curve.
 
 A run that fails leaves nothing behind: its folder is removed, and a run that it was to replace is
-put back. One that has written a checkpoint is kept, to be resumed. A private one whose ledger
-counts a step is kept too: what was spent stays spent. An interrupted run keeps what it wrote.
+put back; after a SIGKILL by the next command that names the folder. One that has written a
+checkpoint is kept, to be resumed. A private one whose ledger counts a step is kept too: what was
+spent stays spent. An interrupted run keeps what it wrote. One process at a time writes to a folder.
 
 Metrics are one JSON object per line, with TensorBoard events beside them. A run that goes on from a
 checkpoint forgets what it recorded after that, and goes on in the same files. The files of a
@@ -26,39 +27,119 @@ import torch
 
 from unison.errors import BadInput, UnisonError
 from unison.privacy import read_ledger
+from unison.run_files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    read_metrics,
+)
 from unison.shard import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CONFIG_FILE = "config.json"
-RESULT_FILE = "result.json"
-LEDGER_FILE = "ledger.jsonl"
-METRICS_FILE = "metrics.jsonl"
-CURVE_FILE = "loss.png"
-ENVIRONMENT_FILE = "environment.json"
-CHECKPOINTS_FOLDER = "checkpoints"
+LOCK_FILE = ".lock"
+# What a run that was killed may have written before it was one.
+BEFORE_CONFIG = {
+    LOCK_FILE,
+    ENVIRONMENT_FILE,
+    f".{ENVIRONMENT_FILE}.partial",
+    f".{CONFIG_FILE}.partial",
+}
 
 
 def check_free(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder that is taken.
 
     Raises:
-        BadInput: If something is there and may not be replaced, or is not a run.
+        BadInput: If something is there and may not be replaced, is not a run, or is written to.
     """
-    if not os.path.lexists(folder):
-        parent = next(part for part in folder.absolute().parents if part.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise BadInput(f"cannot create {folder}: {parent} is not a folder that can be written")
-        return
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if not (folder / CONFIG_FILE).is_file():
+    try:
+        settle(folder)
+        if not os.path.lexists(folder):
+            parent = next(part for part in folder.absolute().parents if part.exists())
+            if not (parent.is_dir() and os.access(parent, os.W_OK)):
+                raise BadInput(
+                    f"cannot create {folder}: {parent} is not a folder that can be written"
+                )
+            return
+        if folder.is_dir() and not {path.name for path in folder.iterdir()} - BEFORE_CONFIG:
+            return
+        is_run = (folder / CONFIG_FILE).is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL in it
+        raise BadInput(f"cannot use {str(folder)!r} as --out: {error}") from None
+    if not is_run:
         raise BadInput(f"{folder} exists and is not the folder of a run; choose another --out")
     if not overwrite:
         raise BadInput(
             f"{folder} holds a run already; choose another --out, or add --overwrite to replace it"
         )
+
+
+def _replaced_of(folder: Path) -> Path:
+    """Where a run lies while the one that is to replace it goes on."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def settle(folder: Path) -> None:
+    """Undo, or end, a replacement that a killed process left; and see that no other goes on.
+
+    Raises:
+        BadInput: If another process writes to the folder.
+    """
+    replaced = _replaced_of(folder)
+    if folder.is_dir() and (folder / LOCK_FILE).is_file():
+        with locked(folder):
+            pass
+    if not replaced.is_dir():
+        return
+    if (folder / RESULT_FILE).is_file():
+        shutil.rmtree(replaced)
+    elif not folder.exists() or _keep_or_remove(folder, is_name_free=True) is None:
+        replaced.rename(folder)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run as the only one who writes to it.
+
+    The lock ends with its process, however that ends.
+
+    Raises:
+        BadInput: If another process holds it, or the folder cannot be written.
+    """
+    import fcntl  # not on every system that can import unison
+
+    path = folder / LOCK_FILE
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        raise BadInput(f"cannot write to {folder}: {error.strerror}") from None
+
+    def is_at_its_place() -> bool:
+        return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_at_its_place():  # its last holder removed it since it was opened
+                raise BlockingIOError
+        except OSError as error:
+            why = "another run is writing to it" if isinstance(error, BlockingIOError) else error
+            raise BadInput(
+                f"cannot write to {folder}: {why}; let that end first, or choose another --out"
+            ) from None
+        try:
+            yield
+        finally:
+            if is_at_its_place():
+                path.unlink()
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -67,28 +148,37 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
 
     With `resume` a run goes on in its folder, and a failure leaves that as it is.
     """
-    replaced = None
-    if not resume:
-        check_free(folder, overwrite=overwrite)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "run"
-            folder.rename(replaced)
-        folder.mkdir()
-    try:
-        yield folder
-    except BaseException as error:  # Ctrl-C and a full disk too: what was to be replaced comes back
-        kept = folder
-        if not resume and (replaced or isinstance(error, UnisonError)):
-            kept = _keep_or_remove(folder, is_name_free=replaced is None)
-        if replaced:
-            replaced.rename(folder)
-        if kept and isinstance(error, UnisonError):
-            _say_what_is_left(error, kept)
-        raise
-    finally:
-        if replaced:
-            shutil.rmtree(replaced.parent)
+    replaced = _replaced_of(folder)
+    with ExitStack() as stack:
+        if not resume:
+            check_free(folder, overwrite=overwrite)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                stack.enter_context(locked(folder))
+                if not (folder / CONFIG_FILE).exists():
+                    shutil.rmtree(folder)
+                elif replaced.exists():  # of a run that was killed, which has something to keep
+                    _keep_or_remove(folder, is_name_free=False)
+                else:
+                    folder.rename(replaced)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                raise BadInput(f"another run has begun in {folder}; choose another --out") from None
+            stack.enter_context(locked(folder))
+        try:
+            yield folder
+        except BaseException as error:  # Ctrl-C and a full disk too: what was replaced comes back
+            kept = folder
+            if not resume and (replaced.exists() or isinstance(error, UnisonError)):
+                kept = _keep_or_remove(folder, is_name_free=not replaced.exists())
+                if replaced.exists():
+                    replaced.rename(folder)
+            if kept and isinstance(error, UnisonError):
+                _say_what_is_left(error, kept)
+            raise
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
 
 def _keep_or_remove(folder: Path, *, is_name_free: bool) -> Path | None:
@@ -128,8 +218,10 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write readable JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    """Write readable JSON; the file is there when it is complete."""
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    part.replace(path)
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -167,9 +259,9 @@ def open_metrics(
         only: Names that may be written; None for all.
     """
     path = folder / METRICS_FILE
-    kept = "" if after_step is None else _lines_until(path, after_step)
+    kept = [] if after_step is None else read_metrics(folder, until=after_step)
     part = path.with_suffix(".partial")
-    part.write_text(kept)
+    part.write_text("".join(json.dumps(record) + "\n" for record in kept))
     part.replace(path)  # all or nothing
     # TensorBoard notes when each event was written, which tells how long a step took.
     walltime = None if only is None else time.time()
@@ -194,17 +286,6 @@ def open_metrics(
                     events.add_scalar(name, value, step, walltime=walltime)
 
         yield record
-
-
-def _lines_until(path: Path, step: int) -> str:
-    """The records of a run without those of later steps, and a last line that a crash cut off."""
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return "".join(line for line in whole if json.loads(line)["step"] <= step)
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the records of a run back."""
-    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ every collective is an identity. There is no `if distributed` anywhere above thi
 """
 
 import gc
+import multiprocessing
 import os
+import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import unison
-from unison.errors import BadInput, UnisonError
+from unison.errors import BadInput, OutOfRoom, Stopped, UnisonError
 from unison.shard import CollectiveMismatch, RankLost, find_blocks
 
 T = TypeVar("T")
@@ -60,11 +63,18 @@ class World:
         dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
+    def largest(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks; every rank must call it."""
+        found = torch.tensor(values)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
+
     def agree(self, work: Callable[[], T], *, when: bool = True) -> list[T | None]:
         """Run `work` where `when` holds and share the outcome; every rank must call it.
 
-        An error that a user can mend is raised on *all* ranks, with the same message, if any rank
-        met it: nobody is left waiting in a collective for a rank that has gone.
+        An error that a user can mend, a full disk among them, is raised on *all* ranks, with the
+        same message, if any rank met it: nobody is left waiting in a collective for a rank that has
+        gone.
 
         Returns:
             Each rank's result, in rank order (None where `when` did not hold).
@@ -76,6 +86,8 @@ class World:
                 result = work()
             except UnisonError as met:
                 error = met
+            except OSError as met:
+                error = OutOfRoom(f"a file could not be written: {met}; what was complete stays")
         outcomes: list[tuple[T | None, UnisonError | None]] = [(None, None)] * self.size
         dist.all_gather_object(outcomes, (result, error))
         for _, met in outcomes:
@@ -109,7 +121,7 @@ def join_world(device_name: str) -> Iterator[World]:
         torch.cuda.set_device(device)
     # NCCL refuses two ranks on one GPU; gloo moves CUDA tensors too, only slower.
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu and size > 1 else "gloo"
-    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()
+    store = _store_of_this_start(rank, size) if "WORLD_SIZE" in os.environ else dist.HashStore()
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -134,6 +146,91 @@ def join_world(device_name: str) -> Iterator[World]:
             # freed when the interpreter ends can abort the process: its threads want the lock.
             gc.collect()
             dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, size: int) -> dist.Store | None:
+    """Where the ranks that were started together find each other; None for torch's own way.
+
+    torchrun keeps one store for all starts of a job. Addresses of ranks that are gone stay in it,
+    and gloo tries them. So rank 0 makes up a name for each start, under which all is found; another
+    rank takes a name only after rank 0 has answered it, which no earlier one can.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    nonce = secrets.token_hex(8)
+    if rank == 0:
+        store.set("unison/start", nonce)
+        for other in range(1, size):
+            asked = store.get(f"{nonce}/{other}").decode()
+            store.set(f"{nonce}/{other}/{asked}", "")
+        return dist.PrefixStore(nonce, store)
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get("unison/start").decode()
+        store.set(f"{name}/{rank}", nonce)
+        if store.check([f"{name}/{rank}/{nonce}"]):
+            return dist.PrefixStore(name, store)
+        time.sleep(0.02)
+    raise BadInput(f"rank {rank} found no rank 0 of its start in the launcher's store")
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_SECONDS = 30  # as Slurm and torchrun give a process between SIGTERM and SIGKILL
+# A launcher passes a signal on to ranks that the terminal has sent it to as well.
+ECHO_SECONDS = 1.0
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C: a request that is honoured after the step at hand. A context manager.
+
+    Outside of steps there is nothing to wait for, and the first signal raises `Stopped`. A second
+    one raises `KeyboardInterrupt`, and so do GRACE_SECONDS.
+
+    Attributes:
+        number: The signal that came; 0 for none.
+        is_stepping: Whether steps are being taken.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.is_stepping, self._since = 0, False, 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():  # no other one may have handlers
+            for number in STOP_SIGNALS:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if signal.SIGALRM in self._before:
+            signal.alarm(0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _take(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if self.number and number != signal.SIGALRM:
+            if was_launched() and now - self._since < ECHO_SECONDS:
+                return
+            # Should the process hang where Python does not see it, the next one ends it.
+            signal.signal(number, signal.SIG_DFL)
+        if self.number:
+            raise KeyboardInterrupt
+        self.number, self._since = number, now
+        if not self.is_stepping:
+            raise self.stopped("before its next step", number)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
+        signal.alarm(GRACE_SECONDS)
+
+    @staticmethod
+    def stopped(when: str, number: int) -> Stopped:
+        """The error that ends a run."""
+        return Stopped(f"stopped by {signal.Signals(number).name} {when}", number)
 
 
 # ---- how a model lies on the ranks ---------------------------------------------------------------
@@ -299,6 +396,17 @@ def was_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_same_launch(name: str | None) -> bool:
+    """Whether the launcher of this rank began a run of which it is known under this name.
+
+    torchrun starts ranks again when one was lost or came. Jobs without --rdzv-id are all called
+    "none": of those only a rank that counts a restart belongs to the one that began.
+    """
+    if name is None or name != os.environ.get("TORCHELASTIC_RUN_ID"):
+        return False
+    return name != "none" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks: int) -> T:
     """Run `work(config)` on `num_ranks` new processes of this machine and return rank 0's result.
 
@@ -325,22 +433,53 @@ def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
-        run_id="unison",
+        run_id=f"unison-{secrets.token_hex(8)}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL,
+        # Of SIGTERM and Ctrl-C the ranks make a clean end themselves; the launcher would write its
+        # log over their bar, and take the second one for the first.
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    others = {process.pid for process in multiprocessing.active_children()}
+    signals: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        signals.append(number)
+        is_last = len(signals) > 1
+        for process in multiprocessing.active_children():
+            if process.pid is not None and process.pid not in others:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL if is_last else number)
+        if is_last:
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, pass_on)
+        signal.alarm(GRACE_SECONDS + 5)  # ranks that hang where they see no signal
+
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (*STOP_SIGNALS, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, pass_on)
         outcomes = elastic_launch(launch, _run_one)(work, config, num_ranks)
     except ChildFailedError as error:
+        if signals:  # ranks that had not begun, or could not go on
+            raise StopSignals.stopped("before its ranks had ended", signals[0]) from None
         rank, failure = error.get_first_failure()
-        raise RankFailed(f"rank {rank} failed:\n{_traceback_of(failure)}") from None
+        said = _traceback_of(failure)
+        _, found, sentence = said.strip().rpartition(f"{OutOfRoom.__name__}: ")
+        if found and "\n" not in sentence:
+            raise OutOfRoom(sentence) from None
+        raise RankFailed(f"rank {rank} failed:\n{said}") from None
     except SignalException:
         raise KeyboardInterrupt from None
     finally:
+        if signals:
+            signal.alarm(0)
         for number, handler in handlers.items():  # the launcher leaves its own behind
             signal.signal(number, handler)
     result, met = outcomes[0]
@@ -356,7 +495,7 @@ def _run_one(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     try:
         return work(config), None
-    except (CollectiveMismatch, RankLost):
+    except (CollectiveMismatch, RankLost, OutOfRoom):
         raise  # after these a process cannot end in peace, so no value would come back
     except UnisonError as error:
         return None, error

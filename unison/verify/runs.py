@@ -5,19 +5,28 @@ figures are those that `unison train` left: metrics of every step, the digest of
 the result, and the parameters themselves.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unison.errors import BadInput
+from unison.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    PARAMETERS_FILE,
+    RESULT_FILE,
+    SavedConfig,
+    TrainResult,
+    read_config,
+    read_metrics,
+    read_result,
+)
+from unison.shard import open_weights
 
-CONFIG_FILE, RESULT_FILE, METRICS_FILE = "config.json", "result.json", "metrics.jsonl"
-PARAMETERS_FILE = "model.safetensors"
 FILES = (CONFIG_FILE, RESULT_FILE, METRICS_FILE, PARAMETERS_FILE)
 NOT_COMPARED = frozenset({"train/tokens_per_second"})  # measured, not computed
 
@@ -36,8 +45,8 @@ class RunFolder:
     """
 
     folder: str
-    config: dict[str, Any]
-    result: dict[str, Any]
+    config: SavedConfig
+    result: TrainResult
     series: dict[str, dict[int, float]]
 
     @classmethod
@@ -45,7 +54,7 @@ class RunFolder:
         """Read a run.
 
         Raises:
-            BadInput: If there is none, or it has not ended.
+            BadInput: If there is none, it has not ended, or a file of it is damaged.
         """
         missing = [name for name in FILES if not (folder / name).is_file()]
         if missing:
@@ -54,20 +63,19 @@ class RunFolder:
                 "give the --out of two runs of unison train"
             )
         series: dict[str, dict[int, float]] = {}
-        for line in (folder / METRICS_FILE).read_text().splitlines():
-            record = json.loads(line)
+        for record in read_metrics(folder):
             step = record.pop("step")
             for name, value in record.items():
                 if name not in NOT_COMPARED and value is not None:
                     series.setdefault(name, {})[step] = value
-        config, result = (json.loads((folder / name).read_text()) for name in FILES[:2])
+        config, result = read_config(folder), read_result(folder)
         return cls(folder=str(folder), config=config, result=result, series=series)
 
     @property
     def mechanism(self) -> dict[str, Any]:
         """The settings that decide the result, those of the model and of privacy by name."""
-        settings = dict(self.config["mechanism"])
-        overrides, privacy = settings.pop("overrides"), settings.pop("privacy", None) or {}
+        settings = asdict(self.config.mechanism)
+        overrides, privacy = settings.pop("overrides"), settings.pop("privacy") or {}
         return {**settings, **overrides, "private": bool(privacy), **privacy}
 
 
@@ -193,10 +201,10 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     _check_one_experiment(a, b)
     return RunComparison(
         folders=(a.folder, b.folder),
-        num_ranks=(a.result["world_size"], b.result["world_size"]),
-        shardings=(a.result["shard"], b.result["shard"]),
+        num_ranks=(a.result.world_size, b.result.world_size),
+        shardings=(a.result.shard, b.result.shard),
         reducer=a.mechanism["reducer"],
-        conditions=_differing(a.config["fingerprint"], b.config["fingerprint"]),
+        conditions=_differing(a.config.fingerprint, b.config.fingerprint),
         series=[
             _series_difference(name, a.series.get(name, {}), b.series.get(name, {}))
             for name in sorted(a.series.keys() | b.series.keys())
@@ -223,7 +231,7 @@ def _check_one_experiment(a: RunFolder, b: RunFolder) -> None:
             f"the runs are different experiments: {', '.join(changes)}; compare runs that differ "
             "in ranks, sharding and micro-batches only"
         )
-    if a.config["rows"] != b.config["rows"]:
+    if a.config.rows != b.config.rows:
         raise BadInput(f"{a.folder} and {b.folder} were trained on different rows")
 
 
@@ -258,16 +266,14 @@ def _relative(a: float | None, b: float | None) -> float:
 
 
 def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDifference:
-    from safetensors import safe_open
-
     first, second = (Path(run.folder) / PARAMETERS_FILE for run in (a_run, b_run))
     num_elements, num_differing, largest = 0, 0, 0.0
-    with safe_open(first, framework="pt") as a, safe_open(second, framework="pt") as b:
+    with open_weights(first) as a, open_weights(second) as b:
         if set(a.keys()) != set(b.keys()):
             names = sorted(set(a.keys()) ^ set(b.keys()))
             raise BadInput(f"{first} and {second} hold different parameters: {', '.join(names)}")
-        for name in a.keys():  # noqa: SIM118 - the file is no mapping
-            x, y = a.get_tensor(name), b.get_tensor(name)
+        for name in a:
+            x, y = a[name], b[name]
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 raise BadInput(
                     f"{name} is {list(x.shape)} {x.dtype} in {first}, and {list(y.shape)} "
@@ -284,5 +290,5 @@ def _parameter_difference(a_run: RunFolder, b_run: RunFolder) -> ParameterDiffer
         num_elements=num_elements,
         num_differing=num_differing,
         largest=largest,
-        digests=(a_run.result["digest"], b_run.result["digest"]),
+        digests=(a_run.result.digest, b_run.result.digest),
     )

@@ -20,6 +20,7 @@ from tests.shard.state.common import adamw, make_zoo, same_state, sharded_zoo, t
 from unison.errors import BadInput
 from unison.models import build
 from unison.shard import (
+    CheckpointFailed,
     digest,
     full_optimizer_state_dict,
     full_parameters,
@@ -69,6 +70,41 @@ def assert_same(left: tuple, right: tuple) -> None:
     assert list(left[1]) == list(right[1])
     assert all(torch.equal(left[1][name], right[1][name]) for name in left[1])
     assert same_state(left[2], right[2])
+
+
+def save_and_change(world: World, folder: Path) -> str:
+    """Write in the background, and change everything meanwhile."""
+    model = sharded_zoo()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, 2)
+    before = digest(model)
+    group = dist.new_group(backend="gloo")
+    written = save_checkpoint(folder, model, optimizer, extra=EXTRA, background=group)
+    take_steps(model, optimizer, 3, first=2)
+    written.result(timeout=60)
+    assert digest(model) != before
+    assert load_checkpoint(folder, model, optimizer, verify=True) == EXTRA
+    assert digest(model) == before
+    take_steps(model, optimizer, 1, first=2)
+    return digest(model)
+
+
+@ranks(1, 2)
+def test_what_is_written_in_the_background_is_of_one_moment(world, tmp_path):
+    found = save_and_change(world, tmp_path / "a")
+    model = sharded_zoo()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, 3)
+    assert found == digest(model)
+
+
+@ranks(2)
+def test_what_goes_wrong_in_the_background_is_raised_on_all_ranks(world, tmp_path):
+    (tmp_path / "file").touch()
+    group = dist.new_group(backend="gloo")
+    written = save_checkpoint(tmp_path / "file" / "a", sharded_zoo(), background=group)
+    with pytest.raises(CheckpointFailed):
+        written.result(timeout=60)
 
 
 # how many ranks, and how they hold the model: writers, then readers

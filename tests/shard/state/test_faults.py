@@ -42,6 +42,7 @@ def put(files: dict[str, bytes], folder: Path) -> Path:
 
 def change_json(files: dict[str, bytes], change) -> dict[str, bytes]:
     content = json.loads(files["checkpoint.json"])
+    del content["sha256"]  # as one who forges it would write it anew
     change(content)
     return {**files, "checkpoint.json": json.dumps(content).encode()}
 
@@ -123,19 +124,26 @@ def odd_dtype(files):
     return change_json(files, lambda content: content["tensors"]["model/scale"].update(dtype="nn"))
 
 
+def other_step(files):
+    content = files["checkpoint.json"].replace(b'"lr": 0.01', b'"lr": 0.07')
+    assert content != files["checkpoint.json"]
+    return {**files, "checkpoint.json": content}
+
+
 DAMAGE = {
+    "edited": (other_step, "checkpoint.json is not what was written: its hash differs"),
     "truncated": (truncate, r"rank-0-0.safetensors has \d+ bytes instead of"),
     "lost": (lose, "rank-0-0.safetensors is missing"),
     "no manifest": (stop_early, "is an incomplete checkpoint: it has no checkpoint.json"),
     "flipped": (flip, "its hash differs"),
-    "cut": (cut_json, "is not whole JSON"),
+    "cut": (cut_json, "is no whole JSON"),
     "newer": (newer, "has format version 2, this unison reads 1"),
     "foreign": (foreign, "is not the file of a unison checkpoint"),
-    "half": (half, "is damaged: KeyError 'tensors'"),
+    "half": (half, "checkpoint.json: tensors is missing"),
     "escape": (escape, r"names the files \['../b'\], which are not in its folder"),
     "unlisted": (unlisted, "which is not one of its files"),
-    "no groups": (no_groups, "is damaged: KeyError 'groups'"),
-    "odd shape": (odd_shape, "is damaged: TypeError"),
+    "no groups": (no_groups, "checkpoint.json: optimizer.groups must be a list, found None"),
+    "odd shape": (odd_shape, r"shape\[0\] must be a whole number, found None"),
     "gap": (gap, "have a gap or overlap at 0"),
     "short": (short, "has 1164 elements, its chunks hold 0"),
     "dtype": (odd_dtype, "expected the name of a torch dtype, found 'nn'"),

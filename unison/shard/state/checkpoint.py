@@ -5,17 +5,21 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput
+from unison.schema import build, parse, read_bytes, short
 from unison.shard.ranks import Ranks
 from unison.shard.state.entries import (
     Entry,
@@ -80,6 +84,14 @@ class SavedTensor:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class DataFile:
+    """A safetensors file of a checkpoint: its length and its hash."""
+
+    bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a checkpoint but the values of its tensors.
@@ -87,85 +99,71 @@ class Manifest:
     Attributes:
         world_size: Ranks that wrote it.
         tensors: By `model/NAME` or `optimizer/NAME/KEY`.
-        files: The `bytes` and the `sha256` of each data file.
+        files: By name.
         optimizer: Class, groups and scalars of the optimizer, as JSON; None without one.
         extra: The caller's own.
-        versions: Of the software that wrote it.
+        written_by: Versions of the software.
     """
 
     world_size: int
     tensors: dict[str, SavedTensor]
-    files: dict[str, dict[str, Any]]
+    files: dict[str, DataFile]
     optimizer: dict[str, Any] | None
     extra: dict[str, Any]
-    versions: dict[str, str]
+    written_by: dict[str, str]
 
     def to_json(self) -> str:
         """The text of the file."""
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "written_by": self.versions,
+            "written_by": self.written_by,
             "world_size": self.world_size,
             "extra": self.extra,
             "optimizer": self.optimizer,
-            "files": self.files,
+            "files": {name: asdict(file) for name, file in self.files.items()},
             "tensors": {
                 name: {**asdict(tensor), "dtype": dtype_name(tensor.dtype)}
                 for name, tensor in self.tensors.items()
             },
         }
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(content | {"sha256": _hash_of(content)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, source: object) -> "Manifest":
+    def from_json(cls, text: bytes | str, *, source: object) -> "Manifest":
         """Read the text of the file.
 
         Raises:
             BadInput: If it is not a checkpoint's, or one of a newer format, or its chunks do not
                 add up to its tensors.
         """
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{source} is not whole JSON ({error}); the file is damaged") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
+        content = parse(text, source)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise BadInput(f"{source} is not the file of a unison checkpoint")
-        if content.get("version") != VERSION:
+        written = content.pop("sha256", None)  # that of an older unison has none
+        version = content.pop("version", None)
+        found = _hash_of({"format": FORMAT, "version": version, **content})
+        if version != VERSION:
             raise BadInput(
-                f"{source} has format version {content.get('version')}, this unison reads "
-                f"{VERSION}; install the unison that wrote it: {content.get('written_by')}"
+                f"{source} has format version {short(version)}, this unison reads {VERSION}; "
+                f"install the unison that wrote it: {short(content.get('written_by'))}"
             )
-        try:
-            optimizer = content["optimizer"]
-            if optimizer is not None:
-                optimizer = {key: optimizer[key] for key in ("class", "groups", "scalars")}
-            manifest = cls(
-                world_size=content["world_size"],
-                tensors={
-                    name: SavedTensor(
-                        tuple(tensor["shape"]),
-                        dtype_of(tensor["dtype"]),
-                        tuple(FileChunk(**chunk) for chunk in tensor["chunks"]),
-                    )
-                    for name, tensor in content["tensors"].items()
-                },
-                files={
-                    name: {"bytes": file["bytes"], "sha256": file["sha256"]}
-                    for name, file in content["files"].items()
-                },
-                optimizer=optimizer,
-                extra=content["extra"],
-                versions=content["written_by"],
+        manifest = build(cls, content, source, made={torch.dtype: dtype_of})
+        for name, tensor in manifest.tensors.items():
+            _check_chunks(name, tensor, manifest.files, source)
+        if written not in (None, found):
+            raise BadInput(
+                f"{source} is not what was written: its hash differs; use an earlier checkpoint"
             )
-            for name, tensor in manifest.tensors.items():
-                _check_chunks(name, tensor, manifest.files, source)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{source} is damaged: {type(error).__name__} {error}") from None
         outside = [name for name in manifest.files if Path(name).name != name]
         if outside:
             raise BadInput(f"{source} names the files {outside}, which are not in its folder")
         return manifest
+
+
+def _hash_of(content: dict[str, Any]) -> str:
+    """The hash of what a manifest says, however it is laid out."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _check_chunks(name: str, tensor: SavedTensor, files: Mapping[str, Any], source: object) -> None:
@@ -196,10 +194,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     if not path.is_file():
         what = "is an incomplete checkpoint: it has" if folder.is_dir() else "is no folder, so has"
         raise BadInput(f"{folder} {what} no {MANIFEST_FILE}, which is written last")
-    manifest = Manifest.from_json(path.read_text(), source=path)
+    manifest = Manifest.from_json(read_bytes(path), source=path)
     for name, file in manifest.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        expected = file["bytes"]
+        expected = file.bytes
         if found != expected:
             state = "is missing" if found is None else f"has {found} bytes instead of {expected}"
             raise BadInput(f"{folder} is damaged: {name} {state}; use an earlier checkpoint")
@@ -322,11 +320,11 @@ def write_folder(
         parts: What this rank holds. What several ranks hold is written by one.
         tensors: All tensors of all ranks, without chunks.
         ranks: Who takes part.
-        optimizer: The manifest's, as JSON can hold it.
-        extra: Likewise.
+        optimizer: The manifest's.
+        extra: The manifest's, as JSON can hold it.
     """
 
-    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, dict[str, Any]]) -> None:
+    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, DataFile]) -> None:
         try:
             version = metadata.version("unison")
         except metadata.PackageNotFoundError:
@@ -340,7 +338,7 @@ def write_folder(
             files=files,
             optimizer=optimizer,
             extra=extra,
-            versions={"unison": version, "torch": torch.__version__},
+            written_by={"unison": version, "torch": torch.__version__},
         )
         path = partial_of(folder) / MANIFEST_FILE
         path.write_text(manifest.to_json())
@@ -367,7 +365,8 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
-) -> None:
+    background: dist.ProcessGroup | None = None,
+) -> "Future[None]":
     """Write the state of a model and its optimizer, each rank its part; a collective.
 
     The folder appears, or replaces an older checkpoint of the same name, when everything is on the
@@ -379,6 +378,12 @@ def save_checkpoint(
         optimizer: Its elementwise optimizer, if its state is to be saved.
         extra: Whatever else a run needs to go on (step, position of the loader), as JSON can hold
             it; that of rank 0 is written.
+        background: A group of the same ranks that nobody else uses, on the CPU (`dist.new_group(
+            backend="gloo")`): the state is copied, and written by a thread while training goes on.
+
+    Returns:
+        What ends when all is on the disk. Without `background` it has; with it, `result()` waits,
+        and raises what went wrong.
 
     Raises:
         BadInput: On every rank, if something cannot be saved, or another thing has the name.
@@ -402,7 +407,32 @@ def save_checkpoint(
     if ranks.rank > 0:  # buffers may differ between ranks; rank 0's count
         for key in _model_parts(entry for entry in entries if not entry.is_parameter):
             del parts[key]
-    write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra)
+    written: Future[None] = Future()
+    if background is None:
+        write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra)
+        written.set_result(None)
+        return written
+    if dist.get_world_size(background) != ranks.size:
+        raise BadInput(
+            f"background= must hold the model's {ranks.size} ranks, found "
+            f"{dist.get_world_size(background)}"
+        )
+    # The next step changes parameters and state in place.
+    parts = {
+        key: replace(part, values=part.values.to("cpu", copy=True)) for key, part in parts.items()
+    }
+
+    def write() -> None:
+        try:
+            everyone = Ranks(background)
+            write_folder(folder, parts, tensors, everyone, optimizer=saved, extra=extra)
+            written.set_result(None)
+        except BaseException as error:  # it is raised where somebody waits
+            written.set_exception(error)
+
+    # Of a rank that breaks, the others' threads wait in vain: they must not keep a process alive.
+    threading.Thread(target=write, name="checkpoint", daemon=True).start()
+    return written
 
 
 def load_checkpoint(
@@ -469,7 +499,7 @@ def _state_parts(elements: list[ElementState]) -> dict[str, FlatPart]:
 
 def _verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
     for name in sorted(manifest.files)[ranks.rank :: ranks.size]:
-        if sha256_of(folder / name) != manifest.files[name]["sha256"]:
+        if sha256_of(folder / name) != manifest.files[name].sha256:
             raise BadInput(
                 f"{folder / name} is not what was written: its hash differs; use an earlier "
                 "checkpoint"
@@ -522,5 +552,9 @@ def _matched(
             follows = saved is not None and entry is not None and saved.dtype == tensor.dtype
             dtype = entry.value.dtype if follows else tensor.dtype  # type: ignore[union-attr]
             dtypes.setdefault(name, {})[state_key] = dtype
-    held = OptimizerState.from_json(manifest.optimizer, dtypes)
-    return entries, *prepare(module, optimizer, held)
+    source = folder / MANIFEST_FILE
+    held = OptimizerState.from_json(manifest.optimizer, dtypes, source=source)
+    try:
+        return entries, *prepare(module, optimizer, held)
+    except BadInput as error:
+        raise BadInput(f"{source}: {error}") from None

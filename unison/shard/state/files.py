@@ -13,7 +13,7 @@ Imported where it is used: importing torch.distributed.checkpoint takes most of 
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ from torch.futures import Future
 
 from unison.errors import BadInput, UnisonError
 from unison.shard.ranks import Ranks
-from unison.shard.state.checkpoint import FileChunk, Manifest, sha256_of, sync
+from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, sha256_of, sync
 from unison.shard.state.entries import CheckpointFailed, FlatPart
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
 
-OnWritten = Callable[[dict[str, list[FileChunk]], dict[str, dict[str, Any]]], None]
+OnWritten = Callable[[dict[str, list[FileChunk]], dict[str, DataFile]], None]
 """Called on rank 0 with the chunks of each tensor and the size and hash of each file."""
 
 
@@ -65,7 +65,7 @@ def write_parts(
         ranks: Who takes part.
         on_written: Called once all files are on the disk; its error is one of all ranks.
     """
-    with _one_error():
+    with _one_error(alone=ranks.group is None):
         dcp.save(
             parts,
             storage_writer=FileStorage(folder, ranks.rank, on_written=on_written),
@@ -77,7 +77,7 @@ def write_parts(
 
 def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ranks: Ranks) -> None:
     """Fill every rank's parts in place; a collective."""
-    with _one_error():
+    with _one_error(alone=ranks.group is None):
         dcp.load(
             parts,
             storage_reader=FileStorage(folder, ranks.rank, manifest=manifest),
@@ -88,12 +88,14 @@ def read_parts(folder: Path, parts: dict[str, FlatPart], manifest: Manifest, ran
 
 
 @contextmanager
-def _one_error() -> Iterator[None]:
+def _one_error(*, alone: bool) -> Iterator[None]:
     """Turn what torch raises on every rank, once any failed, into one of our errors."""
     try:
-        with warnings.catch_warnings():
-            # A world of one process is what was asked for, not an oversight.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with ExitStack() as stack:
+            if alone:  # never in a thread: filters of warnings are the whole process's
+                stack.enter_context(warnings.catch_warnings())
+                # A world of one process is what was asked for, not an oversight.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failed:
         rank = min(failed.failures)
@@ -234,7 +236,7 @@ class FileStorage(StorageWriter, StorageReader):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand over what all ranks wrote."""
         chunks: dict[str, list[FileChunk]] = defaultdict(list)
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, DataFile] = {}
         for result in (each for of_rank in results for each in of_rank):
             chunk, file = result.storage_data
             files[chunk.file] = file
@@ -304,7 +306,7 @@ def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
     return value.detach().cpu().contiguous()
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _write(path: Path, tensors: dict[str, Tensor]) -> DataFile:
     """Write a file; it is on the disk, not only on its way there, when this returns."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -314,4 +316,4 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     except SafetensorError as error:  # what it makes of a full disk or a missing folder
         raise CheckpointFailed(f"could not write {path}: {error}") from None
     sync(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return DataFile(path.stat().st_size, sha256_of(path))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.schema import build, is_a, short
 from unison.shard.sharded_tensor import local_part, whole
 from unison.shard.state.entries import (
     Entry,
@@ -46,9 +47,9 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         BadInput: If this torch knows no such dtype.
     """
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise BadInput(f"expected the name of a torch dtype, found {name!r}")
+        raise BadInput(f"expected the name of a torch dtype, found {short(name)}")
     return dtype
 
 
@@ -102,21 +103,41 @@ class OptimizerState:
 
     @classmethod
     def from_json(
-        cls, content: Mapping[str, Any], dtypes: dict[str, dict[str, torch.dtype]]
+        cls,
+        content: Mapping[str, Any],
+        dtypes: dict[str, dict[str, torch.dtype]],
+        *,
+        source: object,
     ) -> "OptimizerState":
-        """Read what `to_json` gave."""
+        """Read what `to_json` gave.
+
+        Raises:
+            BadInput: If it is something else.
+        """
+
+        def read(name: str, kind: Any) -> Any:
+            return build(kind, content.get(name), source, field=f"optimizer.{name}")
+
+        def scalar(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            try:
+                return torch.tensor(value["value"], dtype=dtype_of(value["dtype"])).reshape(())
+            except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+                raise BadInput(
+                    f"{source}: optimizer.scalars must hold numbers, found {short(value)}"
+                ) from None
+
+        groups = read("groups", list[dict[str, Any]])
+        for index, group in enumerate(groups):
+            params = group.get("params")
+            build(list[str], params, source, field=f"optimizer.groups[{index}].params")
         scalars = {
-            name: {
-                key: torch.tensor(value["value"], dtype=dtype_of(value["dtype"]))
-                if isinstance(value, dict)
-                else value
-                for key, value in values.items()
-            }
-            for name, values in content["scalars"].items()
+            name: {key: scalar(value) for key, value in values.items()}
+            for name, values in read("scalars", dict[str, dict[str, Any]]).items()
         }
-        return cls(
-            class_name=content["class"], groups=content["groups"], scalars=scalars, dtypes=dtypes
-        )
+        class_name = read("class", str | None)
+        return cls(class_name=class_name, groups=groups, scalars=scalars, dtypes=dtypes)
 
 
 def scalar_to_json(value: Any) -> Any:
@@ -285,7 +306,13 @@ def _install(
         {**group, "params": [index[entry.name] for entry in of_group]}
         for group, of_group in zip(groups, named, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": numbered})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": numbered})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput(
+            f"{type(optimizer).__name__} does not take its saved state: {type(error).__name__} "
+            f"{error}"
+        ) from error
     # torch casts floating-point state to the parameter's dtype, which may hold fewer bits.
     for entry, key, held in elements:
         optimizer.state[entry.tensor][key] = held
@@ -327,12 +354,20 @@ def _merged_group(
                     f"with {key} {hyper.get(key)} and {other.get(key)}; group them apart"
                 )
     for key, value in hyper.items():
-        merged[key] = _like(value, merged.get(key))
+        merged[key] = _like(key, value, merged.get(key))
     return merged
 
 
-def _like(value: Any, before: Any) -> Any:
-    """Give a value that came through JSON the type of the one it replaces."""
+def _like(key: str, value: Any, before: Any) -> Any:
+    """Give a value that came through JSON the type of the one it replaces.
+
+    Raises:
+        BadInput: If it is no such value.
+    """
+    numbers = value if isinstance(before, tuple) and isinstance(value, list | tuple) else [value]
+    is_plain = before is None or isinstance(before, str | Tensor)
+    if not is_plain and not all(is_a(each, bool) or is_a(each, float) for each in numbers):
+        raise BadInput(f"the saved {short(key)} is {short(value)}, here it is {before!r}")
     if isinstance(before, Tensor):
         return torch.as_tensor(value, dtype=before.dtype, device=before.device)
     if isinstance(before, tuple) and isinstance(value, list):
