@@ -6,7 +6,7 @@ from torch import nn
 
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
 from unison.kfac.fisher import COLUMNS, DRAWN, drawn_classes
 from unison.rng import Key, Stream
 
@@ -126,28 +126,6 @@ def test_exact_is_for_few_outputs():
     logits = model(torch.randn(1, 2))
     with pytest.raises(BadInput, match="2000 outputs"):
         kfac.sample(logits).backward()
-
-
-def test_private_training_is_refused():
-    model = nn.Linear(3, CLASSES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
-    engine = unison.PrivacyEngine(accountant="rdp")
-    kfac = unison.KFAC(model, settings())
-    module, _, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=torch.utils.data.DataLoader(data, batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    with pytest.raises(UnsupportedOperation, match="trained privately"):
-        unison.KFAC(module, settings())
-    inputs, _ = next(iter(loader))
-    with pytest.raises(UnsupportedOperation, match="trained privately"):
-        module(inputs)
-    kfac.detach()
-    engine.detach()
 
 
 def test_two_dealt_batches_in_one_step_draw_labels_of_their_own():

@@ -42,7 +42,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import Layer, PartSums, layers_of, phase, plain_record
 from unison.ops import Record
-from unison.parallel import ParallelAdapter
+from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.granules import (
     BatchRows,
     draws_of_pass,
@@ -456,7 +456,7 @@ class PassRecorder:
         is_ours = module is self._module and not self.is_paused
         self._surroundings = None
         if is_ours and torch.is_grad_enabled() and self._is_wanted():
-            refuse_private(self._module)
+            refuse_private(dict(module.named_parameters()))
             self.backend = backend_of_caller()
             self._surroundings = RngAutocastState.here(module)
             draws = draws_of_pass((args, kwargs))
@@ -493,23 +493,18 @@ def _as_python(hook: Callable[..., Any], *args: Any) -> Any:
     return hook(*args)
 
 
-def refuse_private(module: nn.Module) -> None:
-    """Refuse curvature of batches that are trained on privately.
+def refuse_private(params: Mapping[str, Tensor]) -> None:
+    """Refuse curvature for parameters that are trained privately.
 
     Raises:
-        UnsupportedOperation: If a privacy engine is attached to the module.
+        UnsupportedOperation: Naming one, whatever modules hold it.
     """
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    for hook in hooks:
-        owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
-        if type(owner).__module__.startswith("unison.privacy") or (
-            getattr(owner, "__module__", "") or ""
-        ).startswith("unison.privacy"):
-            raise UnsupportedOperation(
-                "the module is trained privately, and curvature of the private batch without noise "
-                "of its own would leak it: a preconditioned step is then no longer private. Take "
-                "curvature of public data, or train without KFAC"
-            )
+    if (name := find_shared(params, private_trainings)) is not None:
+        raise UnsupportedOperation(
+            f"{name} is trained privately, and curvature of the private batch without noise of its "
+            "own would leak it: a preconditioned step is then no longer private. Train without "
+            "KFAC, or detach() the privacy engine first"
+        )
 
 
 # --- under the capture ----------------------------------------------------------------------------

@@ -28,7 +28,13 @@ from unison.kfac.fisher import (
     refuse_private,
 )
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
-from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of
+from unison.parallel import (
+    ParallelAdapter,
+    TensorParallel,
+    adapter_class,
+    adapter_of,
+    curvatures,
+)
 from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
@@ -66,7 +72,8 @@ class KFAC:
     Raises:
         BadInput: If the optimizer is adaptive and a step length is grafted, or settings do not go
             together.
-        UnsupportedOperation: If the module is trained privately, or spread in an unknown way.
+        UnsupportedOperation: If a parameter is trained privately, whatever modules hold it, or
+            they are spread in an unknown way.
 
     Attributes:
         config: The settings.
@@ -82,7 +89,7 @@ class KFAC:
     ) -> None:
         self.config = config = config or KFACConfig()
         module = unwrapped(module)
-        refuse_private(module)
+        refuse_private(dict(module.named_parameters()))
         if optimizer is not None:
             refuse_adaptive(optimizer, config.graft)
         if config.kl_clip is not None and optimizer is None:
@@ -114,6 +121,12 @@ class KFAC:
         )
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
+        curvatures.add(self)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """All parameters that are preconditioned, as this rank holds them."""
+        return [each.parameter for each in self._adapter.params]
 
     # --- statistics ------------------------------------------------------------------------------
 
@@ -164,7 +177,9 @@ class KFAC:
         Raises:
             BadInput: If statistics were wanted and no pass was sampled.
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
+            UnsupportedOperation: If a parameter has come to be trained privately.
         """
+        refuse_private({each.name: each.parameter for each in self._adapter.params})
         # The user may be under autocast, which would round every product here.
         with torch.autocast(self._device.type, enabled=False):
             self._update()
@@ -453,6 +468,7 @@ class KFAC:
 
     def detach(self) -> None:
         """Leave the module as it was."""
+        curvatures.discard(self)
         self._recorder.detach()
         self._unwatch()
 
