@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -211,6 +212,24 @@ def refuse_adaptive(optimizer: Optimizer, graft: str) -> None:
             "torch.optim.SGD (momentum and weight decay are fine), with the learning rate that the "
             "grafted optimizer would have"
         )
+
+
+def loss_scale(scaler: GradScaler | None) -> float:
+    """What the loss was multiplied with, once gradients are no longer.
+
+    Raises:
+        BadInput: If they still are.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    states = scaler._per_optimizer_states.values()
+    if not any(each["stage"] is OptState.UNSCALED for each in states):
+        raise BadInput(
+            "the gradients are still multiplied with the scale of the loss: call "
+            "scaler.unscale_(optimizer), then kfac.step(grad_scaler=scaler), then "
+            "scaler.step(optimizer)"
+        )
+    return scaler.get_scale()
 
 
 def watch_optimizers(parameters: Iterable[Tensor], graft: str) -> RemovableHandle:

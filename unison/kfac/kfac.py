@@ -4,6 +4,8 @@ A step reads top to bottom in `KFAC.step`: statistics of the passes that were ke
 ranks, inverses on their owners, then gradients to owners, steps, steps back.
 """
 
+import math
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,11 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
+from unison.kfac.config import (
+    Every,
+    KFACConfig,
+    loss_scale,
+    refuse_adaptive,
+    watch_optimizers,
+)
 from unison.kfac.factors import Layer, Method, assign, cost, layers_of, phase, vector_size
 from unison.kfac.fisher import (
     Collector,
@@ -26,7 +35,9 @@ from unison.kfac.fisher import (
     Sampled,
     refuse_missing,
     refuse_private,
+    wide,
 )
+from unison.kfac.inverse import largest_elements
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
 from unison.parallel import (
     ParallelAdapter,
@@ -78,6 +89,7 @@ class KFAC:
     Attributes:
         config: The settings.
         num_steps: Steps that were taken.
+        skipped: Steps that were left out, since something was not finite; not in `num_steps`.
         layers: Every layer, in the model's order; empty before the first statistics.
     """
 
@@ -104,7 +116,7 @@ class KFAC:
         self._device = self._adapter.device
         self._shapes = {each.name: each.shape for each in self._adapter.params}
         self.layers: list[Layer] = []
-        self.num_steps = 0
+        self.num_steps = self.skipped = 0
         self._last_update: int | None = None
         self._last_inverse: int | None = None
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
@@ -169,28 +181,72 @@ class KFAC:
     # --- the step --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, grad_scaler: GradScaler | None = None) -> None:
         """Put the preconditioned step where the gradient is; a collective.
 
         Call it after the last backward pass of a step, before `optimizer.step()`.
 
+        Guarantees:
+            A gradient, or a sum for the factors, that is not finite on any rank changes nothing on
+            all of them: no factor, moment or number of a step, and later steps are those of a run
+            without this one. It is counted in `skipped`, a warning says what it was, and `.grad` is
+            None, so that the optimizer changes nothing either.
+
+        Args:
+            grad_scaler: What scaled the loss. `grad_scaler.unscale_(optimizer)` comes before; the
+                empirical Fisher divides the gradients of the loss by its scale.
+
         Raises:
-            BadInput: If statistics were wanted and no pass was sampled.
+            BadInput: If statistics were wanted and no pass was sampled, or gradients are scaled.
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
             UnsupportedOperation: If a parameter has come to be trained privately.
         """
         refuse_private({each.name: each.parameter for each in self._adapter.params})
+        scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
         with torch.autocast(self._device.type, enabled=False):
-            self._update()
-            self._precondition()
-        self.num_steps += 1
+            reason = self._agreed(self._overflow()) or self._update(scale)
+            if reason is None:
+                self._precondition()
+                self.num_steps += 1
+            else:
+                self._skip(reason)
+        self._passes = []
         self._recorder.forget()
 
-    def _update(self) -> None:
-        """Factors and inverses, where they are due."""
-        if self.wants_statistics:
-            self._update_factors()
+    def _overflow(self) -> str | None:
+        """Why this rank's gradients cannot be used; None if they can. A GPU is waited for."""
+        held = [each for each in self._adapter.params if each.parameter.grad is not None]
+        if not held:
+            return None
+        sizes = torch.stack(largest_elements([each.gradient() for each in held]))
+        is_finite = sizes.to(wide(sizes.dtype)).square().isfinite().tolist()  # Adam squares them
+        if all(is_finite):
+            return None
+        name = held[is_finite.index(False)].name
+        return f"the gradient of {name!r} on rank {self._adapter.ranks.rank} is not finite"
+
+    def _agreed(self, reason: str | None) -> str | None:
+        """The first reason that any rank has; a collective."""
+        ranks = self._adapter.ranks
+        if not largest(ranks, self._device, int(reason is not None))[0]:
+            return None
+        return next(each for each in gather_objects(ranks, reason) if each is not None)
+
+    def _skip(self, reason: str) -> None:
+        self.skipped += 1
+        for each in self._adapter.params:
+            each.parameter.grad = None
+        warnings.warn(
+            f"K-FAC left step {self.num_steps} out ({self.skipped} in this run): {reason}. "
+            "Nothing was changed, and gradients are None, so that the optimizer changes nothing",
+            stacklevel=4,  # of whoever calls `step`, past torch.no_grad
+        )
+
+    def _update(self, scale: float) -> str | None:
+        """Factors and inverses, where they are due; returns why the step is to be left out."""
+        if self.wants_statistics and (reason := self._update_factors(scale)) is not None:
+            return reason
         every = self.config.invert_every
         is_fresh = self._last_update == self.num_steps
         if self._last_update is not None and (
@@ -200,6 +256,7 @@ class KFAC:
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
             self._take_layers(layers_of({}, self._shapes, self.config))
+        return None
 
     def _precondition(self) -> None:
         with phase("gradients"):
@@ -228,10 +285,14 @@ class KFAC:
             for step in steps.values():
                 step.mul_((bound / change) ** 0.5)
 
-    def _update_factors(self) -> None:
-        ranks = self._adapter.ranks
-        passes, self._passes = self._passes, []
+    def _update_factors(self, scale: float) -> str | None:
+        """Average new factors in, unless some are not finite; returns which."""
+        ranks, passes = self._adapter.ranks, self._passes
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
+        before = self.layers, self._is_ordered
+        if self.config.fisher == "empirical":
+            for part in (part for each in passes for part in each.parts):
+                part.scale /= scale
         self._recorder.is_paused = True
         try:
             with ExitStack() as undo:
@@ -259,11 +320,30 @@ class KFAC:
         with phase("factors"):
             totals = sums.finish()
             # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
-            ends = [total[-2:] for total in totals.values()]
+            largest_of = largest_elements(list(totals.values())) if totals else []
+            ends = [
+                torch.cat([total[-2:], size.view(1)])
+                for total, size in zip(totals.values(), largest_of, strict=True)
+            ]
             counts = torch.stack(ends).tolist() if ends else []
+            bad = [i for i, own in zip(totals, counts, strict=True) if not math.isfinite(own[-1])]
+            reason = bad and f"sums for the factors of {self.layers[bad[0]].name!r} are not finite"
+            if (reason := self._agreed(reason or None)) is not None:
+                self._forget_update(*before)
+                return reason
             for (index, total), own in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, *own)
+                self._states[index].update(total, *own[:-1])
         self._last_update = self.num_steps
+        return None
+
+    def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
+        """Leave nothing of an update behind: what it was made of was not finite."""
+        self._is_ordered = is_ordered
+        if not layers:  # found in it
+            self.layers, self._states, self._owners = [], {}, []
+            self._collector = Collector(self._adapter, self.config)
+        if self._compiled is not None:
+            self._compiled.forget_kinds()
 
     def _compiled_by(self, backend: DynamoBackend) -> CompiledStatistics:
         """What compiles passes for statistics with the user's backend."""
@@ -445,6 +525,7 @@ class KFAC:
     def _progress(self) -> dict[str, int | None]:
         return {
             "num_steps": self.num_steps,
+            "skipped": self.skipped,
             "last_update": self._last_update,
             "last_inverse": self._last_inverse,
             "is_ordered": self._is_ordered,
@@ -460,7 +541,7 @@ class KFAC:
         self._take_layers(layers)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.skipped = state["num_steps"], state.get("skipped", 0)
         self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
         self._is_ordered = bool(state.get("is_ordered", True))
         self._passes.clear()
