@@ -69,15 +69,14 @@ def test_one_step_on_private_data_before_they_are_private():
     with pytest.raises(UnsupportedOperation, match="detach\\(\\) the KFAC first"):
         attach(model)
     kfac.detach()
+    model.zero_grad()
     engine, module, _, loader = attach(model)
-    gradient_before = None
-    for x, y in loader:
-        nn.functional.cross_entropy(module(x), y).backward()
-        gradient_before = module[0].weight.grad.clone()
-        break
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(module(x), y).backward()
+    before = module[0].weight.grad.clone()
     with pytest.raises(UnsupportedOperation, match=REFUSED):
         kfac.step()
-    assert torch.equal(module[0].weight.grad, gradient_before)
+    assert torch.equal(module[0].weight.grad, before)
     engine.detach()
 
 

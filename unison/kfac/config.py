@@ -1,6 +1,7 @@
 """What a user may choose about K-FAC, checked when it is chosen; which optimizers may follow."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,12 @@ _WRONG = {
     ),
 }
 _LATER = ("gather", "rows")
+
+_WITHOUT_EFFECT = ("reduction", "owner_fraction")  # on any result
+_TUNED = (  # which a state does not depend on, only what comes after it
+    *("damping", "max_condition_number", "update_every", "invert_every"),
+    *("burn_in", "decay", "kl_clip"),
+)
 
 Every = int | Callable[[int], int]
 """How many steps lie between two updates: a number, or a function of the step."""
@@ -171,6 +178,37 @@ class KFACConfig:
         if callable(every) or step >= self.burn_in:
             return period
         return max(1, period * step // self.burn_in)
+
+    def stored(self) -> dict[str, Any]:
+        """All settings as plain values, for a checkpoint; a schedule is None."""
+        values = {name: None if callable(each) else each for name, each in vars(self).items()}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def compare(self, stored: Mapping[str, Any]) -> None:
+        """Compare with the settings of a state that is about to be taken over.
+
+        Those that a state is made of must be the same; a warning tells of others that change what
+        comes after it.
+
+        Raises:
+            BadInput: Naming the setting, and both values.
+        """
+        own = self.stored()
+        others = [name for name in own if name in stored and stored[name] != own[name]]
+        for name in others:
+            if name not in _WITHOUT_EFFECT and name not in _TUNED:
+                raise BadInput(
+                    f"the state is of a run with {name}={stored[name]!r}, and this one has "
+                    f"{name}={own[name]!r}: its factors mean something else. Pass "
+                    f"KFACConfig({name}={stored[name]!r}), or begin without the state"
+                )
+        tuned = [name for name in others if name in _TUNED]
+        if tuned:
+            changed = [f"{name}={own[name]!r} (was {stored[name]!r})" for name in tuned]
+            warnings.warn(
+                f"the run goes on with other settings than it stopped with: {', '.join(changed)}",
+                stacklevel=4,
+            )
 
     @property
     def dampings(self) -> tuple[float, float]:

@@ -258,7 +258,9 @@ def source_of(owners: Sequence[int], rank: int) -> int:
 # --- sums over tokens -----------------------------------------------------------------------------
 
 
-def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | None:
+def token_weights(
+    mask: Tensor | None, num_tokens: int, name: str, token_mask: Tensor | None = None
+) -> Tensor | None:
     """Which tokens of a use count [batch, num_tokens], from which tokens of the loss do.
 
     Args:
@@ -266,10 +268,20 @@ def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | N
         num_tokens: How many the use has. As many as the loss has: the same ones. One, or another
             number while a sample's tokens all count or none does: the sample's.
         name: The parameter, for the error.
+        token_mask: Of the tokens inside of the module [batch, tokens], bool: those of a use that
+            has as many.
 
     Raises:
         BadInput: If it cannot be told which are which.
     """
+    if token_mask is not None:
+        if token_mask.shape[1] == num_tokens:
+            return token_mask
+        if num_tokens != 1 and (mask is None or mask.shape[1] != num_tokens):
+            raise BadInput(
+                f"{name} is used for {num_tokens} tokens per sample, and token_mask has "
+                f"{token_mask.shape[1]}: it cannot be told which of them are real"
+            )
     if mask is None or mask.shape[1] == num_tokens:
         return mask
     any_of, all_of = mask.any(dim=1), mask.all(dim=1)
@@ -412,7 +424,8 @@ class PartSums:
     Args:
         layers: All layers.
         config: For the form of weight sharing and the kind of Fisher matrix.
-        mask: Which tokens count [batch, tokens], bool; None if all do.
+        mask: Which labels count [batch, tokens], bool; None if all do.
+        token_mask: Which tokens inside of the module do; None if those of the labels.
         num_terms: How many labels there are.
 
     Attributes:
@@ -420,9 +433,15 @@ class PartSums:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], config: KFACConfig, mask: Tensor | None, num_terms: int
+        self,
+        layers: Sequence[Layer],
+        config: KFACConfig,
+        mask: Tensor | None,
+        token_mask: Tensor | None,
+        num_terms: int,
     ) -> None:
         self._config, self._mask, self._num_terms = config, mask, num_terms
+        self._token_mask = token_mask
         self._layers = {layer.name: layer for layer in layers}
         self._has_g = config.fisher != "forward"
         self._is_first = True  # of several columns: inputs are counted once
@@ -446,9 +465,10 @@ class PartSums:
                 f"{layer.name} was used as a matrix of {layer.rows} x {layer.columns}, and is now "
                 f"used as one of {record.g.shape[-1]} x {record.a.shape[-1]}"
             )
-        weights = token_weights(self._mask, record.g.shape[1], layer.name)
+        num_tokens = record.g.shape[1]
+        weights = token_weights(self._mask, num_tokens, layer.name, self._token_mask)
         with phase("products"):
-            a, g, num_tokens = kronecker_sums(
+            a, g, count = kronecker_sums(
                 record,
                 weights,
                 sharing=self._config.sharing,
@@ -458,7 +478,7 @@ class PartSums:
             )
         if a is not None:
             self._add(layer.name, "a", a)
-            self._add(layer.name, "tokens", num_tokens)
+            self._add(layer.name, "tokens", count)
         if g is not None:
             self._add(layer.name, "g", g)
 

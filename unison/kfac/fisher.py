@@ -11,6 +11,12 @@ as the columns of a square root of its expectation (`COLUMNS`: Σ_c column colum
 | bernoulli | logits, one per question | σ(z) - y | diag(p(1 - p)) |
 | gaussian | means, unit variance | -ε | I |
 
+[Note: one label at a time] The columns of all tokens of a sample go back at once only where that
+changes nothing. A layer before attention gets gradients of many tokens' labels, and their cross
+products are not in the Fisher matrix. So `exact` sends back one column of one token after the other
+where a row has few (`MOST_EXACT`), and elsewhere gives each (row, token, column) a random sign:
+cross products then cancel on average. Where tokens do not mix, signs change nothing.
+
 [Note: which label a token gets] A draw is a function of (seed, step, global row, token, output): no
 rank, batch size or padded length enters. Rows are `ROW` elements apart in the stream.
 
@@ -25,6 +31,7 @@ whole, or by blocks] in privacy/compiled.py): the first part of each kind runs b
 make the same sums. A module for which that does not work runs as it is, and a warning says why.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -58,7 +65,9 @@ from unison.torch_internals import DynamoBackend
 
 ROW = 1 << 24  # tokens that a row could have
 BLOCK = 256  # classes whose probabilities are added up first
-MOST_EXACT = 1024  # outputs for which all labels are gone through
+MOST_EXACT = 1024  # outputs for which all labels are gone through, and labels of a row one by one
+MOST_SHIFT = 0.1  # of a gradient; rounding and small terms beside the likelihood make less
+MOST_SENT = 1 << 20  # elements of a row's gradients that are kept for that
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 MAX_KINDS = 16  # of parts that are compiled, each with kernels of its own
 LEAST_SUM = 1e-4  # of the largest sums of the same kind, which are squares
@@ -80,7 +89,9 @@ class PassPart:
         is_real: Which rows are samples [batch]; None if all are.
         gradients: Columns of gradients of the outputs, by place.
         scale: What to multiply them with.
-        mask: Which tokens count [batch, tokens], bool; None if all do.
+        mask: Which labels count [batch, tokens], bool; None if all do.
+        token_mask: Which tokens inside of the module are real [batch, tokens], bool; None if they
+            are those of the labels.
         num_terms: How many labels there are.
     """
 
@@ -91,6 +102,7 @@ class PassPart:
     gradients: Sequence[Mapping[int, Gradient]] = ()
     scale: float = 1.0
     mask: Tensor | None = None
+    token_mask: Tensor | None = None
     num_terms: int = 0
 
 
@@ -144,24 +156,23 @@ def _draw_gaussian(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     return -normal(stream, _box(z, first_row), dtype=wide(z.dtype), device=z.device)
 
 
-def _categorical_columns(z: Tensor) -> Iterator[Tensor]:
-    """√p_c (p - e_c), for every class c."""
-    p = torch.softmax(z.to(wide(z.dtype)), dim=-1)
-    for c in range(z.shape[-1]):
-        column = p.clone()
-        column[..., c] -= 1
-        yield column * p[..., c : c + 1].sqrt()
+def _categorical_column(z: Tensor, c: int) -> Tensor:
+    """√p_c (p - e_c) of class c."""
+    column = torch.softmax(z, dim=-1, dtype=wide(z.dtype))
+    root = column[..., c : c + 1].sqrt()
+    column[..., c] -= 1
+    return column * root
 
 
-def _bernoulli_columns(z: Tensor) -> Iterator[Tensor]:
-    """√(p(1 - p)) e_c, for every output c."""
-    p = torch.sigmoid(z.to(wide(z.dtype)))
-    return _one_by_one((p * (1 - p)).sqrt())
+def _bernoulli_column(z: Tensor, c: int) -> Tensor:
+    """√(p(1 - p)) e_c of output c."""
+    p = torch.sigmoid(z[..., c].to(wide(z.dtype)))
+    return _one_output(z, c, (p * (1 - p)).sqrt())
 
 
-def _gaussian_columns(z: Tensor) -> Iterator[Tensor]:
-    """e_c, for every output c."""
-    return _one_by_one(torch.ones_like(z, dtype=wide(z.dtype)))
+def _gaussian_column(z: Tensor, c: int) -> Tensor:
+    """e_c of output c."""
+    return _one_output(z, c, 1.0)
 
 
 DRAWN: dict[str, Callable[[Tensor, Stream, int], Tensor]] = {
@@ -169,10 +180,10 @@ DRAWN: dict[str, Callable[[Tensor, Stream, int], Tensor]] = {
     "bernoulli": _draw_bernoulli,
     "gaussian": _draw_gaussian,
 }
-COLUMNS: dict[str, Callable[[Tensor], Iterator[Tensor]]] = {
-    "categorical": _categorical_columns,
-    "bernoulli": _bernoulli_columns,
-    "gaussian": _gaussian_columns,
+COLUMNS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "categorical": _categorical_column,
+    "bernoulli": _bernoulli_column,
+    "gaussian": _gaussian_column,
 }
 
 
@@ -214,11 +225,10 @@ def _box(like: Tensor, first_row: int) -> Box:
     )
 
 
-def _one_by_one(values: Tensor) -> Iterator[Tensor]:
-    for c in range(values.shape[-1]):
-        column = torch.zeros_like(values)
-        column[..., c] = values[..., c]
-        yield column
+def _one_output(z: Tensor, c: int, value: Tensor | float) -> Tensor:
+    column = torch.zeros_like(z, dtype=wide(z.dtype))
+    column[..., c] = value
+    return column
 
 
 # --- gradients of the outputs ---------------------------------------------------------------------
@@ -233,11 +243,15 @@ class Sampled:
     Args:
         current: The pass.
         logits: Made of its outputs [batch, ..., outputs].
-        mask: Which tokens count [batch, ...], broadcast against the tokens; None if all do.
+        mask: Which labels count [batch, ...], broadcast against the labels; None if all do.
+        token_mask: Which tokens inside of the module are real [batch, ...]; None if all are, or are
+            those of the labels.
         config: For the kind of Fisher matrix and the likelihood.
         step: Number of the step: it names the stream.
         divisor: What the user's loss divides by; None for the number of labels, or 1.
         passes: Where the pass is kept.
+        shifts: Where it is noted how the loss changes with all logits of a token; None if that
+            need not be known.
     """
 
     def __init__(
@@ -245,15 +259,20 @@ class Sampled:
         current: Pass,
         logits: Tensor,
         mask: Tensor | None,
+        token_mask: Tensor | None,
         config: KFACConfig,
         step: int,
         divisor: float | None,
         passes: list[Pass],
+        shifts: list[Tensor] | None,
     ) -> None:
-        self._pass, self._mask = current, mask
+        self._pass, self._masks = current, (mask, token_mask)
+        self._shifts = shifts
         self._logits: Tensor | None = logits  # until they were looked at: they hold a graph
         self._config, self._divisor, self._passes = config, divisor, passes
-        self._stream = Stream(Key.from_seed(config.seed), "labels", step=step, purpose="kfac")
+        key = Key.from_seed(config.seed)
+        self._stream = Stream(key, "labels", step=step, purpose="kfac")
+        self._signs = Stream(key, "signs", step=step, purpose="kfac")
 
     def backward(self, retain_graph: bool = True) -> None:
         """Keep the gradients of these labels.
@@ -279,14 +298,19 @@ class Sampled:
                 f"expected logits of {len(parts)} granules, found {len(logits)}: take them from "
                 "the last forward pass"
             )
-        masks = [None] * len(parts) if self._mask is None else list(tensors_of(self._mask))
-        if len(masks) != len(parts):
-            raise BadInput(f"expected a mask of {len(parts)} granules, found {len(masks)}")
-        for part, each, mask in zip(parts, logits, masks, strict=True):
-            self._keep(part, each, mask)
+        masks = [
+            [None] * len(parts) if each is None else list(tensors_of(each)) for each in self._masks
+        ]
+        for each in masks:
+            if len(each) != len(parts):
+                raise BadInput(f"expected a mask of {len(parts)} granules, found {len(each)}")
+        for part, each, *own in zip(parts, logits, *masks, strict=True):
+            self._keep(part, each, *own)
         self._passes.append(self._pass)
 
-    def _keep(self, part: PassPart, logits: Tensor, mask: Tensor | None) -> None:
+    def _keep(
+        self, part: PassPart, logits: Tensor, mask: Tensor | None, token_mask: Tensor | None
+    ) -> None:
         """Keep the gradients of one part's outputs, and let the outputs go."""
         rows, outputs = self._pass.num_rows, part.outputs
         if logits.ndim < 2 or logits.shape[0] != rows:
@@ -296,37 +320,74 @@ class Sampled:
         z = _with_tokens(logits)
         part.mask = _full_mask(mask, part.is_real, logits.shape[:-1], z.device)
         part.num_terms = z.shape[:-1].numel() if part.mask is None else int(part.mask.sum())
+        if token_mask is not None:
+            if token_mask.ndim < 2 or len(token_mask) != rows:
+                raise BadInput(
+                    f"expected a token_mask [batch of {rows}, tokens], found "
+                    f"{list(token_mask.shape)}"
+                )
+            real = _full_mask(token_mask, part.is_real, token_mask.shape, z.device)
+            assert real is not None
+            part.token_mask = real if part.mask is None else real & part.mask.any(1, keepdim=True)
+        if self._shifts is not None and logits.requires_grad:
+            logits.register_hook(partial(_note_shift, self._shifts))
         own = [place for place, output in outputs.items() if output is logits]
         if self._config.fisher == "empirical":
             self._wait_for_loss(part)
-        elif own and self._config.fisher in ("mc", "forward"):
-            # Nothing lies between them: drawn again from the same logits when they are needed, as
+            part.outputs = {}
+            return
+        columns = self._columns(z, part, has_room=bool(own))
+        if own:
+            # Nothing lies between them: made again from the same logits when they are needed, as
             # those of a language model are large.
-            part.gradients = [{own[0]: partial(self._draw, part)}]
+            part.gradients = [{own[0]: partial(self._draw, make)} for make in columns]
         else:
-            part.gradients = [_sent_back(outputs, logits, each) for each in self._columns(z, part)]
+            part.gradients = [_sent_back(outputs, logits, make(z)) for make in columns]
         part.outputs = {}
 
-    def _draw(self, part: PassPart, logits: Tensor) -> Tensor:
-        return next(self._columns(_with_tokens(logits), part)).view(logits.shape)
+    def _draw(self, make: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        return make(_with_tokens(logits)).view(logits.shape)
 
-    def _columns(self, z: Tensor, part: PassPart) -> Iterator[Tensor]:
-        """Gradients of the logits [batch, tokens, outputs], zero for tokens that do not count."""
-        fisher, likelihood = self._config.fisher, self._config.likelihood
+    def _columns(
+        self, z: Tensor, part: PassPart, *, has_room: bool
+    ) -> list[Callable[[Tensor], Tensor]]:
+        """What makes the gradients of the logits [batch, tokens, outputs], one backward pass each.
+
+        Args:
+            z: The logits.
+            part: What they are of; its mask is there.
+            has_room: Whether gradients are made when they are needed, rather than kept.
+        """
+        fisher, (_, tokens, outputs) = self._config.fisher, z.shape
         if fisher == "mc":
-            columns = iter([DRAWN[likelihood](z, self._stream, part.first_id)])
-        elif fisher == "forward":  # inputs are all that is looked at
-            columns = iter([torch.zeros_like(z)])
-        elif z.shape[-1] > MOST_EXACT:
+            draw = DRAWN[self._config.likelihood]
+            return [lambda z: _counted_only(draw(z, self._stream, part.first_id), part.mask)]
+        if fisher == "forward":  # inputs are all that is looked at
+            return [torch.zeros_like]
+        if outputs > MOST_EXACT:
             raise BadInput(
-                f"fisher='exact' needs a backward pass for each of {z.shape[-1]} outputs, "
+                f"fisher='exact' needs a backward pass for each of {outputs} outputs, "
                 f"at most {MOST_EXACT}; use fisher='mc'"
             )
-        else:
-            columns = COLUMNS[likelihood](z)
-        for column in columns:
-            is_counted = part.mask
-            yield column if is_counted is None else torch.where(is_counted[..., None], column, 0.0)
+        num_labels = max(tokens, 1) * outputs  # of a row, whatever rows a rank has
+        row_size = sum(each[:1].numel() for each in part.outputs.values())
+        if num_labels <= MOST_EXACT and (has_room or num_labels * row_size <= MOST_SENT):
+            places = [(token, c) for token in range(max(tokens, 1)) for c in range(outputs)]
+            return [partial(self._exact_column, part=part, token=t, c=c) for t, c in places]
+        return [partial(self._exact_column, part=part, token=None, c=c) for c in range(outputs)]
+
+    def _exact_column(self, z: Tensor, *, part: PassPart, token: int | None, c: int) -> Tensor:
+        """Column c of one token's labels; for None of all tokens', with a sign each."""
+        column = _counted_only(COLUMNS[self._config.likelihood](z, c), part.mask)
+        if token is not None:
+            kept = torch.zeros_like(column)
+            kept[:, token : token + 1] = column[:, token : token + 1]
+            return kept
+        batch, tokens, outputs = z.shape
+        first, last = part.first_id, part.first_id + batch
+        box = Box((last, ROW, outputs), (first, 0, c), (last, tokens, c + 1))
+        is_turned = uniform(self._signs, box, dtype=torch.float32, device=z.device) < 0.5
+        return torch.where(is_turned, -column, column)
 
     def _wait_for_loss(self, part: PassPart) -> None:
         """Take the gradients of the user's own loss, as those of a sum."""
@@ -342,6 +403,32 @@ class Sampled:
 
         for place, output in part.outputs.items():
             output.register_hook(partial(keep, place))
+
+
+def _note_shift(shifts: list[Tensor], gradient: Tensor) -> None:
+    """Note how much of a loss's gradient is one number for all logits of a token."""
+    gradient = gradient.detach().float()
+    shifts.append(gradient.sum(dim=-1).abs().sum() / gradient.abs().sum())
+
+
+def warn_of_shifts(shifts: Sequence[Tensor], likelihood: str) -> None:
+    """Warn of a loss that is not the likelihood's.
+
+    No loss of class probabilities changes when one number is added to all logits of a token.
+    """
+    if likelihood == "categorical" and any(float(each) > MOST_SHIFT for each in shifts):
+        warnings.warn(
+            "likelihood='categorical' takes the outputs for logits of classes, and the loss is not "
+            "one of class probabilities: it changes when one number is added to all outputs of a "
+            "label. Pass KFACConfig(likelihood='gaussian') for squared errors, 'bernoulli' for "
+            "several yes or no in one",
+            stacklevel=5,  # of whoever calls `step`
+        )
+
+
+def _counted_only(column: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros for tokens that do not count."""
+    return column if mask is None else torch.where(mask[..., None], column, 0.0)
 
 
 def _with_tokens(logits: Tensor) -> Tensor:  # [batch, ..., outputs] -> [batch, tokens, outputs]
@@ -524,6 +611,7 @@ class Collector:
         self._adapter, self._config = adapter, config
         self._module = adapter.module
         self._axes: AxisTable | None = None
+        self._num_columns = 1
 
     def find_layers(self, example: Pass) -> list[Layer]:
         """Find the layers from a small pass; every rank runs one. See factors.py."""
@@ -549,6 +637,7 @@ class Collector:
         passes: Sequence[Pass],
         layers: Sequence[Layer],
         num_parts: int,
+        num_columns: int,
         like: Tensor,
         compiled: "CompiledStatistics | None",
     ) -> Iterator[tuple[int | None, list[Tensor | None]]]:
@@ -559,12 +648,14 @@ class Collector:
             layers: What to make sums of.
             num_parts: The most parts that any rank has: every rank runs as many, so that all call
                 the same collectives.
+            num_columns: The most backward passes that any part of any rank needs, likewise.
             like: Of the dtype and on the device that sums are made in.
             compiled: Compiles the passes; None if they run as they are.
 
         Yields:
             Each part's granule, and its sums by layer.
         """
+        self._num_columns = num_columns
         for each in passes:
             for index, part in enumerate(each.parts):
                 num_parts -= 1
@@ -595,10 +686,10 @@ class Collector:
     ) -> PartSums:
         part, inputs, rows = each.parts[index], each.inputs_of_parts[index], each.num_rows
         is_empty = rows == 0
-        sums = taken = PartSums(layers, self._config, part.mask, part.num_terms)
+        sums = taken = PartSums(layers, self._config, part.mask, part.token_mask, part.num_terms)
         if is_empty:  # a rank without rows runs one of zeros, and counts nothing of it
             rows, inputs = 1, _with_rows(inputs, 1)
-            taken = PartSums([], self._config, part.mask, part.num_terms)
+            taken = PartSums([], self._config, None, None, 0)
         with (
             self._prepared(each, has_rows=not is_empty),
             nullcontext() if part.granule is None else of_granule(index),  # of the draws there
@@ -611,13 +702,15 @@ class Collector:
             ):
                 flat = tree_flatten(_call(self._module, inputs))[0]
                 with self._in_full_precision():
-                    for number, column in enumerate(part.gradients, start=1):
+                    for number in range(self._num_columns):
+                        is_there = number < len(part.gradients) and not is_empty
+                        column = part.gradients[number if is_there else 0]
                         outputs = [flat[place] for place in column]
                         values = [
-                            _gradient_of(flat[place], None if is_empty else value, part.scale)
+                            _gradient_of(flat[place], value if is_there else None, part.scale)
                             for place, value in column.items()
                         ]
-                        is_kept = number < len(part.gradients)
+                        is_kept = number + 1 < self._num_columns
                         torch.autograd.backward(outputs, values, retain_graph=is_kept)
                         taken.end_column()
             capture.release()

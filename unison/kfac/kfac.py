@@ -35,6 +35,7 @@ from unison.kfac.fisher import (
     Sampled,
     refuse_missing,
     refuse_private,
+    warn_of_shifts,
     wide,
 )
 from unison.kfac.inverse import largest_elements
@@ -121,6 +122,7 @@ class KFAC:
         self._last_inverse: int | None = None
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
+        self._shifts: list[Tensor] = []  # see `Sampled`
         self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
@@ -152,7 +154,12 @@ class KFAC:
         return last is None or self.num_steps - last >= self.config.period(every, self.num_steps)
 
     def sample(
-        self, logits: Tensor, mask: Tensor | None = None, *, divisor: float | None = None
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        divisor: float | None = None,
     ) -> Sampled:
         """Draw labels from the model for the last forward pass; its `backward` keeps them.
 
@@ -162,7 +169,10 @@ class KFAC:
         Args:
             logits: Made of the module's last output [batch, ..., outputs]: of classes, the last
                 dimension.
-            mask: Which tokens count [batch, ...]: 0 leaves one out of everything.
+            mask: Which labels count [batch, ...]: 0 leaves one out of everything.
+            token_mask: Which tokens inside of the module are real [batch, tokens], where they are
+                not those of the labels: of a classifier, 0 for padding. Layers that see as many
+                tokens leave the others out.
             divisor: What the loss divides the sum over labels by. Only for `"empirical"`, and only
                 if it is neither a sum nor the mean over this pass's labels.
 
@@ -176,7 +186,17 @@ class KFAC:
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
         current = self._recorder.current
-        return Sampled(current, logits, mask, self.config, self.num_steps, divisor, self._passes)
+        return Sampled(
+            current,
+            logits,
+            mask,
+            token_mask,
+            self.config,
+            self.num_steps,
+            divisor,
+            self._passes,
+            self._shifts if self._last_update is None else None,
+        )
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -289,6 +309,8 @@ class KFAC:
         """Average new factors in, unless some are not finite; returns which."""
         ranks, passes = self._adapter.ranks, self._passes
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
+        warn_of_shifts(self._shifts, self.config.likelihood)
+        self._shifts.clear()
         before = self.layers, self._is_ordered
         if self.config.fisher == "empirical":
             for part in (part for each in passes for part in each.parts):
@@ -298,7 +320,9 @@ class KFAC:
             with ExitStack() as undo:
                 backend = uncompile(self._module, undo) or self._recorder.backend
                 num_parts = sum(len(each.parts) for each in passes)
-                most, is_plain = largest(ranks, self._device, num_parts, int(backend is None))
+                columns = max(len(part.gradients) for each in passes for part in each.parts)
+                numbers = num_parts, int(backend is None), columns
+                most, is_plain, columns = largest(ranks, self._device, *numbers)
                 undo.enter_context(self._adapter.observing())
                 if not self.layers:
                     found = self._collector.find_layers(passes[0])
@@ -313,7 +337,8 @@ class KFAC:
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    for each in self._collector.run(passes, self.layers, most, like, compiled):
+                    run = self._collector.run
+                    for each in run(passes, self.layers, most, columns, like, compiled):
                         sums.take(*each)
         finally:
             self._recorder.is_paused = False
@@ -449,9 +474,9 @@ class KFAC:
         """Go on where another run stopped; the result is that of a run without a stop.
 
         Raises:
-            BadInput: If it is of another model.
+            BadInput: If it is of another model, or of settings that make another state.
         """
-        self._take_stored([each["layer"] for each in state["layers"]])
+        self._take_stored([each["layer"] for each in state["layers"]], state.get("settings"))
         for index, own in self._states.items():
             stored = state["layers"][index]["tensors"].items()
             # Copies where layers compute; single numbers stay on the host.
@@ -490,7 +515,8 @@ class KFAC:
         """Go on from what `save` wrote on any number of ranks, each reads its layers; a collective.
 
         Raises:
-            BadInput: On every rank, if it is damaged or of another model.
+            BadInput: On every rank, if it is damaged, of another model, or of settings that make
+                another state.
             CheckpointFailed: On every rank, if any could not read.
         """
         from unison.shard.state.files import read_parts
@@ -505,7 +531,7 @@ class KFAC:
             return manifest
 
         manifest = from_rank_0(ranks, read)
-        self._take_stored(manifest.extra["layers"])
+        self._take_stored(manifest.extra["layers"], manifest.extra.get("settings"))
         found: list[dict[str, Tensor]] = []
         parts: dict[str, FlatPart] = {}
         for state in self._states.values():
@@ -522,16 +548,21 @@ class KFAC:
             state.load(tensors)
         self._go_on(manifest.extra)
 
-    def _progress(self) -> dict[str, int | None]:
+    def _progress(self) -> dict[str, Any]:
         return {
             "num_steps": self.num_steps,
             "skipped": self.skipped,
             "last_update": self._last_update,
             "last_inverse": self._last_inverse,
             "is_ordered": self._is_ordered,
+            "settings": self.config.stored(),
         }
 
-    def _take_stored(self, described: Sequence[Mapping[str, Any]]) -> None:
+    def _take_stored(
+        self, described: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None
+    ) -> None:
+        if settings is not None:
+            self.config.compare(settings)
         layers = [Layer.from_dict(each) for each in described]
         names = {name for layer in layers for name in layer.parameters}
         if layers and names != set(self._shapes):
