@@ -17,7 +17,7 @@ from unison.errors import BadInput, UnsupportedOperation
 
 _CHOICES = {
     "reduction": ("auto", "factor"),
-    "policy": ("auto", "kronecker", "diagonal", "identity"),
+    "policy": ("auto", "all", "hybrid", "small_only", "kronecker", "diagonal", "identity"),
     "likelihood": ("categorical", "gaussian", "bernoulli"),
     "sharing": ("expand", "reduce"),
     "inverse": ("auto", "eigen", "cholesky"),
@@ -36,7 +36,6 @@ _WRONG = {
         "reduction='factor', which is exact"
     ),
 }
-_LATER = ("gather", "rows")
 
 _WITHOUT_EFFECT = ("reduction", "owner_fraction")  # on any result
 _TUNED = (  # which a state does not depend on, only what comes after it
@@ -76,11 +75,16 @@ class KFACConfig:
             squared error).
         sharing: How tokens that share a weight count: `"expand"`, each for itself, or `"reduce"`,
             one per sample.
-        policy: `"auto"` factors what is multiplied with a matrix of a sensible size and takes a
-            diagonal of all else; `"kronecker"` factors every matrix; `"diagonal"` none;
-            `"identity"` leaves everything to the grafted optimizer.
-        min_layer_size: Matrices of fewer elements get a diagonal under `"auto"`.
-        max_factor_size: So do matrices with a longer side than this.
+        policy: What of a layer is factored, and which sides are held as the columns of tokens
+            (low rank, inverted by Woodbury's identity) rather than as a matrix. `"auto"` takes
+            whatever costs least, and a diagonal where both are too large; `"all"` holds G of every
+            layer as columns; `"hybrid"` holds long sides and the head so; `"small_only"` none,
+            with a diagonal for long sides; `"kronecker"` makes matrices of all sides;
+            `"diagonal"` factors nothing; `"identity"` leaves everything to the grafted optimizer.
+        min_layer_size: Matrices of fewer elements get a diagonal, but under `"kronecker"`.
+        max_factor_size: The longest side that is held as a matrix, but under `"kronecker"`.
+        max_rank: Columns that a low-rank side keeps over updates. With `decay`, more are compressed
+            to so many, and the mean of what is left out is added to the damping.
         graft: Whose step length is taken: `"adam"`, `"sgd"`, or `"none"` for K-FAC's own.
         betas: Of Adam, where it is grafted. The first one averages gradients before they are
             preconditioned.
@@ -112,6 +116,7 @@ class KFACConfig:
     policy: str = "auto"
     min_layer_size: int = 64
     max_factor_size: int = 8192
+    max_rank: int = 256
     graft: str = "adam"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -124,10 +129,14 @@ class KFACConfig:
     def __post_init__(self) -> None:
         if self.reduction in _WRONG:
             raise BadInput(_WRONG[self.reduction])
-        if self.reduction in _LATER:
-            raise UnsupportedOperation(
-                f"reduction={self.reduction!r} is right, and not built yet; use 'factor'"
+        if self.reduction == "gather":
+            raise BadInput(
+                "reduction='gather' is what columns of tokens do, and no setting of its own: pass "
+                "policy='all', 'hybrid' or 'auto' for sides that are held so, and "
+                "reduction='factor' for the others"
             )
+        if self.reduction == "rows":
+            raise UnsupportedOperation("reduction='rows' is right, and not built yet; use 'factor'")
         for name, choices in _CHOICES.items():
             check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()
@@ -139,7 +148,7 @@ class KFACConfig:
                 check.positive(**{name: value})
         _check_steps(burn_in=self.burn_in)
         check.not_negative(min_layer_size=self.min_layer_size, burn_in=self.burn_in)
-        check.positive(eps=self.eps)
+        check.positive(eps=self.eps, max_rank=self.max_rank)
         check.probability(owner_fraction=self.owner_fraction)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(f"betas must be two numbers in [0, 1), found {self.betas!r}")
@@ -216,6 +225,14 @@ class KFACConfig:
         if isinstance(self.damping, tuple | list):
             return self.damping[0], self.damping[1]
         return self.damping**0.5, self.damping**0.5
+
+    @property
+    def has_rank(self) -> bool:
+        """Whether `max_rank` bounds columns: those of one update alone are all kept.
+
+        Joint damping knows no tail, and keeps as many as a side has rows.
+        """
+        return self.decay > 0 and self.damping_form != "joint"
 
     @property
     def joint_damping(self) -> float:

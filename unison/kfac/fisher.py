@@ -93,6 +93,7 @@ class PassPart:
         token_mask: Which tokens inside of the module are real [batch, tokens], bool; None if they
             are those of the labels.
         num_terms: How many labels there are.
+        num_outputs: Outputs of each.
     """
 
     granule: int | None
@@ -104,6 +105,7 @@ class PassPart:
     mask: Tensor | None = None
     token_mask: Tensor | None = None
     num_terms: int = 0
+    num_outputs: int = 0
 
 
 @dataclass(eq=False)
@@ -126,6 +128,12 @@ class Pass:
     surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[PassPart]
+
+    @property
+    def num_real(self) -> int:
+        """Rows of it that are samples."""
+        real = [self.num_rows if p.is_real is None else int(p.is_real.sum()) for p in self.parts]
+        return sum(real)
 
     @cached_property
     def inputs_of_parts(self) -> list[Any]:
@@ -318,6 +326,7 @@ class Sampled:
                 f"expected logits [batch of {rows}, ..., outputs], found {list(logits.shape)}"
             )
         z = _with_tokens(logits)
+        part.num_outputs = logits.shape[-1]
         part.mask = _full_mask(mask, part.is_real, logits.shape[:-1], z.device)
         part.num_terms = z.shape[:-1].numel() if part.mask is None else int(part.mask.sum())
         if token_mask is not None:
@@ -613,8 +622,13 @@ class Collector:
         self._axes: AxisTable | None = None
         self._num_columns = 1
 
-    def find_layers(self, example: Pass) -> list[Layer]:
-        """Find the layers from a small pass; every rank runs one. See factors.py."""
+    def find_layers(self, example: Pass, num_rows: int) -> list[Layer]:
+        """Find the layers from a small pass; every rank runs one. See factors.py.
+
+        Args:
+            example: A pass of the update.
+            num_rows: Rows of the update, of all ranks.
+        """
         uses: dict[str, list[Record]] = {}
 
         def note(name: str, record: Any) -> None:
@@ -628,9 +642,8 @@ class Collector:
                 outputs = [each for each in flat if requires_grad(each)]
                 with self._in_full_precision():
                     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-        return layers_of(
-            uses, {each.name: each.shape for each in self._adapter.params}, self._config
-        )
+        shapes = {each.name: each.shape for each in self._adapter.params}
+        return layers_of(uses, shapes, self._config, num_rows, example.parts[0].num_outputs)
 
     def run(
         self,
@@ -640,7 +653,7 @@ class Collector:
         num_columns: int,
         like: Tensor,
         compiled: "CompiledStatistics | None",
-    ) -> Iterator[tuple[int | None, list[Tensor | None]]]:
+    ) -> Iterator[tuple[int | None, list[Tensor | None], dict[tuple[str, str], Tensor]]]:
         """Make the sums of all parts of some passes.
 
         Args:
@@ -653,13 +666,16 @@ class Collector:
             compiled: Compiles the passes; None if they run as they are.
 
         Yields:
-            Each part's granule, and its sums by layer.
+            Each part's granule, its sums by layer, and its rows by layer and side held as columns.
         """
         self._num_columns = num_columns
         for each in passes:
             for index, part in enumerate(each.parts):
                 num_parts -= 1
-                yield part.granule, self._sums(each, index, layers, compiled).vectors(like)
+                sums = self._sums(each, index, layers, compiled)
+                columns = {key: torch.cat(rows).to(like) for key, rows in sums.columns.items()}
+                sums.columns.clear()
+                yield part.granule, sums.vectors(like), columns
         for _ in range(num_parts):  # a rank with fewer parts keeps the others company
             self._sums(passes[-1], 0, [], compiled)
 
@@ -885,9 +901,13 @@ def _kind(each: Pass, inputs: Any) -> Hashable:
 
 def _difference(found: PartSums, expected: PartSums) -> str | None:
     """Why sums are not those that were expected; None if they are."""
-    for name, side in sorted(found.sums.keys() ^ expected.sums.keys()):
+    values, wanted = (
+        {**each.sums, **{key: torch.cat(rows) for key, rows in each.columns.items()}}
+        for each in (found, expected)
+    )
+    for name, side in sorted(values.keys() ^ wanted.keys()):
         return f"{side!r} of {name!r} comes out of one of a compiled and an eager pass alone"
-    sizes = {key: wanted.abs().max() for key, wanted in expected.sums.items()}
+    sizes = {key: each.abs().max() for key, each in wanted.items() if each.numel()}
     largest: dict[str, Tensor] = {}
     for (_, side), size in sizes.items():
         largest[side] = torch.maximum(size, largest.get(side, size))
@@ -896,7 +916,7 @@ def _difference(found: PartSums, expected: PartSums) -> str | None:
     for (name, side), size in sizes.items():
         # Softmax does not see a bias of keys: its gradient is nothing but rounding.
         scale = torch.maximum(size, LEAST_SUM * largest[side]).clamp(min=1e-30)
-        off = float((found.sums[name, side] - expected.sums[name, side]).abs().max() / scale)
+        off = float((values[name, side] - wanted[name, side]).abs().max() / scale)
         if not off < TOLERANCE:
             return f"{side!r} of {name!r} differs by {off:.1%} from that of an eager pass"
     return None

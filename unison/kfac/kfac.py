@@ -26,7 +26,16 @@ from unison.kfac.config import (
     refuse_adaptive,
     watch_optimizers,
 )
-from unison.kfac.factors import Layer, Method, assign, cost, layers_of, phase, vector_size
+from unison.kfac.factors import (
+    Layer,
+    Method,
+    assign,
+    cost,
+    describe,
+    layers_of,
+    phase,
+    vector_size,
+)
 from unison.kfac.fisher import (
     Collector,
     CompiledStatistics,
@@ -38,7 +47,7 @@ from unison.kfac.fisher import (
     warn_of_shifts,
     wide,
 )
-from unison.kfac.inverse import largest_elements
+from unison.kfac.inverse import all_finite, largest_elements
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
 from unison.parallel import (
     ParallelAdapter,
@@ -47,7 +56,13 @@ from unison.parallel import (
     adapter_of,
     curvatures,
 )
-from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
+from unison.parallel.exchange import (
+    OwnerSums,
+    broadcast_object,
+    gather_rows,
+    largest,
+    together,
+)
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 from unison.torch_internals import DynamoBackend, is_in_parts
@@ -325,7 +340,8 @@ class KFAC:
                 most, is_plain, columns = largest(ranks, self._device, *numbers)
                 undo.enter_context(self._adapter.observing())
                 if not self.layers:
-                    found = self._collector.find_layers(passes[0])
+                    rows = torch.tensor(sum(each.num_real for each in passes), device=self._device)
+                    found = self._collector.find_layers(passes[0], int(ranks.sum_(rows)))
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
@@ -337,13 +353,15 @@ class KFAC:
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    run = self._collector.run
-                    for each in run(passes, self.layers, most, columns, like, compiled):
-                        sums.take(*each)
+                    run, pieces = self._collector.run, []
+                    for granule, *each in run(passes, self.layers, most, columns, like, compiled):
+                        sums.take(granule, each[0])
+                        pieces.append((granule, each[1]))
         finally:
             self._recorder.is_paused = False
         with phase("factors"):
             totals = sums.finish()
+            rows = self._gather_columns(pieces, like)
             # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
             largest_of = largest_elements(list(totals.values())) if totals else []
             ends = [
@@ -352,14 +370,31 @@ class KFAC:
             ]
             counts = torch.stack(ends).tolist() if ends else []
             bad = [i for i, own in zip(totals, counts, strict=True) if not math.isfinite(own[-1])]
+            bad += [i for i, own in rows.items() if not all_finite(own.values())]
             reason = bad and f"sums for the factors of {self.layers[bad[0]].name!r} are not finite"
             if (reason := self._agreed(reason or None)) is not None:
                 self._forget_update(*before)
                 return reason
             for (index, total), own in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, *own[:-1])
+                self._states[index].update(total, *own[:-1], rows.get(index, {}))
         self._last_update = self.num_steps
         return None
+
+    def _gather_columns(
+        self, pieces: Sequence[tuple[int | None, dict[tuple[str, str], Tensor]]], like: Tensor
+    ) -> dict[int, dict[str, Tensor]]:
+        """The rows of all ranks of this rank's layers, by layer and side; a collective."""
+        held = [(i, layer, side) for i, layer in enumerate(self.layers) for side in layer.low_rank]
+        if not held:
+            return {}
+        owners = {(layer.name, side): self._owners[i] for i, layer, side in held}
+        widths = {(layer.name, side): layer.side(side) for _, layer, side in held}
+        found = gather_rows(self._adapter.ranks, pieces, owners, widths, like)
+        by_layer: dict[int, dict[str, Tensor]] = {}
+        for i, layer, side in held:
+            if (layer.name, side) in found:
+                by_layer.setdefault(i, {})[side] = found[layer.name, side]
+        return by_layer
 
     def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
         """Leave nothing of an update behind: what it was made of was not finite."""
@@ -449,6 +484,10 @@ class KFAC:
         lines = [f"  {'  '.join(each).rstrip()}" for each in cells]
         used = ", ".join(f"{what} {_size(count)}" for what, count in self.memory_usage().items())
         return "\n".join(["KFAC(", *lines, f"  here: {used}", ")"])
+
+    def describe(self) -> str:
+        """A paragraph for a paper's methods: what was used, and what of it is approximate."""
+        return describe(self.config, self.layers, self.num_steps, self.skipped)
 
     # --- storage ---------------------------------------------------------------------------------
 
