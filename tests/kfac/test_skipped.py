@@ -47,7 +47,8 @@ def make_model(how: str) -> nn.Module:
 def train(world: World, how: str, kind: str, bad: int, *, is_left_out: bool) -> dict[str, Any]:
     """Steps of which one is bad, or not there at all."""
     model = make_model(how)
-    kfac = unison.KFAC(model, settings(update_every=5, decay=0.9))
+    policy = "all" if how == "units" else "hybrid"  # G as columns, or that of the head alone
+    kfac = unison.KFAC(model, settings(update_every=5, decay=0.9, policy=policy))
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = torch.optim.SGD(model.parameters(), **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=kind == "overflow")

@@ -590,8 +590,8 @@ def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether all elements of some tensors are; a GPU is waited for."""
-    return all(math.isfinite(float(each)) for each in largest_elements(list(values)))
+    """Whether all elements of some tensors are, and their squares; a GPU is waited for."""
+    return all(math.isfinite(float(each.square())) for each in largest_elements(list(values)))
 
 
 def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]

@@ -354,9 +354,10 @@ class KFAC:
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
                     run, pieces = self._collector.run, []
-                    for granule, *each in run(passes, self.layers, most, columns, like, compiled):
-                        sums.take(granule, each[0])
-                        pieces.append((granule, each[1]))
+                    parts = run(passes, self.layers, most, columns, like, compiled)
+                    for granule, vectors, of_part in parts:
+                        sums.take(granule, vectors)
+                        pieces.append((granule, of_part))
         finally:
             self._recorder.is_paused = False
         with phase("factors"):
@@ -371,12 +372,13 @@ class KFAC:
             counts = torch.stack(ends).tolist() if ends else []
             bad = [i for i, own in zip(totals, counts, strict=True) if not math.isfinite(own[-1])]
             bad += [i for i, own in rows.items() if not all_finite(own.values())]
-            reason = bad and f"sums for the factors of {self.layers[bad[0]].name!r} are not finite"
-            if (reason := self._agreed(reason or None)) is not None:
+            names = [repr(self.layers[index].name) for index in bad]
+            reason = f"sums for the factors of {names[0]} are not finite" if bad else None
+            if (reason := self._agreed(reason)) is not None:
                 self._forget_update(*before)
                 return reason
-            for (index, total), own in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, *own[:-1], rows.get(index, {}))
+            for (index, total), (tokens, labels, _) in zip(totals.items(), counts, strict=True):
+                self._states[index].update(total, tokens, labels, rows.get(index, {}))
         self._last_update = self.num_steps
         return None
 
