@@ -88,6 +88,13 @@ class Positions(nn.Module):
         return (self.tokens(x) + found).tanh()
 
 
+def _evaluated_batch_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(4).eval()
+    nn.init.normal_(norm.running_mean)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)  # type: ignore[arg-type]
+    return norm
+
+
 class Bare(nn.Module):
     """Parameters without a module, used in expressions."""
 
@@ -192,6 +199,7 @@ CASES: dict[str, Case] = {
     "own rms norm": Case(RMSNorm, floats(TOKENS, WIDTH), squares),
     "group norm": Case(lambda: nn.GroupNorm(2, 4), image(4, 5, 3), squares),
     "instance norm": Case(lambda: nn.InstanceNorm1d(4, affine=True), image(4, 9), squares),
+    "batch norm in eval mode": Case(_evaluated_batch_norm, image(4, 9), squares),
     "bare parameters": Case(Bare, floats(TOKENS, WIDTH), squares),
     "frozen": Case(Frozen, floats(TOKENS, WIDTH), squares),
     "two forwards": Case(Frozen, floats(TOKENS, WIDTH), two_forwards),

@@ -88,7 +88,10 @@ def tokens(batch: int = 4, length: int = 7) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact", "forward"])
 def test_every_linear_layer_of_a_transformer(fisher):
-    compare(Transformer().double(), LINEARS, *tokens(), fisher=fisher)
+    # It sends the columns of all tokens back at once, and so has cross products of tokens in what
+    # comes before attention; test_fisher.py has those layers by one label after the other.
+    names = LINEARS[3:] if fisher == "exact" else LINEARS
+    compare(Transformer().double(), names, *tokens(), fisher=fisher)
 
 
 def test_drawn_labels_are_labels():

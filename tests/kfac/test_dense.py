@@ -49,7 +49,9 @@ def check(
     kfac = unison.KFAC(model, config)
     logits = model(x)
     kfac.sample(logits).backward()
-    logits.square().sum().backward()
+    # Of the likelihood's kind: one that is not is warned of.
+    is_class = kfac.config.likelihood == "categorical"
+    (logits.log_softmax(-1) if is_class else logits).square().sum().backward()
     parameters = dict(model.named_parameters())
     gradient = torch.cat([parameters[name].grad.flatten() for name in names])
     kfac.step()

@@ -1,12 +1,17 @@
 """Labels: drawn from the model, the same wherever they are drawn, and right on average."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
+from unison.kfac import fisher
 from unison.kfac.fisher import COLUMNS, DRAWN, drawn_classes
 from unison.rng import Key, Stream
 
@@ -18,7 +23,7 @@ def test_drawn_gradients_have_the_moments_of_the_columns(kind):
     torch.manual_seed(0)
     z = torch.randn(1, 1, 3).double().expand(40_000, 5, 3)
     drawn = DRAWN[kind](z, STREAM, 0).reshape(-1, 3)
-    columns = torch.stack([each[0, 0] for each in COLUMNS[kind](z[:1, :1])])
+    columns = torch.stack([COLUMNS[kind](z[:1, :1], c)[0, 0] for c in range(3)])
     assert drawn.mean(dim=0).abs().max() < 5e-3
     assert (drawn.T @ drawn / len(drawn) - columns.T @ columns).abs().max() < 5e-3
 
@@ -63,6 +68,93 @@ def test_many_draws_come_to_the_exact_fisher():
         total = total + kfac.factors()["0.weight"]["g"] / 150
     assert relative(total, exact["0.weight"]["g"]) < 0.15
     assert relative(kfac.factors()["0.weight"]["a"], exact["0.weight"]["a"]) < 1e-12
+
+
+def label_by_label(model: Transformer, x: Tensor) -> dict[str, Tensor]:
+    """G of each layer, from one backward pass per (row, token, class)."""
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    total: dict[str, Tensor] = {f"{name}.weight": torch.tensor(0.0) for name in layers}
+    outputs: dict[str, Tensor] = {}
+    handles = [
+        each.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+        for name, each in layers.items()
+    ]
+    for row in x:
+        z = model(row[None])[0]
+        p = z.softmax(-1).detach()
+        for token, c in itertools.product(range(z.shape[0]), range(z.shape[1])):
+            column = p[token].sqrt()[c] * (p[token] - F.one_hot(torch.tensor(c), z.shape[1]))
+            found = torch.autograd.grad(
+                z[token], list(outputs.values()), column, retain_graph=True, allow_unused=True
+            )
+            for name, g in zip(outputs, found, strict=True):
+                if g is not None:
+                    rows = g.flatten(0, -2)
+                    total[f"{name}.weight"] = total[f"{name}.weight"] + rows.T @ rows
+    for handle in handles:
+        handle.remove()
+    return {name: each / x.numel() for name, each in total.items()}
+
+
+@pytest.mark.parametrize("has_function", [False, True])  # between the module and the logits
+def test_exact_is_exact_where_tokens_mix(has_function):
+    torch.manual_seed(0)
+    model, x = Transformer().double(), torch.randint(0, 11, (3, 4))
+    kfac = unison.KFAC(model, settings(fisher="exact"))
+    logits = model(x) * 1.0 if has_function else model(x)
+    kfac.sample(logits).backward()
+    loss(logits).backward()
+    kfac.step()
+    for name, expected in label_by_label(model, x).items():
+        assert relative(kfac.factors()[name]["g"], expected) < 1e-12, name
+
+
+def test_many_labels_of_a_row_cancel_on_average(monkeypatch):
+    monkeypatch.setattr(fisher, "MOST_EXACT", CLASSES)
+    torch.manual_seed(0)
+    model, x = Transformer().double(), torch.randint(0, 11, (2, 4))
+    expected = label_by_label(model, x)
+    found = observed(model, x.repeat(400, 1), settings(fisher="exact")).factors()
+    for name, wanted in expected.items():
+        assert relative(found[name]["g"], wanted) < 0.12, name
+    monkeypatch.setattr(fisher, "uniform", lambda *_, **__: torch.ones(()))  # all the same signs
+    found = observed(model, x, settings(fisher="exact")).factors()
+    assert relative(found["v.weight"]["g"], expected["v.weight"]) > 0.5
+
+
+def test_a_loss_of_no_probabilities_is_noticed():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3), torch.randn(6, CLASSES)
+
+    def step(kfac: unison.KFAC, model: nn.Module, loss_of: Any) -> None:
+        model.zero_grad()
+        logits = model(x)
+        kfac.sample(logits).backward()
+        loss_of(logits).backward()
+        kfac.step()
+
+    losses = {
+        "squares": lambda z: F.mse_loss(z, y),
+        "one output": lambda z: F.mse_loss(z[:, :1], y[:, :1]),
+        "yes or no": lambda z: F.binary_cross_entropy_with_logits(z, y.sigmoid()),
+    }
+    for loss_of in losses.values():
+        model = nn.Linear(3, CLASSES)
+        kfac = unison.KFAC(model, settings())
+        with pytest.warns(UserWarning, match=r"likelihood='gaussian'\) for squared errors"):
+            step(kfac, model, loss_of)
+        step(kfac, model, loss_of)  # once
+        step(unison.KFAC(model, settings(likelihood="gaussian")), model, loss_of)
+    labels, weights = y.argmax(-1), torch.rand(CLASSES)
+    for loss_of in (
+        lambda z: F.cross_entropy(z, labels, weights, label_smoothing=0.2),
+        lambda z: (
+            -(y.softmax(-1) * z.log_softmax(-1)).sum() + 1e-4 * z.logsumexp(-1).square().sum()
+        ),
+        lambda z: z.sum() * 0,
+    ):
+        model = nn.Linear(3, CLASSES)
+        step(unison.KFAC(model, settings()), model, loss_of)
 
 
 def test_another_seed_or_step_draws_other_labels():
@@ -126,28 +218,6 @@ def test_exact_is_for_few_outputs():
     logits = model(torch.randn(1, 2))
     with pytest.raises(BadInput, match="2000 outputs"):
         kfac.sample(logits).backward()
-
-
-def test_private_training_is_refused():
-    model = nn.Linear(3, CLASSES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
-    engine = unison.PrivacyEngine(accountant="rdp")
-    kfac = unison.KFAC(model, settings())
-    module, _, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=torch.utils.data.DataLoader(data, batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    with pytest.raises(UnsupportedOperation, match="trained privately"):
-        unison.KFAC(module, settings())
-    inputs, _ = next(iter(loader))
-    with pytest.raises(UnsupportedOperation, match="trained privately"):
-        module(inputs)
-    kfac.detach()
-    engine.detach()
 
 
 def test_two_dealt_batches_in_one_step_draw_labels_of_their_own():

@@ -51,6 +51,41 @@ def test_the_state_of_another_model_is_refused():
         other.load_state_dict(kfac.state_dict())
 
 
+def test_settings_are_compared(tmp_path):
+    model = Transformer()
+    kfac = unison.KFAC(model, KFACConfig(update_every=lambda step: 3))
+    train(model, kfac, torch.optim.SGD(model.parameters(), lr=1e-2), batches(1))
+    kfac.save(tmp_path / "a")
+    for change in (
+        {"fisher": "forward"},
+        {"damping_form": "joint"},
+        {"damping_form": "factored"},
+        {"likelihood": "bernoulli"},
+        {"sharing": "reduce"},
+        {"inverse": "eigen"},
+        {"policy": "kronecker"},
+        {"max_factor_size": 7},
+        {"graft": "sgd"},
+        {"betas": (0.0, 0.9)},
+        {"seed": 1},
+    ):
+        (name, value), *_ = change.items()
+        other = unison.KFAC(model, KFACConfig(**change))
+        for load in (
+            lambda other=other: other.load_state_dict(kfac.state_dict()),
+            lambda other=other: other.load(tmp_path / "a"),
+        ):
+            with pytest.raises(BadInput, match=rf"run with {name}=.* this one has {name}=") as said:
+                load()
+            stored = list(value) if isinstance(value, tuple) else value
+            assert repr(stored) in str(said.value)
+        assert not other.layers
+    other = unison.KFAC(model, KFACConfig(damping=0.1, owner_fraction=1.0))
+    with pytest.warns(UserWarning, match=r"other settings .*: damping=0.1 \(was 0.001\), update_"):
+        other.load_state_dict(kfac.state_dict())
+    unison.KFAC(model, KFACConfig(update_every=lambda step: 9)).load(tmp_path / "a")
+
+
 def test_a_fresh_state_can_be_stored(tmp_path):
     model = Transformer()
     kfac = unison.KFAC(model, KFACConfig())

@@ -193,11 +193,13 @@ _RNG = [
     ("Permutation.__init__", "half + half % 2", "half"),
 ]
 _KFAC = [
-    ("LayerState.update", 'max(num_tokens, 1.0) if side == "a" else num_labels', "num_labels"),
+    ("LayerState.update", "max(num_tokens, 1.0)", "num_labels"),
+    ("LayerState._add_columns", "before * self._decay**0.5", "before * self._decay"),
+    ("join", "(kept - tail)", "kept"),
     ("LayerState.update", "self._decay * self._weight + (1 - self._decay)", "1.0"),
     ("LayerState.update", "before.mul_(self._decay)", "before"),
-    ("kronecker_sums", " / lengths.clamp(min=1)[:, None, None]", ""),
-    ("kronecker_sums", "[a, ones.unsqueeze(-1)", "[a, torch.ones_like(ones).unsqueeze(-1)"),
+    ("token_rows", " / lengths.clamp(min=1)[:, None, None]", ""),
+    ("token_rows", "[a, ones.unsqueeze(-1)", "[a, torch.ones_like(ones).unsqueeze(-1)"),
     ("_counted", "torch.where(weights.unsqueeze(-1), value, 0.0)", "value"),
     ("token_weights", "any_of[:, None]", "all_of[:, None]"),
     ("diagonal_sums", "part.square().sum(dim=0)", "part.sum(dim=0).square()"),

@@ -1,10 +1,12 @@
 """What a user may choose about K-FAC, checked when it is chosen; which optimizers may follow."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +17,7 @@ from unison.errors import BadInput, UnsupportedOperation
 
 _CHOICES = {
     "reduction": ("auto", "factor"),
-    "policy": ("auto", "kronecker", "diagonal", "identity"),
+    "policy": ("auto", "all", "hybrid", "small_only", "kronecker", "diagonal", "identity"),
     "likelihood": ("categorical", "gaussian", "bernoulli"),
     "sharing": ("expand", "reduce"),
     "inverse": ("auto", "eigen", "cholesky"),
@@ -34,7 +36,12 @@ _WRONG = {
         "reduction='factor', which is exact"
     ),
 }
-_LATER = ("gather", "rows")
+
+_WITHOUT_EFFECT = ("reduction", "owner_fraction")  # on any result
+_TUNED = (  # which a state does not depend on, only what comes after it
+    *("damping", "max_condition_number", "update_every", "invert_every"),
+    *("burn_in", "decay", "kl_clip"),
+)
 
 Every = int | Callable[[int], int]
 """How many steps lie between two updates: a number, or a function of the step."""
@@ -68,11 +75,16 @@ class KFACConfig:
             squared error).
         sharing: How tokens that share a weight count: `"expand"`, each for itself, or `"reduce"`,
             one per sample.
-        policy: `"auto"` factors what is multiplied with a matrix of a sensible size and takes a
-            diagonal of all else; `"kronecker"` factors every matrix; `"diagonal"` none;
-            `"identity"` leaves everything to the grafted optimizer.
-        min_layer_size: Matrices of fewer elements get a diagonal under `"auto"`.
-        max_factor_size: So do matrices with a longer side than this.
+        policy: What of a layer is factored, and which sides are held as the columns of tokens
+            (low rank, inverted by Woodbury's identity) rather than as a matrix. `"auto"` takes
+            whatever costs least, and a diagonal where both are too large; `"all"` holds G of every
+            layer as columns; `"hybrid"` holds long sides and the head so; `"small_only"` none,
+            with a diagonal for long sides; `"kronecker"` makes matrices of all sides;
+            `"diagonal"` factors nothing; `"identity"` leaves everything to the grafted optimizer.
+        min_layer_size: Matrices of fewer elements get a diagonal, but under `"kronecker"`.
+        max_factor_size: The longest side that is held as a matrix, but under `"kronecker"`.
+        max_rank: Columns that a low-rank side keeps over updates. With `decay`, more are compressed
+            to so many, and the mean of what is left out is added to the damping.
         graft: Whose step length is taken: `"adam"`, `"sgd"`, or `"none"` for K-FAC's own.
         betas: Of Adam, where it is grafted. The first one averages gradients before they are
             preconditioned.
@@ -104,6 +116,7 @@ class KFACConfig:
     policy: str = "auto"
     min_layer_size: int = 64
     max_factor_size: int = 8192
+    max_rank: int = 256
     graft: str = "adam"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -116,10 +129,14 @@ class KFACConfig:
     def __post_init__(self) -> None:
         if self.reduction in _WRONG:
             raise BadInput(_WRONG[self.reduction])
-        if self.reduction in _LATER:
-            raise UnsupportedOperation(
-                f"reduction={self.reduction!r} is right, and not built yet; use 'factor'"
+        if self.reduction == "gather":
+            raise BadInput(
+                "reduction='gather' is what columns of tokens do, and no setting of its own: pass "
+                "policy='all', 'hybrid' or 'auto' for sides that are held so, and "
+                "reduction='factor' for the others"
             )
+        if self.reduction == "rows":
+            raise UnsupportedOperation("reduction='rows' is right, and not built yet; use 'factor'")
         for name, choices in _CHOICES.items():
             check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()
@@ -131,7 +148,7 @@ class KFACConfig:
                 check.positive(**{name: value})
         _check_steps(burn_in=self.burn_in)
         check.not_negative(min_layer_size=self.min_layer_size, burn_in=self.burn_in)
-        check.positive(eps=self.eps)
+        check.positive(eps=self.eps, max_rank=self.max_rank)
         check.probability(owner_fraction=self.owner_fraction)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(f"betas must be two numbers in [0, 1), found {self.betas!r}")
@@ -171,12 +188,51 @@ class KFACConfig:
             return period
         return max(1, period * step // self.burn_in)
 
+    def stored(self) -> dict[str, Any]:
+        """All settings as plain values, for a checkpoint; a schedule is None."""
+        values = {name: None if callable(each) else each for name, each in vars(self).items()}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def compare(self, stored: Mapping[str, Any]) -> None:
+        """Compare with the settings of a state that is about to be taken over.
+
+        Those that a state is made of must be the same; a warning tells of others that change what
+        comes after it.
+
+        Raises:
+            BadInput: Naming the setting, and both values.
+        """
+        own = self.stored()
+        others = [name for name in own if name in stored and stored[name] != own[name]]
+        for name in others:
+            if name not in _WITHOUT_EFFECT and name not in _TUNED:
+                raise BadInput(
+                    f"the state is of a run with {name}={stored[name]!r}, and this one has "
+                    f"{name}={own[name]!r}: its factors mean something else. Pass "
+                    f"KFACConfig({name}={stored[name]!r}), or begin without the state"
+                )
+        tuned = [name for name in others if name in _TUNED]
+        if tuned:
+            changed = [f"{name}={own[name]!r} (was {stored[name]!r})" for name in tuned]
+            warnings.warn(
+                f"the run goes on with other settings than it stopped with: {', '.join(changed)}",
+                stacklevel=4,
+            )
+
     @property
     def dampings(self) -> tuple[float, float]:
         """λ for A and for G: the pair, or √λ twice."""
         if isinstance(self.damping, tuple | list):
             return self.damping[0], self.damping[1]
         return self.damping**0.5, self.damping**0.5
+
+    @property
+    def has_rank(self) -> bool:
+        """Whether `max_rank` bounds columns: those of one update alone are all kept.
+
+        Joint damping knows no tail, and keeps as many as a side has rows.
+        """
+        return self.decay > 0 and self.damping_form != "joint"
 
     @property
     def joint_damping(self) -> float:
@@ -211,6 +267,24 @@ def refuse_adaptive(optimizer: Optimizer, graft: str) -> None:
             "torch.optim.SGD (momentum and weight decay are fine), with the learning rate that the "
             "grafted optimizer would have"
         )
+
+
+def loss_scale(scaler: GradScaler | None) -> float:
+    """What the loss was multiplied with, once gradients are no longer.
+
+    Raises:
+        BadInput: If they still are.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    states = scaler._per_optimizer_states.values()
+    if not any(each["stage"] is OptState.UNSCALED for each in states):
+        raise BadInput(
+            "the gradients are still multiplied with the scale of the loss: call "
+            "scaler.unscale_(optimizer), then kfac.step(grad_scaler=scaler), then "
+            "scaler.step(optimizer)"
+        )
+    return scaler.get_scale()
 
 
 def watch_optimizers(parameters: Iterable[Tensor], graft: str) -> RemovableHandle:

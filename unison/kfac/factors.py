@@ -15,6 +15,11 @@ with many.
 its own, which is exact for a loss per token behind linear layers; `reduce` averages a sample's
 inputs and adds up its gradients first, which is exact where tokens are averaged before the loss.
 
+[Note: columns] A side of a layer is a matrix [n, n], or what it is the product of: one row of n per
+token, U with A = U'U / T. Where there are fewer tokens than about half of n, those are less to send
+and, by Woodbury's identity, less to invert. Which of both is decided once, from sizes that every
+rank knows: `forms_of`. Rows come to the owner in the order of granules.
+
 [Note: folded triangles] Ranks send one another symmetric matrices as half of their elements. An
 upper triangle is folded into a rectangle with slices alone, without a list of places, which would
 be four times as large as what it packs. With k = n // 2, the columns from k on are kept as they
@@ -42,6 +47,9 @@ from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
+LONG_SIDE = 1024  # rows from which on it matters how a side is held
+MOST_COLUMNS = 4096  # tokens of an update for which low rank is thought of
+EIGH = 9.0  # flops of eigenvectors, in n³
 
 # --- layers ---------------------------------------------------------------------------------------
 
@@ -66,7 +74,8 @@ class Layer:
         rows: d_out, or the number of elements where it is not factored.
         columns: d_in without the bias; 1 where it is not factored.
         is_transposed: Whether the parameter is laid out [d_in, d_out].
-        why: In words, why it is not factored; else what is left out.
+        why: In words, why it is not factored; else what is left out, and why it is held so.
+        low_rank: The sides that are held as columns: `"a"`, `"g"`, both or none.
     """
 
     name: str
@@ -77,6 +86,7 @@ class Layer:
     columns: int
     is_transposed: bool
     why: str = ""
+    low_rank: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -93,6 +103,10 @@ class Layer:
         """Side of G."""
         return self.rows
 
+    def side(self, which: str) -> int:
+        """Side of A (`"a"`) or of G (`"g"`)."""
+        return self.d_in if which == "a" else self.d_out
+
     @property
     def numel(self) -> int:
         """Elements of the layer's gradient."""
@@ -100,17 +114,22 @@ class Layer:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {**asdict(self), "method": self.method.value, "shape": list(self.shape)}
+        lists = {"shape": list(self.shape), "low_rank": list(self.low_rank)}
+        return {**asdict(self), "method": self.method.value, **lists}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
         """The inverse of `as_dict`."""
-        changed = {"method": Method(values["method"]), "shape": tuple(values["shape"])}
-        return cls(**{**values, **changed})
+        tuples = {"shape": tuple(values["shape"]), "low_rank": tuple(values.get("low_rank", ()))}
+        return cls(**{**values, "method": Method(values["method"]), **tuples})
 
 
 def layers_of(
-    uses: Mapping[str, Sequence[Record]], shapes: Mapping[str, tuple[int, ...]], config: KFACConfig
+    uses: Mapping[str, Sequence[Record]],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: KFACConfig,
+    num_rows: int = 0,
+    num_outputs: int = 0,
 ) -> list[Layer]:
     """Return every parameter's layer, in the order of `shapes`.
 
@@ -118,8 +137,13 @@ def layers_of(
         uses: The records of one pass, by parameter.
         shapes: Of all parameters.
         config: What to factor.
+        num_rows: Rows of an update, of all ranks.
+        num_outputs: Outputs of a label: the head is the layer that makes them.
     """
-    reasons = {name: _reason(uses.get(name, ()), config) for name in shapes}
+    sides = {
+        name: _sides_of(name, uses.get(name, ()), config, num_rows, num_outputs) for name in shapes
+    }
+    reasons = {name: own if isinstance(own, str) else "" for name, own in sides.items()}
     pairs = bias_names(shapes)
     biases = {
         name: pairs[name]
@@ -129,13 +153,15 @@ def layers_of(
     joined = set(biases.values())
     found = []
     for name, shape in shapes.items():
-        why = reasons[name]
-        if not why:
+        why, own = reasons[name], sides[name]
+        if not isinstance(own, str):
             use = next(each for each in uses[name] if isinstance(each, Product))
+            notes = list(own.values())
             if any(isinstance(each, Lookup) for each in uses[name]):
-                why = "as a matrix; its use as a table is left out"
-            sides = use.g.shape[-1], use.a.shape[-1], use.is_transposed
-            found.append(Layer(name, biases.get(name), Method.KRONECKER, shape, *sides, why))
+                notes.insert(0, "as a matrix; its use as a table is left out")
+            of_use = use.g.shape[-1], use.a.shape[-1], use.is_transposed
+            about = Method.KRONECKER, shape, *of_use, "; ".join(notes), tuple(own)
+            found.append(Layer(name, biases.get(name), *about))
         elif name not in joined:
             is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
             method = Method.IDENTITY if is_left else Method.DIAGONAL
@@ -143,8 +169,10 @@ def layers_of(
     return found
 
 
-def _reason(uses: Sequence[Record], config: KFACConfig) -> str:
-    """Why a parameter is not factored, in words; nothing if it is."""
+def _sides_of(
+    name: str, uses: Sequence[Record], config: KFACConfig, num_rows: int, num_outputs: int
+) -> dict[str, str] | str:
+    """Which sides of a parameter are held as columns, and why; in words, why it is not factored."""
     products = [use for use in uses if isinstance(use, Product)]
     if config.policy in ("identity", "diagonal"):
         return f"policy {config.policy}"
@@ -160,12 +188,84 @@ def _reason(uses: Sequence[Record], config: KFACConfig) -> str:
         return "used as matrices of different shapes"
     (rows, columns, _) = sides.pop()
     if config.policy == "kronecker":
-        return ""
+        return {}
     if rows * columns < config.min_layer_size:
         return f"fewer than {config.min_layer_size} elements"
-    if max(rows, columns + 1) > config.max_factor_size:
-        return f"a side above {config.max_factor_size}"
-    return ""
+    tokens = 1 if config.sharing == "reduce" else sum(use.g.shape[1] for use in products)
+    return forms_of(rows, columns + 1, num_rows * tokens, config, is_head=rows == num_outputs)
+
+
+def forms_of(
+    rows: int, columns: int, num_tokens: int, config: KFACConfig, *, is_head: bool
+) -> dict[str, str] | str:
+    """Decide how the two sides of a layer are held; arithmetic that every rank does alike.
+
+    Args:
+        rows: Side of G.
+        columns: Side of A, with the bias.
+        num_tokens: Of an update, of all ranks.
+        config: Policy, schedule and sizes.
+        is_head: Whether the layer makes the model's outputs.
+
+    Returns:
+        The sides that are held as columns, each with the reason; or why the layer is not factored.
+    """
+    sides = {"a": (columns, rows), "g": (rows, columns)}
+    found = {}
+    for side, (n, other) in sides.items():
+        if side == "g" and config.fisher == "forward":
+            continue
+        dense, low = side_costs(n, other, num_tokens, config)
+        # Of all labels there are as many columns as labels: more than n soon.
+        is_open = not (side == "g" and config.fisher == "exact") and config.policy != "small_only"
+        is_long = n >= LONG_SIDE and num_tokens <= MOST_COLUMNS
+        is_auto = low < dense or n > config.max_factor_size
+        match config.policy:
+            case "all":
+                is_low, why = side == "g", "policy all"
+            case "hybrid":
+                is_low = is_long or (side == "g" and is_head)
+                why = "policy hybrid, " + ("the head" if side == "g" and is_head else "a long side")
+            case _:
+                # Compressed columns and joint damping do not go together.
+                is_joint = config.damping_form == "joint" and config.decay > 0
+                is_low, why = is_long and is_auto and not is_joint, ""
+                if is_low and dense < math.inf:
+                    why = f"{low / 1e9:.3g} Gflop an update instead of {dense / 1e9:.3g}"
+        if is_open and is_low:
+            kept = f", at most {config.max_rank} kept" if config.has_rank else ""
+            reason = why or f"longer than {config.max_factor_size}"
+            found[side] = f"{side.upper()} by {num_tokens} columns{kept} ({reason})"
+        elif n > config.max_factor_size:
+            return f"a side above {config.max_factor_size}"
+    return found
+
+
+def side_costs(
+    n: int, other: int, num_tokens: int, config: KFACConfig
+) -> tuple[float, float]:  # in flops
+    """What a side costs from one update to the next, as a matrix and as columns of tokens.
+
+    | | made | inverted | applied, at each step |
+    |---|---|---|---|
+    | matrix | 2 T n² | n³ | 2 n² m |
+    | columns of one update | – | 4 T² n + T³ / 3 | 4 T n m |
+    | columns averaged | 2 (r + T) T n + 9 (r + T)³ + 2 (r + T) r n | – | 4 r n m |
+
+    where m is the other side, and r is `max_rank`.
+    """
+    every, t = config.update_every, min(num_tokens, n)
+    period = every(0) if callable(every) else every
+    dense = 2 * num_tokens * n**2 + n**3 + 2.0 * period * n**2 * other
+    if config.has_rank:
+        rank = min(config.max_rank, n)
+        joined = rank + t
+        low = 2 * joined * t * n + EIGH * joined**3 + 2 * joined * rank * n
+    else:
+        rank = t
+        low = 4 * t**2 * n + t**3 / 3
+    low += 4.0 * period * rank * n * other
+    return (dense if n <= config.max_factor_size else math.inf), low
 
 
 def _belongs(uses: Sequence[Record], of_bias: Sequence[Record]) -> bool:
@@ -207,6 +307,64 @@ def bias_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+_FISHER = {
+    "mc": "the Fisher matrix with one label drawn from the model for each output",
+    "empirical": "the empirical Fisher matrix of the training labels",
+    "exact": "the Fisher matrix in expectation over all labels",
+    "forward": "inputs alone (G = I)",
+}
+_FORM = {
+    "pi": "split over A and G by the ratio of their mean eigenvalues",
+    "factored": "as its square root on A and on G",
+    "joint": "added to A ⊗ G",
+}
+_GRAFT = {
+    "adam": "each layer's step has the length of Adam's (betas {betas}, eps {eps:g}), whose "
+    "averaged gradient is preconditioned",
+    "sgd": "each layer's step has the length of its gradient",
+    "none": "steps have their own length",
+}
+
+
+def describe(config: KFACConfig, layers: Sequence[Layer], num_steps: int, skipped: int) -> str:
+    """Describe in a paragraph what was used, for a paper."""
+    every = config.update_every
+    when = "by a schedule" if callable(every) else f"every {every} steps"
+    early = f" (more often in the first {config.burn_in})" if config.burn_in else ""
+    damping = config.damping if isinstance(config.damping, tuple) else f"{config.damping:g}"
+    sentences = [
+        "Gradients were preconditioned with K-FAC: A ⊗ G for each matrix, of "
+        f"{_FISHER[config.fisher]} under a {config.likelihood} likelihood (weight sharing: "
+        f"{config.sharing}), summed over the tokens of all ranks and divided once by their number.",
+        f"Factors were updated {when}{early} and averaged with decay {config.decay:g}; damping "
+        f"{damping}, {_FORM[config.damping_form]}.",
+    ]
+    if layers:
+        by_method = {each: [x for x in layers if x.method is each] for each in Method}
+        low = [each for each in by_method[Method.KRONECKER] if each.low_rank]
+        text = (
+            f"{len(by_method[Method.KRONECKER])} matrices were factored, "
+            f"{len(by_method[Method.DIAGONAL])} parameters had an exact diagonal, "
+            f"{len(by_method[Method.IDENTITY])} none."
+        )
+        if low:
+            names = ", ".join(each.name for each in low[:3]) + (", …" if len(low) > 3 else "")
+            text += f" Of {len(low)} ({names}), a side was inverted by Woodbury's identity on "
+            text += "columns of tokens"
+            if config.has_rank:
+                text += (
+                    f", compressed to the {config.max_rank} largest eigenvalues with the mean of "
+                    "the others in the damping, which is an approximation"
+                )
+            text += "."
+        sentences.append(text)
+    graft = _GRAFT[config.graft].format(betas=config.betas, eps=config.eps)
+    clip = "" if config.kl_clip is None else f", with a KL clip of {config.kl_clip:g}"
+    sentences.append(f"{graft[0].upper()}{graft[1:]}{clip}.")
+    left_out = f"; {skipped} were left out for values that were not finite" if skipped else ""
+    return " ".join([*sentences, f"{num_steps} steps were taken{left_out}."])
+
+
 # --- owners of layers -----------------------------------------------------------------------------
 #
 # One number goes from one owner per layer (least memory) to all ranks (least traffic). All of it is
@@ -217,7 +375,11 @@ def cost(layer: Layer) -> float:
     """What its owner computes for it, roughly: inverses and one step's products, in flops."""
     if layer.method is Method.KRONECKER:
         m, n = layer.d_in, layer.d_out
-        return float(m**3 + n**3 + 2 * m * n * (m + n))
+        sizes = [
+            min(layer.side(s), LONG_SIDE) if s in layer.low_rank else layer.side(s) for s in "ag"
+        ]
+        inverses = sum(layer.side(s) * r**2 for s, r in zip("ag", sizes, strict=True))
+        return float(inverses + 2 * m * n * sum(sizes))
     return float(layer.numel)
 
 
@@ -258,7 +420,9 @@ def source_of(owners: Sequence[int], rank: int) -> int:
 # --- sums over tokens -----------------------------------------------------------------------------
 
 
-def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | None:
+def token_weights(
+    mask: Tensor | None, num_tokens: int, name: str, token_mask: Tensor | None = None
+) -> Tensor | None:
     """Which tokens of a use count [batch, num_tokens], from which tokens of the loss do.
 
     Args:
@@ -266,10 +430,20 @@ def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | N
         num_tokens: How many the use has. As many as the loss has: the same ones. One, or another
             number while a sample's tokens all count or none does: the sample's.
         name: The parameter, for the error.
+        token_mask: Of the tokens inside of the module [batch, tokens], bool: those of a use that
+            has as many.
 
     Raises:
         BadInput: If it cannot be told which are which.
     """
+    if token_mask is not None:
+        if token_mask.shape[1] == num_tokens:
+            return token_mask
+        if num_tokens != 1 and (mask is None or mask.shape[1] != num_tokens):
+            raise BadInput(
+                f"{name} is used for {num_tokens} tokens per sample, and token_mask has "
+                f"{token_mask.shape[1]}: it cannot be told which of them are real"
+            )
     if mask is None or mask.shape[1] == num_tokens:
         return mask
     any_of, all_of = mask.any(dim=1), mask.all(dim=1)
@@ -282,28 +456,28 @@ def token_weights(mask: Tensor | None, num_tokens: int, name: str) -> Tensor | N
     return any_of[:, None].expand(-1, num_tokens)
 
 
-def kronecker_sums(
+def token_rows(
     record: Product,
     weights: Tensor | None,
     *,
     sharing: str,
     has_bias: bool,
-    wants_a: bool = True,
-    wants_g: bool = True,
+    wants_a: bool,
+    wants_g: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Sums of ãã' and gg' over the tokens of one use.
+    """The vectors of one use whose products are added up.
 
     Args:
         record: The use.
         weights: Which tokens count [batch, tokens], bool; None if all do.
-        sharing: `"expand"` or `"reduce"`.
+        sharing: `"expand"` or `"reduce"`, which makes one token of a sample's.
         has_bias: Whether ã ends with a 1 for the bias.
-        wants_a: Whether to make the sum of ãã'.
-        wants_g: Whether to make the sum of gg'.
+        wants_a: Whether to make ã.
+        wants_g: Whether to make g.
 
     Returns:
-        Σ ãã' [d_in, d_in], with a row and column of the bias where there is one; Σ gg'
-        [d_out, d_out]; None for one that is not wanted; the number of tokens [].
+        ã [batch, tokens, d_in]; g [batch, tokens, d_out]; None for one that is not wanted; 1.0 for
+        every token that counts [batch, tokens]. What does not count is zero.
     """
     # Only what is asked for: the other side may be as large, and is not read.
     keeps_half = sharing == "expand"
@@ -319,7 +493,7 @@ def kronecker_sums(
         g = None if g is None else g.sum(dim=1, keepdim=True)
     if a is not None and has_bias:
         a = torch.cat([a, ones.unsqueeze(-1).to(a.dtype)], dim=-1)
-    return _gram(a), _gram(g), ones.sum()
+    return a, g, ones
 
 
 def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tensor:
@@ -367,9 +541,7 @@ def _counted(value: Tensor, weights: Tensor | None) -> Tensor:
     return value if weights is None else torch.where(weights.unsqueeze(-1), value, 0.0)
 
 
-def _gram(value: Tensor | None) -> Tensor | None:  # [batch, tokens, d] -> [d, d]
-    if value is None:
-        return None
+def _gram(value: Tensor) -> Tensor:  # [batch, tokens, d] -> [d, d]
     rows = value.reshape(-1, value.shape[-1])
     if not is_half(rows):
         return rows.T @ rows
@@ -412,21 +584,31 @@ class PartSums:
     Args:
         layers: All layers.
         config: For the form of weight sharing and the kind of Fisher matrix.
-        mask: Which tokens count [batch, tokens], bool; None if all do.
+        mask: Which labels count [batch, tokens], bool; None if all do.
+        token_mask: Which tokens inside of the module do; None if those of the labels.
         num_terms: How many labels there are.
 
     Attributes:
         sums: By the layer's name and what is summed.
+        columns: By the layer's name and side, the rows [tokens, d] of every use, where a side is
+            held so.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], config: KFACConfig, mask: Tensor | None, num_terms: int
+        self,
+        layers: Sequence[Layer],
+        config: KFACConfig,
+        mask: Tensor | None,
+        token_mask: Tensor | None,
+        num_terms: int,
     ) -> None:
         self._config, self._mask, self._num_terms = config, mask, num_terms
+        self._token_mask = token_mask
         self._layers = {layer.name: layer for layer in layers}
         self._has_g = config.fisher != "forward"
         self._is_first = True  # of several columns: inputs are counted once
         self.sums: dict[tuple[str, str], Tensor] = {}
+        self.columns: dict[tuple[str, str], list[Tensor]] = {}
         self._uses: dict[str, list[Record]] = {}
 
     def record(self, name: str, record: Record) -> None:
@@ -446,9 +628,10 @@ class PartSums:
                 f"{layer.name} was used as a matrix of {layer.rows} x {layer.columns}, and is now "
                 f"used as one of {record.g.shape[-1]} x {record.a.shape[-1]}"
             )
-        weights = token_weights(self._mask, record.g.shape[1], layer.name)
+        num_tokens = record.g.shape[1]
+        weights = token_weights(self._mask, num_tokens, layer.name, self._token_mask)
         with phase("products"):
-            a, g, num_tokens = kronecker_sums(
+            a, g, ones = token_rows(
                 record,
                 weights,
                 sharing=self._config.sharing,
@@ -456,11 +639,16 @@ class PartSums:
                 wants_a=self._is_first,
                 wants_g=self._has_g,
             )
+            for side, rows in (("a", a), ("g", g)):
+                if rows is None:
+                    continue
+                if side in layer.low_rank:
+                    counted = rows[ones.bool()].to(ones.dtype)  # [counted, d]
+                    self.columns.setdefault((layer.name, side), []).append(counted)
+                else:
+                    self._add(layer.name, side, _gram(rows))
         if a is not None:
-            self._add(layer.name, "a", a)
-            self._add(layer.name, "tokens", num_tokens)
-        if g is not None:
-            self._add(layer.name, "g", g)
+            self._add(layer.name, "tokens", ones.sum())
 
     def end_column(self) -> None:
         """End a backward pass: all uses of every parameter are there."""
@@ -486,9 +674,8 @@ class PartSums:
         take = self.sums.pop
         if (name, "d") in self.sums:
             values = [take((name, "d")).reshape(-1)]
-        elif (name, "a") in self.sums:
-            sides = ("a", "g") if self._has_g else ("a",)
-            values = [packed(take((name, side))) for side in sides]
+        elif (name, "tokens") in self.sums:
+            values = [packed(take((name, s))) for s in ("a", "g") if (name, s) in self.sums]
             values.append(take((name, "tokens")).reshape(1))
         else:
             return None
@@ -503,7 +690,9 @@ def vector_size(layer: Layer, *, has_g: bool) -> int:
     """Elements that ranks add up for a layer: packed sums, then numbers of tokens and labels."""
     match layer.method:
         case Method.KRONECKER:
-            return triangle_size(layer.d_in) + has_g * triangle_size(layer.d_out) + 2
+            sides = [side for side in ("a", "g") if has_g or side == "a"]
+            dense = [triangle_size(layer.side(s)) for s in sides if s not in layer.low_rank]
+            return sum(dense) + 2
         case Method.DIAGONAL:
             return layer.numel + 1
         case Method.IDENTITY:

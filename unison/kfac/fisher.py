@@ -11,6 +11,12 @@ as the columns of a square root of its expectation (`COLUMNS`: Σ_c column colum
 | bernoulli | logits, one per question | σ(z) - y | diag(p(1 - p)) |
 | gaussian | means, unit variance | -ε | I |
 
+[Note: one label at a time] The columns of all tokens of a sample go back at once only where that
+changes nothing. A layer before attention gets gradients of many tokens' labels, and their cross
+products are not in the Fisher matrix. So `exact` sends back one column of one token after the other
+where a row has few (`MOST_EXACT`), and elsewhere gives each (row, token, column) a random sign:
+cross products then cancel on average. Where tokens do not mix, signs change nothing.
+
 [Note: which label a token gets] A draw is a function of (seed, step, global row, token, output): no
 rank, batch size or padded length enters. Rows are `ROW` elements apart in the stream.
 
@@ -25,6 +31,7 @@ whole, or by blocks] in privacy/compiled.py): the first part of each kind runs b
 make the same sums. A module for which that does not work runs as it is, and a warning says why.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +49,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import Layer, PartSums, layers_of, phase, plain_record
 from unison.ops import Record
-from unison.parallel import ParallelAdapter
+from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.granules import (
     BatchRows,
     draws_of_pass,
@@ -58,7 +65,9 @@ from unison.torch_internals import DynamoBackend
 
 ROW = 1 << 24  # tokens that a row could have
 BLOCK = 256  # classes whose probabilities are added up first
-MOST_EXACT = 1024  # outputs for which all labels are gone through
+MOST_EXACT = 1024  # outputs for which all labels are gone through, and labels of a row one by one
+MOST_SHIFT = 0.1  # of a gradient; rounding and small terms beside the likelihood make less
+MOST_SENT = 1 << 20  # elements of a row's gradients that are kept for that
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 MAX_KINDS = 16  # of parts that are compiled, each with kernels of its own
 LEAST_SUM = 1e-4  # of the largest sums of the same kind, which are squares
@@ -79,8 +88,12 @@ class PassPart:
         first_id: Global number of the first row.
         is_real: Which rows are samples [batch]; None if all are.
         gradients: Columns of gradients of the outputs, by place.
-        mask: Which tokens count [batch, tokens], bool; None if all do.
+        scale: What to multiply them with.
+        mask: Which labels count [batch, tokens], bool; None if all do.
+        token_mask: Which tokens inside of the module are real [batch, tokens], bool; None if they
+            are those of the labels.
         num_terms: How many labels there are.
+        num_outputs: Outputs of each.
     """
 
     granule: int | None
@@ -88,8 +101,11 @@ class PassPart:
     first_id: int
     is_real: Tensor | None
     gradients: Sequence[Mapping[int, Gradient]] = ()
+    scale: float = 1.0
     mask: Tensor | None = None
+    token_mask: Tensor | None = None
     num_terms: int = 0
+    num_outputs: int = 0
 
 
 @dataclass(eq=False)
@@ -112,6 +128,12 @@ class Pass:
     surroundings: RngAutocastState
     draws: tuple[BatchDraws, list[tuple[int, int]]] | None
     parts: list[PassPart]
+
+    @property
+    def num_real(self) -> int:
+        """Rows of it that are samples."""
+        real = [self.num_rows if p.is_real is None else int(p.is_real.sum()) for p in self.parts]
+        return sum(real)
 
     @cached_property
     def inputs_of_parts(self) -> list[Any]:
@@ -142,24 +164,23 @@ def _draw_gaussian(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     return -normal(stream, _box(z, first_row), dtype=wide(z.dtype), device=z.device)
 
 
-def _categorical_columns(z: Tensor) -> Iterator[Tensor]:
-    """√p_c (p - e_c), for every class c."""
-    p = torch.softmax(z.to(wide(z.dtype)), dim=-1)
-    for c in range(z.shape[-1]):
-        column = p.clone()
-        column[..., c] -= 1
-        yield column * p[..., c : c + 1].sqrt()
+def _categorical_column(z: Tensor, c: int) -> Tensor:
+    """√p_c (p - e_c) of class c."""
+    column = torch.softmax(z, dim=-1, dtype=wide(z.dtype))
+    root = column[..., c : c + 1].sqrt()
+    column[..., c] -= 1
+    return column * root
 
 
-def _bernoulli_columns(z: Tensor) -> Iterator[Tensor]:
-    """√(p(1 - p)) e_c, for every output c."""
-    p = torch.sigmoid(z.to(wide(z.dtype)))
-    return _one_by_one((p * (1 - p)).sqrt())
+def _bernoulli_column(z: Tensor, c: int) -> Tensor:
+    """√(p(1 - p)) e_c of output c."""
+    p = torch.sigmoid(z[..., c].to(wide(z.dtype)))
+    return _one_output(z, c, (p * (1 - p)).sqrt())
 
 
-def _gaussian_columns(z: Tensor) -> Iterator[Tensor]:
-    """e_c, for every output c."""
-    return _one_by_one(torch.ones_like(z, dtype=wide(z.dtype)))
+def _gaussian_column(z: Tensor, c: int) -> Tensor:
+    """e_c of output c."""
+    return _one_output(z, c, 1.0)
 
 
 DRAWN: dict[str, Callable[[Tensor, Stream, int], Tensor]] = {
@@ -167,10 +188,10 @@ DRAWN: dict[str, Callable[[Tensor, Stream, int], Tensor]] = {
     "bernoulli": _draw_bernoulli,
     "gaussian": _draw_gaussian,
 }
-COLUMNS: dict[str, Callable[[Tensor], Iterator[Tensor]]] = {
-    "categorical": _categorical_columns,
-    "bernoulli": _bernoulli_columns,
-    "gaussian": _gaussian_columns,
+COLUMNS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "categorical": _categorical_column,
+    "bernoulli": _bernoulli_column,
+    "gaussian": _gaussian_column,
 }
 
 
@@ -212,11 +233,10 @@ def _box(like: Tensor, first_row: int) -> Box:
     )
 
 
-def _one_by_one(values: Tensor) -> Iterator[Tensor]:
-    for c in range(values.shape[-1]):
-        column = torch.zeros_like(values)
-        column[..., c] = values[..., c]
-        yield column
+def _one_output(z: Tensor, c: int, value: Tensor | float) -> Tensor:
+    column = torch.zeros_like(z, dtype=wide(z.dtype))
+    column[..., c] = value
+    return column
 
 
 # --- gradients of the outputs ---------------------------------------------------------------------
@@ -231,11 +251,15 @@ class Sampled:
     Args:
         current: The pass.
         logits: Made of its outputs [batch, ..., outputs].
-        mask: Which tokens count [batch, ...], broadcast against the tokens; None if all do.
+        mask: Which labels count [batch, ...], broadcast against the labels; None if all do.
+        token_mask: Which tokens inside of the module are real [batch, ...]; None if all are, or are
+            those of the labels.
         config: For the kind of Fisher matrix and the likelihood.
         step: Number of the step: it names the stream.
         divisor: What the user's loss divides by; None for the number of labels, or 1.
         passes: Where the pass is kept.
+        shifts: Where it is noted how the loss changes with all logits of a token; None if that
+            need not be known.
     """
 
     def __init__(
@@ -243,15 +267,20 @@ class Sampled:
         current: Pass,
         logits: Tensor,
         mask: Tensor | None,
+        token_mask: Tensor | None,
         config: KFACConfig,
         step: int,
         divisor: float | None,
         passes: list[Pass],
+        shifts: list[Tensor] | None,
     ) -> None:
-        self._pass, self._mask = current, mask
+        self._pass, self._masks = current, (mask, token_mask)
+        self._shifts = shifts
         self._logits: Tensor | None = logits  # until they were looked at: they hold a graph
         self._config, self._divisor, self._passes = config, divisor, passes
-        self._stream = Stream(Key.from_seed(config.seed), "labels", step=step, purpose="kfac")
+        key = Key.from_seed(config.seed)
+        self._stream = Stream(key, "labels", step=step, purpose="kfac")
+        self._signs = Stream(key, "signs", step=step, purpose="kfac")
 
     def backward(self, retain_graph: bool = True) -> None:
         """Keep the gradients of these labels.
@@ -277,14 +306,19 @@ class Sampled:
                 f"expected logits of {len(parts)} granules, found {len(logits)}: take them from "
                 "the last forward pass"
             )
-        masks = [None] * len(parts) if self._mask is None else list(tensors_of(self._mask))
-        if len(masks) != len(parts):
-            raise BadInput(f"expected a mask of {len(parts)} granules, found {len(masks)}")
-        for part, each, mask in zip(parts, logits, masks, strict=True):
-            self._keep(part, each, mask)
+        masks = [
+            [None] * len(parts) if each is None else list(tensors_of(each)) for each in self._masks
+        ]
+        for each in masks:
+            if len(each) != len(parts):
+                raise BadInput(f"expected a mask of {len(parts)} granules, found {len(each)}")
+        for part, each, *own in zip(parts, logits, *masks, strict=True):
+            self._keep(part, each, *own)
         self._passes.append(self._pass)
 
-    def _keep(self, part: PassPart, logits: Tensor, mask: Tensor | None) -> None:
+    def _keep(
+        self, part: PassPart, logits: Tensor, mask: Tensor | None, token_mask: Tensor | None
+    ) -> None:
         """Keep the gradients of one part's outputs, and let the outputs go."""
         rows, outputs = self._pass.num_rows, part.outputs
         if logits.ndim < 2 or logits.shape[0] != rows:
@@ -292,39 +326,77 @@ class Sampled:
                 f"expected logits [batch of {rows}, ..., outputs], found {list(logits.shape)}"
             )
         z = _with_tokens(logits)
+        part.num_outputs = logits.shape[-1]
         part.mask = _full_mask(mask, part.is_real, logits.shape[:-1], z.device)
         part.num_terms = z.shape[:-1].numel() if part.mask is None else int(part.mask.sum())
+        if token_mask is not None:
+            if token_mask.ndim < 2 or len(token_mask) != rows:
+                raise BadInput(
+                    f"expected a token_mask [batch of {rows}, tokens], found "
+                    f"{list(token_mask.shape)}"
+                )
+            real = _full_mask(token_mask, part.is_real, token_mask.shape, z.device)
+            assert real is not None
+            part.token_mask = real if part.mask is None else real & part.mask.any(1, keepdim=True)
+        if self._shifts is not None and logits.requires_grad:
+            logits.register_hook(partial(_note_shift, self._shifts))
         own = [place for place, output in outputs.items() if output is logits]
         if self._config.fisher == "empirical":
             self._wait_for_loss(part)
-        elif own and self._config.fisher in ("mc", "forward"):
-            # Nothing lies between them: drawn again from the same logits when they are needed, as
+            part.outputs = {}
+            return
+        columns = self._columns(z, part, has_room=bool(own))
+        if own:
+            # Nothing lies between them: made again from the same logits when they are needed, as
             # those of a language model are large.
-            part.gradients = [{own[0]: partial(self._draw, part)}]
+            part.gradients = [{own[0]: partial(self._draw, make)} for make in columns]
         else:
-            part.gradients = [_sent_back(outputs, logits, each) for each in self._columns(z, part)]
+            part.gradients = [_sent_back(outputs, logits, make(z)) for make in columns]
         part.outputs = {}
 
-    def _draw(self, part: PassPart, logits: Tensor) -> Tensor:
-        return next(self._columns(_with_tokens(logits), part)).view(logits.shape)
+    def _draw(self, make: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        return make(_with_tokens(logits)).view(logits.shape)
 
-    def _columns(self, z: Tensor, part: PassPart) -> Iterator[Tensor]:
-        """Gradients of the logits [batch, tokens, outputs], zero for tokens that do not count."""
-        fisher, likelihood = self._config.fisher, self._config.likelihood
+    def _columns(
+        self, z: Tensor, part: PassPart, *, has_room: bool
+    ) -> list[Callable[[Tensor], Tensor]]:
+        """What makes the gradients of the logits [batch, tokens, outputs], one backward pass each.
+
+        Args:
+            z: The logits.
+            part: What they are of; its mask is there.
+            has_room: Whether gradients are made when they are needed, rather than kept.
+        """
+        fisher, (_, tokens, outputs) = self._config.fisher, z.shape
         if fisher == "mc":
-            columns = iter([DRAWN[likelihood](z, self._stream, part.first_id)])
-        elif fisher == "forward":  # inputs are all that is looked at
-            columns = iter([torch.zeros_like(z)])
-        elif z.shape[-1] > MOST_EXACT:
+            draw = DRAWN[self._config.likelihood]
+            return [lambda z: _counted_only(draw(z, self._stream, part.first_id), part.mask)]
+        if fisher == "forward":  # inputs are all that is looked at
+            return [torch.zeros_like]
+        if outputs > MOST_EXACT:
             raise BadInput(
-                f"fisher='exact' needs a backward pass for each of {z.shape[-1]} outputs, "
+                f"fisher='exact' needs a backward pass for each of {outputs} outputs, "
                 f"at most {MOST_EXACT}; use fisher='mc'"
             )
-        else:
-            columns = COLUMNS[likelihood](z)
-        for column in columns:
-            is_counted = part.mask
-            yield column if is_counted is None else torch.where(is_counted[..., None], column, 0.0)
+        num_labels = max(tokens, 1) * outputs  # of a row, whatever rows a rank has
+        row_size = sum(each[:1].numel() for each in part.outputs.values())
+        if num_labels <= MOST_EXACT and (has_room or num_labels * row_size <= MOST_SENT):
+            places = [(token, c) for token in range(max(tokens, 1)) for c in range(outputs)]
+            return [partial(self._exact_column, part=part, token=t, c=c) for t, c in places]
+        return [partial(self._exact_column, part=part, token=None, c=c) for c in range(outputs)]
+
+    def _exact_column(self, z: Tensor, *, part: PassPart, token: int | None, c: int) -> Tensor:
+        """Column c of one token's labels; for None of all tokens', with a sign each."""
+        column = _counted_only(COLUMNS[self._config.likelihood](z, c), part.mask)
+        if token is not None:
+            kept = torch.zeros_like(column)
+            kept[:, token : token + 1] = column[:, token : token + 1]
+            return kept
+        batch, tokens, outputs = z.shape
+        first, last = part.first_id, part.first_id + batch
+        box = Box((last, ROW, outputs), (first, 0, c), (last, tokens, c + 1))
+        is_turned = uniform(self._signs, box, dtype=torch.float32, device=z.device) < 0.5
+        return torch.where(is_turned, -column, column)
 
     def _wait_for_loss(self, part: PassPart) -> None:
         """Take the gradients of the user's own loss, as those of a sum."""
@@ -332,14 +404,40 @@ class Sampled:
         if scale is None:
             scale = part.num_terms if self._config.loss_reduction == "mean" else 1
         sums: dict[int, Tensor] = {}
-        part.gradients = [sums]
+        part.gradients, part.scale = [sums], float(scale)
 
         def keep(place: int, gradient: Tensor) -> None:
-            scaled = gradient.detach() * float(scale)
-            sums[place] = sums[place] + scaled if place in sums else scaled
+            own = gradient.detach()
+            sums[place] = sums[place] + own if place in sums else own
 
         for place, output in part.outputs.items():
             output.register_hook(partial(keep, place))
+
+
+def _note_shift(shifts: list[Tensor], gradient: Tensor) -> None:
+    """Note how much of a loss's gradient is one number for all logits of a token."""
+    gradient = gradient.detach().float()
+    shifts.append(gradient.sum(dim=-1).abs().sum() / gradient.abs().sum())
+
+
+def warn_of_shifts(shifts: Sequence[Tensor], likelihood: str) -> None:
+    """Warn of a loss that is not the likelihood's.
+
+    No loss of class probabilities changes when one number is added to all logits of a token.
+    """
+    if likelihood == "categorical" and any(float(each) > MOST_SHIFT for each in shifts):
+        warnings.warn(
+            "likelihood='categorical' takes the outputs for logits of classes, and the loss is not "
+            "one of class probabilities: it changes when one number is added to all outputs of a "
+            "label. Pass KFACConfig(likelihood='gaussian') for squared errors, 'bernoulli' for "
+            "several yes or no in one",
+            stacklevel=5,  # of whoever calls `step`
+        )
+
+
+def _counted_only(column: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros for tokens that do not count."""
+    return column if mask is None else torch.where(mask[..., None], column, 0.0)
 
 
 def _with_tokens(logits: Tensor) -> Tensor:  # [batch, ..., outputs] -> [batch, tokens, outputs]
@@ -456,7 +554,7 @@ class PassRecorder:
         is_ours = module is self._module and not self.is_paused
         self._surroundings = None
         if is_ours and torch.is_grad_enabled() and self._is_wanted():
-            refuse_private(self._module)
+            refuse_private(dict(module.named_parameters()))
             self.backend = backend_of_caller()
             self._surroundings = RngAutocastState.here(module)
             draws = draws_of_pass((args, kwargs))
@@ -493,23 +591,18 @@ def _as_python(hook: Callable[..., Any], *args: Any) -> Any:
     return hook(*args)
 
 
-def refuse_private(module: nn.Module) -> None:
-    """Refuse curvature of batches that are trained on privately.
+def refuse_private(params: Mapping[str, Tensor]) -> None:
+    """Refuse curvature for parameters that are trained privately.
 
     Raises:
-        UnsupportedOperation: If a privacy engine is attached to the module.
+        UnsupportedOperation: Naming one, whatever modules hold it.
     """
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    for hook in hooks:
-        owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
-        if type(owner).__module__.startswith("unison.privacy") or (
-            getattr(owner, "__module__", "") or ""
-        ).startswith("unison.privacy"):
-            raise UnsupportedOperation(
-                "the module is trained privately, and curvature of the private batch without noise "
-                "of its own would leak it: a preconditioned step is then no longer private. Take "
-                "curvature of public data, or train without KFAC"
-            )
+    if (name := find_shared(params, private_trainings)) is not None:
+        raise UnsupportedOperation(
+            f"{name} is trained privately, and curvature of the private batch without noise of its "
+            "own would leak it: a preconditioned step is then no longer private. Train without "
+            "KFAC, or detach() the privacy engine first"
+        )
 
 
 # --- under the capture ----------------------------------------------------------------------------
@@ -527,9 +620,15 @@ class Collector:
         self._adapter, self._config = adapter, config
         self._module = adapter.module
         self._axes: AxisTable | None = None
+        self._num_columns = 1
 
-    def find_layers(self, example: Pass) -> list[Layer]:
-        """Find the layers from a small pass; every rank runs one. See factors.py."""
+    def find_layers(self, example: Pass, num_rows: int) -> list[Layer]:
+        """Find the layers from a small pass; every rank runs one. See factors.py.
+
+        Args:
+            example: A pass of the update.
+            num_rows: Rows of the update, of all ranks.
+        """
         uses: dict[str, list[Record]] = {}
 
         def note(name: str, record: Any) -> None:
@@ -543,18 +642,18 @@ class Collector:
                 outputs = [each for each in flat if requires_grad(each)]
                 with self._in_full_precision():
                     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-        return layers_of(
-            uses, {each.name: each.shape for each in self._adapter.params}, self._config
-        )
+        shapes = {each.name: each.shape for each in self._adapter.params}
+        return layers_of(uses, shapes, self._config, num_rows, example.parts[0].num_outputs)
 
     def run(
         self,
         passes: Sequence[Pass],
         layers: Sequence[Layer],
         num_parts: int,
+        num_columns: int,
         like: Tensor,
         compiled: "CompiledStatistics | None",
-    ) -> Iterator[tuple[int | None, list[Tensor | None]]]:
+    ) -> Iterator[tuple[int | None, list[Tensor | None], dict[tuple[str, str], Tensor]]]:
         """Make the sums of all parts of some passes.
 
         Args:
@@ -562,16 +661,21 @@ class Collector:
             layers: What to make sums of.
             num_parts: The most parts that any rank has: every rank runs as many, so that all call
                 the same collectives.
+            num_columns: The most backward passes that any part of any rank needs, likewise.
             like: Of the dtype and on the device that sums are made in.
             compiled: Compiles the passes; None if they run as they are.
 
         Yields:
-            Each part's granule, and its sums by layer.
+            Each part's granule, its sums by layer, and its rows by layer and side held as columns.
         """
+        self._num_columns = num_columns
         for each in passes:
             for index, part in enumerate(each.parts):
                 num_parts -= 1
-                yield part.granule, self._sums(each, index, layers, compiled).vectors(like)
+                sums = self._sums(each, index, layers, compiled)
+                columns = {key: torch.cat(rows).to(like) for key, rows in sums.columns.items()}
+                sums.columns.clear()
+                yield part.granule, sums.vectors(like), columns
         for _ in range(num_parts):  # a rank with fewer parts keeps the others company
             self._sums(passes[-1], 0, [], compiled)
 
@@ -598,10 +702,10 @@ class Collector:
     ) -> PartSums:
         part, inputs, rows = each.parts[index], each.inputs_of_parts[index], each.num_rows
         is_empty = rows == 0
-        sums = taken = PartSums(layers, self._config, part.mask, part.num_terms)
+        sums = taken = PartSums(layers, self._config, part.mask, part.token_mask, part.num_terms)
         if is_empty:  # a rank without rows runs one of zeros, and counts nothing of it
             rows, inputs = 1, _with_rows(inputs, 1)
-            taken = PartSums([], self._config, part.mask, part.num_terms)
+            taken = PartSums([], self._config, None, None, 0)
         with (
             self._prepared(each, has_rows=not is_empty),
             nullcontext() if part.granule is None else of_granule(index),  # of the draws there
@@ -614,13 +718,15 @@ class Collector:
             ):
                 flat = tree_flatten(_call(self._module, inputs))[0]
                 with self._in_full_precision():
-                    for number, column in enumerate(part.gradients, start=1):
+                    for number in range(self._num_columns):
+                        is_there = number < len(part.gradients) and not is_empty
+                        column = part.gradients[number if is_there else 0]
                         outputs = [flat[place] for place in column]
                         values = [
-                            _gradient_of(flat[place], None if is_empty else value)
+                            _gradient_of(flat[place], value if is_there else None, part.scale)
                             for place, value in column.items()
                         ]
-                        is_kept = number < len(part.gradients)
+                        is_kept = number + 1 < self._num_columns
                         torch.autograd.backward(outputs, values, retain_graph=is_kept)
                         taken.end_column()
             capture.release()
@@ -652,12 +758,14 @@ class Collector:
         return capture
 
 
-def _gradient_of(output: Tensor, gradient: Gradient | None) -> Tensor:
+def _gradient_of(output: Tensor, gradient: Gradient | None, scale: float) -> Tensor:
     """What to send back from an output; zeros for None."""
     if gradient is None:
         return torch.zeros_like(output)
     with phase("labels"):
         value = gradient if isinstance(gradient, Tensor) else gradient(output)
+        if scale != 1.0:  # in float32: float16 may have no room for a sum's gradient before
+            value = value.to(wide(value.dtype)) * scale
         return value.to(output.dtype)
 
 
@@ -760,6 +868,10 @@ class CompiledStatistics(CapturedPasses):
         with is_kept, super().running(captures):
             yield
 
+    def forget_kinds(self) -> None:
+        """Compare again what was compared: it was not finite."""
+        self._kinds.clear()
+
     def sums(self, run: Callable[[bool], PartSums]) -> PartSums:
         """Make the sums of a part; the first ones of each kind are compared with eager ones.
 
@@ -789,16 +901,22 @@ def _kind(each: Pass, inputs: Any) -> Hashable:
 
 def _difference(found: PartSums, expected: PartSums) -> str | None:
     """Why sums are not those that were expected; None if they are."""
-    for name, side in sorted(found.sums.keys() ^ expected.sums.keys()):
+    values, wanted = (
+        {**each.sums, **{key: torch.cat(rows) for key, rows in each.columns.items()}}
+        for each in (found, expected)
+    )
+    for name, side in sorted(values.keys() ^ wanted.keys()):
         return f"{side!r} of {name!r} comes out of one of a compiled and an eager pass alone"
-    sizes = {key: wanted.abs().max() for key, wanted in expected.sums.items()}
+    sizes = {key: each.abs().max() for key, each in wanted.items() if each.numel()}
     largest: dict[str, Tensor] = {}
     for (_, side), size in sizes.items():
         largest[side] = torch.maximum(size, largest.get(side, size))
+    if not all(torch.isfinite(size) for size in largest.values()):
+        return None  # nothing can be told; the step is left out, and the next one compares
     for (name, side), size in sizes.items():
         # Softmax does not see a bias of keys: its gradient is nothing but rounding.
         scale = torch.maximum(size, LEAST_SUM * largest[side]).clamp(min=1e-30)
-        off = float((found.sums[name, side] - expected.sums[name, side]).abs().max() / scale)
+        off = float((values[name, side] - wanted[name, side]).abs().max() / scale)
         if not off < TOLERANCE:
             return f"{side!r} of {name!r} differs by {off:.1%} from that of an eager pass"
     return None

@@ -5,9 +5,17 @@
 | eigenvectors | G + d_G I and A + d_A I, or G ⊗ A + λI | Q_G ((Q_G' Y Q_A) ∘ S) Q_A' |
 | inverses | G + d_G I and A + d_A I | G⁻¹ Y A⁻¹ |
 | diagonal | D + λ | Y / (D + λ) |
+| columns W of a side, G say | U'U + d I = (I - W'W)⁻¹ d | (Y - W'WY) / d |
+| columns B of both | G ⊗ A + λI | Y / λ - B_G ((B_G' Y B_A) ∘ C) B_A' |
 
 where S = 1 / (s_G + d_G)(s_A + d_A) or 1 / (s_G s_A + λ), entry by entry. With `forward` there is
 no G: the identity stands in its place, and A alone is damped with λ.
+
+[Note: Woodbury] With S = U U' + d I = LL', which has a row per token, and W = L⁻¹ U, the inverse of
+U'U + d I is (I - W'W) / d. Damped jointly: with the eigenvectors U U' = V s V' and B = U'V, the
+inverse of BB' ⊗ B_A B_A' + λI is 1 / λ less B ⊗ B_A scaled by C = 1 / λ(λ + s s_A); a side that is
+a matrix has B = Q√s. S and all that is made of it is float64: an error of S would be divided by d.
+Columns that are averaged over updates are kept orthogonal (`join`), and their S is diagonal.
 
 [Note: what may fail] A factor that is not finite, or not positive definite after damping. The first
 is an overflow in the model. The second is rounding: Cholesky tries again in float64, then with a
@@ -40,7 +48,7 @@ inverses of those alone: with the inverse of the whole P, rounding would grow wi
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -58,12 +66,17 @@ BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
 NUM_STREAMS = 8
 
 Factors = Mapping[str, Tensor]
-"""A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`."""
+"""A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
+
+A side that is held as columns is `u_a` or `u_g` [columns, n], and `t_a` or `t_g` [] the multiple of
+the identity that stands for columns which were left out.
+"""
 
 Inverse = dict[str, Tensor]
 """`a` (padded) and `g`, or eigenvectors `q_a` and `q_g` with `scale`, or the `scale` of a diagonal.
 
-Without `g` or `q_g` the identity is meant.
+Of a side that is held as columns, `w_a` or `w_g` with 1 / d as `s_a` or `s_g` [1, 1]; where both
+are damped jointly, `b_a`, `b_g`, `c`, and 1 / λ as `s`. Without any of G's the identity is meant.
 """
 
 T = TypeVar("T")
@@ -96,9 +109,17 @@ def apply(inverse: Inverse, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
         else:
             y = y * inverse["scale"]
         y = y @ inverse["q_a"].mT
+    elif "w_a" in inverse:
+        y = (y - (y @ inverse["w_a"].mT) @ inverse["w_a"]) * inverse["s_a"]
+    elif "b_a" in inverse:
+        middle = (inverse["b_g"].mT @ y @ inverse["b_a"]) * inverse["c"]
+        y = y * inverse["s"] - inverse["b_g"] @ middle @ inverse["b_a"].mT
     else:
         y = y * inverse["scale"]
     parts = list(y[..., : sum(columns)].split(list(columns), dim=-1))
+    if "w_g" in inverse:
+        w = inverse["w_g"]
+        return [(part - w.mT @ (w @ part)) * inverse["s_g"] for part in parts]
     return [torch.matmul(inverse["g"], part) for part in parts] if "g" in inverse else parts
 
 
@@ -146,14 +167,22 @@ def invert(
             found[name] = _of_diagonal(name, own["d"], stats[name]["d"], config)
             continue
         damping = _dampings({side: mean for side, (_, mean, *_) in stats[name].items()}, config)
-        if config.inverse == "eigen" or config.damping_form == "joint":
+        has_columns = any(key.startswith("u_") for key in own)
+        if has_columns and config.damping_form == "joint" and len(stats[name]) == 2:
+            found[name] = _joint_by_columns(name, own, stats[name], config)
+            continue
+        if (config.inverse == "eigen" or config.damping_form == "joint") and not has_columns:
             found[name] = _by_eigen(name, own, damping, config)
             continue
-        for side, factor in own.items():
-            least = _least_damping(stats[name][side][-1], config)
-            sides.append((name, side))
-            factors.append(factor)
-            dampings.append(max(damping[side], least))
+        for side, (*_, largest) in stats[name].items():
+            added = max(damping[side], _least_damping(largest, config))
+            if side in own:
+                sides.append((name, side))
+                factors.append(own[side])
+                dampings.append(added)
+            else:
+                is_orthogonal = config.has_rank
+                found[name] |= _by_columns(name, side, own, added, is_orthogonal=is_orthogonal)
     inverses = _by_cholesky(sides, factors, dampings, is_together=is_together)
     for (name, side), inverse in zip(sides, inverses, strict=True):
         found[name][side] = align(inverse) if side == "a" else inverse
@@ -171,7 +200,12 @@ def _stats_of(
         a diagonal, an upper bound of a matrix's eigenvalues, or 0 where no condition number is
         bounded.
     """
-    all_sides = [(side, each) for own in curvatures.values() for side, each in own.items()]
+    all_sides = [
+        (side, each)
+        for own in curvatures.values()
+        for side, each in own.items()
+        if not side.startswith("t_")
+    ]
     if not all_sides:
         return {name: {} for name in curvatures}
     zero = all_sides[0][1].new_zeros(())
@@ -180,15 +214,29 @@ def _stats_of(
     for (side, factor), size in zip(
         all_sides, largest_elements([factor for _, factor in all_sides]), strict=True
     ):
-        diagonal = factor if side == "d" else factor.diagonal()
         smallest = largest = zero
+        if side.startswith("u_"):
+            mean = factor.square().sum() / factor.shape[1]
+            if factor.numel() and is_bounded:
+                largest = (factor @ factor.T).abs().sum(dim=1).max()
+            rows.append(torch.stack([size, mean, smallest, largest]))
+            continue
+        diagonal = factor if side == "d" else factor.diagonal()
         if factor.numel() and side == "d":
             smallest, largest = factor.min(), factor.max()
         elif factor.numel() and is_bounded:
             largest = factor.abs().sum(dim=1).max()
         rows.append(torch.stack([size, diagonal.mean(), smallest, largest]))
     known = iter(torch.stack(rows).tolist())
-    return {name: {side: next(known) for side in own} for name, own in curvatures.items()}
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, own in curvatures.items():
+        stats = {side: next(known) for side in own if not side.startswith("t_")}
+        for side in [side for side in stats if side.startswith("u_")]:
+            size, mean, smallest, largest = stats.pop(side)
+            tail = float(own[f"t_{side[2:]}"])  # of the host
+            stats[side[2:]] = [size, mean + tail, smallest, largest + tail]
+        found[name] = dict(sorted(stats.items()))
+    return found
 
 
 def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
@@ -281,6 +329,94 @@ def _eigen(factor: Tensor, side: str, name: str) -> tuple[Tensor, Tensor]:
         f"the eigenvalues of {side.upper()} of {name!r} were not found, in float64 neither; raise "
         "damping, or set inverse='cholesky'"
     )
+
+
+# --- columns: see [Note: Woodbury] ----------------------------------------------------------------
+
+
+def fold(rows: Tensor) -> Tensor:
+    """At most n rows V with V'V the same as of U [rows, n], exactly."""
+    return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
+
+
+def join(before: Tensor | None, rows: Tensor, max_rank: int) -> tuple[Tensor, float]:
+    """At most `max_rank` rows V for the sum of products U'U of two sets of rows, orthogonal.
+
+    The largest eigenvalues are kept, and the mean of the others over the directions that are left,
+    t, stands for these: V'V + t I has the kept ones as they were, and the same trace.
+
+    Args:
+        before: What this returned the last time [rows, n]; None at first.
+        rows: Further rows [rows, n].
+        max_rank: Most rows to return.
+
+    Returns:
+        V, and t; 0.0 if nothing was left out.
+    """
+    rows = fold(rows)
+    old = rows[:0] if before is None else before
+    joined, k = torch.cat([old, rows]), len(old)
+    gram = rows.new_zeros(len(joined), len(joined), dtype=torch.float64)
+    gram[k:] = rows @ joined.T  # the old ones are orthogonal: a third of the products is known
+    gram[:k, k:] = gram[k:, :k].T
+    gram.diagonal()[:k] = old.square().sum(dim=1)
+    values, vectors = torch.linalg.eigh(gram)  # ascending
+    values = values.clamp(min=0.0)
+    n = rows.shape[1]
+    num_kept = min(max_rank, len(joined), n)
+    left_out, kept = values.split([len(joined) - num_kept, num_kept])
+    tail = float(left_out.sum()) / (n - num_kept) if len(joined) > num_kept < n else 0.0
+    # A kept eigenvalue is not below the mean of the others, but for rounding.
+    scale = ((kept - tail).clamp(min=0.0) / kept.clamp(min=1e-300)).sqrt()
+    turned = (scale * vectors[:, len(joined) - num_kept :]).to(rows.dtype)
+    return turned.T @ joined, tail
+
+
+def _by_columns(
+    name: str, side: str, own: Factors, damping: float, *, is_orthogonal: bool
+) -> Inverse:
+    """The inverse of U'U + d I; rows that are orthogonal need no S."""
+    u, added = own[f"u_{side}"], damping + float(own[f"t_{side}"])
+    if not added > 0:
+        raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0))
+    scale = u.new_full((1, 1), 1 / added)
+    if is_orthogonal:
+        lengths = u.double().square().sum(dim=1, keepdim=True)
+        return {f"w_{side}": u * (lengths + added).rsqrt().to(u.dtype), f"s_{side}": scale}
+    wide = u.double()
+    matrix = wide @ wide.T
+    matrix.diagonal().add_(added)
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
+    w = torch.linalg.solve_triangular(lower, wide, upper=False).to(u.dtype)
+    return {f"w_{side}": w, f"s_{side}": scale}
+
+
+def _joint_by_columns(
+    name: str, own: Factors, stats: Mapping[str, Sequence[float]], config: KFACConfig
+) -> Inverse:
+    """The inverse of A ⊗ G + λI; nothing was left out of the columns."""
+    found, values = {}, {}
+    for side in ("a", "g"):
+        if side in own:
+            values[side], vectors = _eigen(own[side].double(), side, name)
+            values[side] = values[side].clamp(min=0.0)
+            found[f"b_{side}"] = vectors * values[side].sqrt()
+        else:
+            u = own[f"u_{side}"].double()
+            values[side], vectors = torch.linalg.eigh(u @ u.T)
+            values[side] = values[side].clamp(min=0.0)
+            found[f"b_{side}"] = u.T @ vectors
+    largest = math.prod(each[-1] for each in stats.values())
+    damping = max(config.joint_damping, _least_damping(largest, config))
+    if not damping > 0:
+        raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0))
+    products = values["g"][:, None] * values["a"][None, :]
+    found["c"] = (damping * (damping + products)).reciprocal()
+    like = next(iter(own.values()))
+    found["s"] = products.new_full((1, 1), 1 / damping)
+    return {key: each.to(like.dtype) for key, each in found.items()}
 
 
 # --- Cholesky -------------------------------------------------------------------------------------
@@ -451,6 +587,11 @@ def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
     """
     some = [value if value.numel() else value.new_zeros(1) for value in values]
     return list(torch._foreach_norm(some, torch.inf))
+
+
+def all_finite(values: Iterable[Tensor]) -> bool:
+    """Whether all elements of some tensors are, and their squares; a GPU is waited for."""
+    return all(math.isfinite(float(each.square())) for each in largest_elements(list(values)))
 
 
 def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]

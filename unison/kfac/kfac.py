@@ -4,6 +4,8 @@ A step reads top to bottom in `KFAC.step`: statistics of the passes that were ke
 ranks, inverses on their owners, then gradients to owners, steps, steps back.
 """
 
+import math
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,12 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kfac.config import Every, KFACConfig, refuse_adaptive, watch_optimizers
-from unison.kfac.factors import Layer, Method, assign, cost, layers_of, phase, vector_size
+from unison.kfac.config import (
+    Every,
+    KFACConfig,
+    loss_scale,
+    refuse_adaptive,
+    watch_optimizers,
+)
+from unison.kfac.factors import (
+    Layer,
+    Method,
+    assign,
+    cost,
+    describe,
+    layers_of,
+    phase,
+    vector_size,
+)
 from unison.kfac.fisher import (
     Collector,
     CompiledStatistics,
@@ -26,10 +44,25 @@ from unison.kfac.fisher import (
     Sampled,
     refuse_missing,
     refuse_private,
+    warn_of_shifts,
+    wide,
 )
+from unison.kfac.inverse import all_finite, largest_elements
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
-from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adapter_of
-from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
+from unison.parallel import (
+    ParallelAdapter,
+    TensorParallel,
+    adapter_class,
+    adapter_of,
+    curvatures,
+)
+from unison.parallel.exchange import (
+    OwnerSums,
+    broadcast_object,
+    gather_rows,
+    largest,
+    together,
+)
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 from unison.torch_internals import DynamoBackend, is_in_parts
@@ -66,11 +99,13 @@ class KFAC:
     Raises:
         BadInput: If the optimizer is adaptive and a step length is grafted, or settings do not go
             together.
-        UnsupportedOperation: If the module is trained privately, or spread in an unknown way.
+        UnsupportedOperation: If a parameter is trained privately, whatever modules hold it, or
+            they are spread in an unknown way.
 
     Attributes:
         config: The settings.
         num_steps: Steps that were taken.
+        skipped: Steps that were left out, since something was not finite; not in `num_steps`.
         layers: Every layer, in the model's order; empty before the first statistics.
     """
 
@@ -82,7 +117,7 @@ class KFAC:
     ) -> None:
         self.config = config = config or KFACConfig()
         module = unwrapped(module)
-        refuse_private(module)
+        refuse_private(dict(module.named_parameters()))
         if optimizer is not None:
             refuse_adaptive(optimizer, config.graft)
         if config.kl_clip is not None and optimizer is None:
@@ -97,11 +132,12 @@ class KFAC:
         self._device = self._adapter.device
         self._shapes = {each.name: each.shape for each in self._adapter.params}
         self.layers: list[Layer] = []
-        self.num_steps = 0
+        self.num_steps = self.skipped = 0
         self._last_update: int | None = None
         self._last_inverse: int | None = None
         self._is_ordered = True  # the last update: steps have the bits of any number of ranks
         self._passes: list[Pass] = []
+        self._shifts: list[Tensor] = []  # see `Sampled`
         self._collector = Collector(self._adapter, config)
         self._compiled: CompiledStatistics | None = None
         self._states: dict[int, LayerState] = {}
@@ -114,6 +150,12 @@ class KFAC:
         )
         handle = watch_optimizers([each.parameter for each in self._adapter.params], config.graft)
         self._unwatch = weakref.finalize(self, handle.remove)
+        curvatures.add(self)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """All parameters that are preconditioned, as this rank holds them."""
+        return [each.parameter for each in self._adapter.params]
 
     # --- statistics ------------------------------------------------------------------------------
 
@@ -127,7 +169,12 @@ class KFAC:
         return last is None or self.num_steps - last >= self.config.period(every, self.num_steps)
 
     def sample(
-        self, logits: Tensor, mask: Tensor | None = None, *, divisor: float | None = None
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        divisor: float | None = None,
     ) -> Sampled:
         """Draw labels from the model for the last forward pass; its `backward` keeps them.
 
@@ -137,7 +184,10 @@ class KFAC:
         Args:
             logits: Made of the module's last output [batch, ..., outputs]: of classes, the last
                 dimension.
-            mask: Which tokens count [batch, ...]: 0 leaves one out of everything.
+            mask: Which labels count [batch, ...]: 0 leaves one out of everything.
+            token_mask: Which tokens inside of the module are real [batch, tokens], where they are
+                not those of the labels: of a classifier, 0 for padding. Layers that see as many
+                tokens leave the others out.
             divisor: What the loss divides the sum over labels by. Only for `"empirical"`, and only
                 if it is neither a sum nor the mean over this pass's labels.
 
@@ -151,31 +201,87 @@ class KFAC:
                 "`if kfac.wants_statistics: kfac.sample(logits).backward(retain_graph=True)`"
             )
         current = self._recorder.current
-        return Sampled(current, logits, mask, self.config, self.num_steps, divisor, self._passes)
+        return Sampled(
+            current,
+            logits,
+            mask,
+            token_mask,
+            self.config,
+            self.num_steps,
+            divisor,
+            self._passes,
+            self._shifts if self._last_update is None else None,
+        )
 
     # --- the step --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, grad_scaler: GradScaler | None = None) -> None:
         """Put the preconditioned step where the gradient is; a collective.
 
         Call it after the last backward pass of a step, before `optimizer.step()`.
 
+        Guarantees:
+            A gradient, or a sum for the factors, that is not finite on any rank changes nothing on
+            all of them: no factor, moment or number of a step, and later steps are those of a run
+            without this one. It is counted in `skipped`, a warning says what it was, and `.grad` is
+            None, so that the optimizer changes nothing either.
+
+        Args:
+            grad_scaler: What scaled the loss. `grad_scaler.unscale_(optimizer)` comes before; the
+                empirical Fisher divides the gradients of the loss by its scale.
+
         Raises:
-            BadInput: If statistics were wanted and no pass was sampled.
+            BadInput: If statistics were wanted and no pass was sampled, or gradients are scaled.
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
+            UnsupportedOperation: If a parameter has come to be trained privately.
         """
+        refuse_private({each.name: each.parameter for each in self._adapter.params})
+        scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
         with torch.autocast(self._device.type, enabled=False):
-            self._update()
-            self._precondition()
-        self.num_steps += 1
+            reason = self._agreed(self._overflow()) or self._update(scale)
+            if reason is None:
+                self._precondition()
+                self.num_steps += 1
+            else:
+                self._skip(reason)
+        self._passes = []
         self._recorder.forget()
 
-    def _update(self) -> None:
-        """Factors and inverses, where they are due."""
-        if self.wants_statistics:
-            self._update_factors()
+    def _overflow(self) -> str | None:
+        """Why this rank's gradients cannot be used; None if they can. A GPU is waited for."""
+        held = [each for each in self._adapter.params if each.parameter.grad is not None]
+        if not held:
+            return None
+        sizes = torch.stack(largest_elements([each.gradient() for each in held]))
+        is_finite = sizes.to(wide(sizes.dtype)).square().isfinite().tolist()  # Adam squares them
+        if all(is_finite):
+            return None
+        name = held[is_finite.index(False)].name
+        return f"the gradient of {name!r} on rank {self._adapter.ranks.rank} is not finite"
+
+    def _agreed(self, reason: str | None) -> str | None:
+        """The first reason that any rank has; a collective."""
+        ranks = self._adapter.ranks
+        if not largest(ranks, self._device, int(reason is not None))[0]:
+            return None
+        return next(each for each in gather_objects(ranks, reason) if each is not None)
+
+    def _skip(self, reason: str) -> None:
+        self.skipped += 1
+        for each in self._adapter.params:
+            each.parameter.grad = None
+        warnings.warn(
+            f"K-FAC left step {self.num_steps} out ({self.skipped} in this run): {reason}. "
+            "Nothing was changed, and gradients are None, so that the optimizer changes nothing",
+            stacklevel=4,  # of whoever calls `step`, past torch.no_grad
+        )
+
+    def _update(self, scale: float) -> str | None:
+        """Factors and inverses, where they are due; returns why the step is to be left out."""
+        if self.wants_statistics and (reason := self._update_factors(scale)) is not None:
+            return reason
         every = self.config.invert_every
         is_fresh = self._last_update == self.num_steps
         if self._last_update is not None and (
@@ -185,6 +291,7 @@ class KFAC:
         if not self.layers:
             assert self.config.policy == "identity", "statistics are wanted at the first step"
             self._take_layers(layers_of({}, self._shapes, self.config))
+        return None
 
     def _precondition(self) -> None:
         with phase("gradients"):
@@ -213,19 +320,28 @@ class KFAC:
             for step in steps.values():
                 step.mul_((bound / change) ** 0.5)
 
-    def _update_factors(self) -> None:
-        ranks = self._adapter.ranks
-        passes, self._passes = self._passes, []
+    def _update_factors(self, scale: float) -> str | None:
+        """Average new factors in, unless some are not finite; returns which."""
+        ranks, passes = self._adapter.ranks, self._passes
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
+        warn_of_shifts(self._shifts, self.config.likelihood)
+        self._shifts.clear()
+        before = self.layers, self._is_ordered
+        if self.config.fisher == "empirical":
+            for part in (part for each in passes for part in each.parts):
+                part.scale /= scale
         self._recorder.is_paused = True
         try:
             with ExitStack() as undo:
                 backend = uncompile(self._module, undo) or self._recorder.backend
                 num_parts = sum(len(each.parts) for each in passes)
-                most, is_plain = largest(ranks, self._device, num_parts, int(backend is None))
+                columns = max(len(part.gradients) for each in passes for part in each.parts)
+                numbers = num_parts, int(backend is None), columns
+                most, is_plain, columns = largest(ranks, self._device, *numbers)
                 undo.enter_context(self._adapter.observing())
                 if not self.layers:
-                    found = self._collector.find_layers(passes[0])
+                    rows = torch.tensor(sum(each.num_real for each in passes), device=self._device)
+                    found = self._collector.find_layers(passes[0], int(ranks.sum_(rows)))
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
@@ -237,18 +353,59 @@ class KFAC:
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
-                    for each in self._collector.run(passes, self.layers, most, like, compiled):
-                        sums.take(*each)
+                    run, pieces = self._collector.run, []
+                    parts = run(passes, self.layers, most, columns, like, compiled)
+                    for granule, vectors, of_part in parts:
+                        sums.take(granule, vectors)
+                        pieces.append((granule, of_part))
         finally:
             self._recorder.is_paused = False
         with phase("factors"):
             totals = sums.finish()
+            rows = self._gather_columns(pieces, like)
             # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
-            ends = [total[-2:] for total in totals.values()]
+            largest_of = largest_elements(list(totals.values())) if totals else []
+            ends = [
+                torch.cat([total[-2:], size.view(1)])
+                for total, size in zip(totals.values(), largest_of, strict=True)
+            ]
             counts = torch.stack(ends).tolist() if ends else []
-            for (index, total), own in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, *own)
+            bad = [i for i, own in zip(totals, counts, strict=True) if not math.isfinite(own[-1])]
+            bad += [i for i, own in rows.items() if not all_finite(own.values())]
+            names = [repr(self.layers[index].name) for index in bad]
+            reason = f"sums for the factors of {names[0]} are not finite" if bad else None
+            if (reason := self._agreed(reason)) is not None:
+                self._forget_update(*before)
+                return reason
+            for (index, total), (tokens, labels, _) in zip(totals.items(), counts, strict=True):
+                self._states[index].update(total, tokens, labels, rows.get(index, {}))
         self._last_update = self.num_steps
+        return None
+
+    def _gather_columns(
+        self, pieces: Sequence[tuple[int | None, dict[tuple[str, str], Tensor]]], like: Tensor
+    ) -> dict[int, dict[str, Tensor]]:
+        """The rows of all ranks of this rank's layers, by layer and side; a collective."""
+        held = [(i, layer, side) for i, layer in enumerate(self.layers) for side in layer.low_rank]
+        if not held:
+            return {}
+        owners = {(layer.name, side): self._owners[i] for i, layer, side in held}
+        widths = {(layer.name, side): layer.side(side) for _, layer, side in held}
+        found = gather_rows(self._adapter.ranks, pieces, owners, widths, like)
+        by_layer: dict[int, dict[str, Tensor]] = {}
+        for i, layer, side in held:
+            if (layer.name, side) in found:
+                by_layer.setdefault(i, {})[side] = found[layer.name, side]
+        return by_layer
+
+    def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
+        """Leave nothing of an update behind: what it was made of was not finite."""
+        self._is_ordered = is_ordered
+        if not layers:  # found in it
+            self.layers, self._states, self._owners = [], {}, []
+            self._collector = Collector(self._adapter, self.config)
+        if self._compiled is not None:
+            self._compiled.forget_kinds()
 
     def _compiled_by(self, backend: DynamoBackend) -> CompiledStatistics:
         """What compiles passes for statistics with the user's backend."""
@@ -330,6 +487,10 @@ class KFAC:
         used = ", ".join(f"{what} {_size(count)}" for what, count in self.memory_usage().items())
         return "\n".join(["KFAC(", *lines, f"  here: {used}", ")"])
 
+    def describe(self) -> str:
+        """A paragraph for a paper's methods: what was used, and what of it is approximate."""
+        return describe(self.config, self.layers, self.num_steps, self.skipped)
+
     # --- storage ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,9 +515,9 @@ class KFAC:
         """Go on where another run stopped; the result is that of a run without a stop.
 
         Raises:
-            BadInput: If it is of another model.
+            BadInput: If it is of another model, or of settings that make another state.
         """
-        self._take_stored([each["layer"] for each in state["layers"]])
+        self._take_stored([each["layer"] for each in state["layers"]], state.get("settings"))
         for index, own in self._states.items():
             stored = state["layers"][index]["tensors"].items()
             # Copies where layers compute; single numbers stay on the host.
@@ -395,7 +556,8 @@ class KFAC:
         """Go on from what `save` wrote on any number of ranks, each reads its layers; a collective.
 
         Raises:
-            BadInput: On every rank, if it is damaged or of another model.
+            BadInput: On every rank, if it is damaged, of another model, or of settings that make
+                another state.
             CheckpointFailed: On every rank, if any could not read.
         """
         from unison.shard.state.files import read_parts
@@ -410,7 +572,7 @@ class KFAC:
             return manifest
 
         manifest = from_rank_0(ranks, read)
-        self._take_stored(manifest.extra["layers"])
+        self._take_stored(manifest.extra["layers"], manifest.extra.get("settings"))
         found: list[dict[str, Tensor]] = []
         parts: dict[str, FlatPart] = {}
         for state in self._states.values():
@@ -427,15 +589,21 @@ class KFAC:
             state.load(tensors)
         self._go_on(manifest.extra)
 
-    def _progress(self) -> dict[str, int | None]:
+    def _progress(self) -> dict[str, Any]:
         return {
             "num_steps": self.num_steps,
+            "skipped": self.skipped,
             "last_update": self._last_update,
             "last_inverse": self._last_inverse,
             "is_ordered": self._is_ordered,
+            "settings": self.config.stored(),
         }
 
-    def _take_stored(self, described: Sequence[Mapping[str, Any]]) -> None:
+    def _take_stored(
+        self, described: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None
+    ) -> None:
+        if settings is not None:
+            self.config.compare(settings)
         layers = [Layer.from_dict(each) for each in described]
         names = {name for layer in layers for name in layer.parameters}
         if layers and names != set(self._shapes):
@@ -445,7 +613,7 @@ class KFAC:
         self._take_layers(layers)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.skipped = state["num_steps"], state.get("skipped", 0)
         self._last_update, self._last_inverse = state["last_update"], state["last_inverse"]
         self._is_ordered = bool(state.get("is_ordered", True))
         self._passes.clear()
@@ -453,6 +621,7 @@ class KFAC:
 
     def detach(self) -> None:
         """Leave the module as it was."""
+        curvatures.discard(self)
         self._recorder.detach()
         self._unwatch()
 

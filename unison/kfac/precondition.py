@@ -34,7 +34,7 @@ from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import Layer, Method, phase, source_of, triangle_size, unpacked
-from unison.kfac.inverse import Inverse, align, apply, invert, is_gpu, stack
+from unison.kfac.inverse import Inverse, align, apply, fold, invert, is_gpu, join, stack
 from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
 from unison.parallel.exchange import buckets, swap
 
@@ -60,42 +60,61 @@ class LayerState:
 
     def __init__(self, layer: Layer, config: KFACConfig, graft: "Graft") -> None:
         self.layer, self._decay, self._graft = layer, config.decay, graft
-        self._averages: dict[str, Tensor] = {}  # "a", "g" or "d", not yet divided by the weight
+        self._max_rank = config.max_rank if config.has_rank else None
+        self._averages: dict[str, Tensor] = {}  # as `Factors`, not yet divided by the weight
         self._weight = 0.0
         self.inverse: Inverse | None = None
 
-    def update(self, vector: Tensor, num_tokens: float, num_labels: float) -> None:
+    def update(
+        self, vector: Tensor, num_tokens: float, num_labels: float, columns: Mapping[str, Tensor]
+    ) -> None:
         """Average new factors in; nothing if there were no labels.
 
         Args:
             vector: The sums of all ranks, and after them the two numbers.
             num_tokens: Tokens that the layer saw; means nothing for a diagonal.
             num_labels: Labels that the loss was made of.
+            columns: The rows of all ranks, of the sides that are held so [tokens, n].
         """
         if num_labels == 0:
             return
-        layer = self.layer
+        layer, sums, rest = self.layer, {}, vector[:-2]
         if layer.method is Method.DIAGONAL:
             sums = {"d": vector[:-1]}
         else:
-            a, g = vector[:-2].tensor_split([triangle_size(layer.d_in)])
-            sums = {"a": unpacked(a, layer.d_in)}
-            if len(g):
-                sums["g"] = unpacked(g, layer.d_out)
+            for side in ("a", "g"):
+                if len(rest) and side not in layer.low_rank:
+                    size = triangle_size(layer.side(side))
+                    sums[side], rest = unpacked(rest[:size], layer.side(side)), rest[size:]
+        # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
+        shares = dict.fromkeys("gd", (1 - self._decay) / num_labels)
+        shares["a"] = (1 - self._decay) / max(num_tokens, 1.0)
         for side, value in sums.items():
-            # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
-            divisor = max(num_tokens, 1.0) if side == "a" else num_labels
-            share = (1 - self._decay) / divisor
             before = self._averages.get(side)
             if before is None:
-                self._averages[side] = value * share
+                self._averages[side] = value * shares[side]
             else:
-                before.mul_(self._decay).add_(value, alpha=share)
+                before.mul_(self._decay).add_(value, alpha=shares[side])
+        for side, rows in columns.items():
+            self._add_columns(side, rows * shares[side] ** 0.5)
         self._weight = self._decay * self._weight + (1 - self._decay)
+
+    def _add_columns(self, side: str, rows: Tensor) -> None:
+        """Average columns in: a sum of products is the product of all of them, side by side."""
+        before = self._averages.get(f"u_{side}")
+        before = None if before is None or not self._decay else before * self._decay**0.5
+        tail = self._decay * float(self._averages.get(f"t_{side}", 0.0))
+        if self._max_rank is not None:
+            rows, more = join(before, rows, self._max_rank)
+            tail += more
+        else:
+            rows = fold(rows if before is None else torch.cat([before, rows]))
+        self._averages[f"u_{side}"] = rows
+        self._averages[f"t_{side}"] = torch.tensor(tail, dtype=torch.float64)
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The factors as they are inverted: `a` and `g`, or `d`; nothing before the first."""
+        """The factors as they are inverted, see `Factors`; nothing before the first."""
         return _factors_of([self])[0]
 
     @property
@@ -154,7 +173,11 @@ def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_togeth
 def _factors_of(states: Sequence[LayerState]) -> list[dict[str, Tensor]]:
     """The factors of some layers; on a GPU few launches for all of them."""
     averages = [value for state in states for value in state._averages.values()]
-    weights = [state._weight for state in states for _ in state._averages]
+    weights = [
+        state._weight ** (0.5 if key.startswith("u_") else 1.0)
+        for state in states
+        for key in state._averages
+    ]
     divided = iter(torch._foreach_div(averages, weights) if averages else ())
     return [{side: next(divided) for side in state._averages} for state in states]
 

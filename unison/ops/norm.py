@@ -169,10 +169,48 @@ def instance_norm(
     return _tap_channels(tap, y, input, weight, bias, lambda x: F.instance_norm(x, eps=eps))
 
 
-@rule(F.batch_norm, torch.batch_norm)
-def batch_norm(tap: Tap, *_: Any, **__: Any) -> Tensor:
-    """Batch norm mixes samples."""
-    raise UnsupportedOperation(
-        "batch norm, whose statistics mix the samples of a batch: one sample's gradient then "
-        "depends on the others, and clipping bounds nothing. Use GroupNorm or LayerNorm"
-    )
+@rule(F.batch_norm)
+def batch_norm(
+    tap: Tap,
+    input: Any,  # noqa: A002
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`F.batch_norm` with given statistics (eval mode); those of the batch mix samples."""
+    if training or running_mean is None or running_var is None:
+        raise UnsupportedOperation(
+            "batch norm, whose statistics mix the samples of a batch: one sample's gradient then "
+            "depends on the others, and clipping bounds nothing. Use GroupNorm or LayerNorm"
+        )
+    if tap.tracks(input):
+        return NotImplemented
+    statistics = running_mean, running_var
+    affine = tap.plain(weight), tap.plain(bias)
+    y = F.batch_norm(input, *statistics, *affine, training=False, eps=eps)
+
+    def normalise(x: Tensor) -> Tensor:
+        return F.batch_norm(x, *(each.to(x.dtype) for each in statistics), eps=eps)
+
+    return _tap_channels(tap, y, input, weight, bias, normalise)
+
+
+@rule(torch.batch_norm)
+def plain_batch_norm(
+    tap: Tap,
+    input: Any,  # noqa: A002
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *_: Any,
+) -> Any:
+    """`torch.batch_norm`."""
+    return batch_norm(tap, input, running_mean, running_var, weight, bias, training, momentum, eps)

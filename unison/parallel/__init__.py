@@ -21,6 +21,8 @@ What an adapter answers:
 * *How do the sums of ranks become one?* `add` for each pass, granule by granule, then `totals`.
   They are integers, so no order of additions shows.
 
+* *Who else trains a parameter?* `find_shared`, of what trains privately and what takes curvature.
+
 Beside the adapters: exchange.py (lists of tensors from rank to rank, sums that end on the owners of
 a layer, errors that all ranks raise) and granules.py (which rows of a pass are which samples).
 
@@ -34,6 +36,9 @@ from unison.parallel.adapter import (
     Replicated,
     ShardedParam,
     Units,
+    curvatures,
+    find_shared,
+    private_trainings,
     write_gradients,
 )
 from unison.parallel.fsdp2 import FSDP2
@@ -50,6 +55,9 @@ __all__ = [
     "Units",
     "adapter_class",
     "adapter_of",
+    "curvatures",
+    "find_shared",
+    "private_trainings",
     "write_gradients",
 ]
 

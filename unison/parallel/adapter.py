@@ -7,6 +7,7 @@ matter: the backend's own is as good as any.
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -130,6 +131,39 @@ class ShardedParam:
             return torch.zeros_like(local_part(self.parameter.detach())).reshape(shape)
         with torch._C.DisableTorchFunctionSubclass():
             return local_part(gradient.detach()).reshape(shape)
+
+
+# --- who trains a parameter -----------------------------------------------------------------------
+
+private_trainings: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What trains parameters privately; each says which by `trained`."""
+curvatures: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What takes curvature of batches for parameters, likewise."""
+
+
+def find_shared(params: Mapping[str, Tensor], trainers: Iterable[Any]) -> str | None:
+    """Return the name of a parameter that any of the trainers trains too; None if there is none.
+
+    One parameter is one object, or the same memory under another: modules that share layers, a
+    tied weight, a view, `nn.Parameter(weight.data)`. Memory is looked at anew every time, since
+    parameters move.
+    """
+    theirs = [each for trainer in trainers for each in trainer.trained]
+    ids, extents = {id(each) for each in theirs}, [_extent(each) for each in theirs]
+    for name, each in params.items() if theirs else ():
+        start, stop = _extent(each)
+        if id(each) in ids or any(start < end and begin < stop for begin, end in extents):
+            return name
+    return None
+
+
+def _extent(param: Tensor) -> tuple[int, int]:
+    """The bytes [start, stop) of this rank's part; none of an empty, freed or meta tensor."""
+    part = local_part(param.detach())
+    start = part.data_ptr() if part.numel() else 0
+    strides = zip(part.shape, part.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in strides)
+    return (start, start + (last + 1) * part.element_size()) if start else (0, 0)
 
 
 def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:

@@ -9,7 +9,7 @@ one thing: how a rank's sums are bracketed.
   shard/reducers.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from unison.errors import BadInput
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
+from unison.shard.state.entries import gather_objects
 from unison.shard.state.entries import together as together
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 BYTES_PER_BUCKET = 256 << 20  # of vectors that travel together, so that never all exist twice
 
@@ -101,6 +103,57 @@ def swap(
         list(sent[me]) if rank == me else list(part.split(list(expected[rank])))
         for rank, part in enumerate(received.split(sizes_in))
     ]
+
+
+def gather_rows(
+    ranks: Ranks,
+    pieces: Sequence[tuple[int | None, Mapping[K, Tensor]]],
+    owners: Mapping[K, Sequence[int]],
+    widths: Mapping[K, int],
+    like: Tensor,
+) -> dict[K, Tensor]:
+    """Rows that all ranks have made, on the ranks that own them; a collective.
+
+    Args:
+        ranks: Everyone.
+        pieces: This rank's granules (None for a pass that comes whole), each with its rows
+            [any, width] by what they are of; what is missing has none.
+        owners: The ranks that get the rows of each.
+        widths: Columns of each.
+        like: Of the dtype and on the device in which they travel.
+
+    Returns:
+        For each that this rank owns, the rows of all ranks [all, width] in the order of granules,
+        or of ranks where there are none: the same on any number of ranks.
+    """
+    sizes = [(granule, {key: len(rows) for key, rows in own.items()}) for granule, own in pieces]
+    of_ranks = gather_objects(ranks, sizes)
+    sent = [
+        [own[key] for _, own in pieces for key in owners if key in own and rank in owners[key]]
+        for rank in range(ranks.size)
+    ]
+    mine = [key for key in owners if ranks.rank in owners[key]]
+    expected = [
+        [
+            (granule, key, lengths[key])
+            for granule, lengths in each
+            for key in mine
+            if key in lengths
+        ]
+        for each in of_ranks
+    ]
+    numbers = [[count * widths[key] for _, key, count in each] for each in expected]
+    received = swap(ranks, sent, numbers, like)
+    found: dict[K, list[tuple[int, Tensor]]] = {key: [] for key in mine}
+    for each, values in zip(expected, received, strict=True):
+        for (granule, key, _), rows in zip(each, values, strict=True):
+            found[key].append((granule or 0, rows.reshape(-1, widths[key]).to(like)))
+    return {
+        key: torch.cat([rows for _, rows in sorted(own, key=lambda each: each[0])])
+        if own
+        else like.new_zeros(0, widths[key])
+        for key, own in found.items()
+    }
 
 
 class OwnerSums:

@@ -46,7 +46,7 @@ from unison.privacy.sampling import (
     steps_per_epoch,
     usual_batch_size,
 )
-from unison.privacy.training import Diagnostics, PrivateTraining, refuse_second_engine
+from unison.privacy.training import Diagnostics, PrivateTraining, refuse_second_trainer
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -214,7 +214,7 @@ class PrivacyEngine:
             own, backend = unwrapped(module), uncompile(module, users)
             show_shards(own)
             parameters = trainable(own)
-            refuse_second_engine(parameters)
+            refuse_second_trainer(parameters)
             check_optimizer(optimizer, parameters)
             owner = adapter_of(own, is_ordered=granule is not None)
             undo.callback(owner.detach)

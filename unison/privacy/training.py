@@ -5,7 +5,6 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 """
 
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,13 @@ from unison.clip import NormTable, Plan, SampleNorms
 from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
-from unison.parallel import ParallelAdapter, ShardedParam
+from unison.parallel import (
+    ParallelAdapter,
+    ShardedParam,
+    curvatures,
+    find_shared,
+    private_trainings,
+)
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
@@ -49,24 +54,28 @@ from unison.privacy.sampling import (
 )
 from unison.rng import Key, NoiseClock
 
-_attached: "weakref.WeakSet[PrivateTraining]" = weakref.WeakSet()
 
+def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:
+    """Make sure that neither another engine nor a `KFAC` trains any of these parameters.
 
-def refuse_second_engine(trainable: Mapping[str, nn.Parameter]) -> None:
-    """Make sure that no other engine trains any of these parameters.
-
-    Each would clip and noise the gradients of the other, and neither ledger would hold it.
+    Two engines would clip and noise the gradients of each other, and neither ledger would hold it.
+    Curvature of batches gets no noise, and would shape a gradient that has some.
 
     Raises:
-        BadInput: Naming a parameter.
+        BadInput: Naming a parameter that another engine trains.
+        UnsupportedOperation: Naming one that a `KFAC` preconditions.
     """
-    taken = {id(each) for other in _attached for each in other.trained}
-    for name, parameter in trainable.items():
-        if id(parameter) in taken:
-            raise BadInput(
-                f"{name} is trained privately already, by another engine: one parameter, one "
-                "engine. detach() the other one first, or make a copy of the module"
-            )
+    if (name := find_shared(trainable, private_trainings)) is not None:
+        raise BadInput(
+            f"{name} is trained privately already, by another engine: one parameter, one "
+            "engine. detach() the other one first, or make a copy of the module"
+        )
+    if (name := find_shared(trainable, curvatures)) is not None:
+        raise UnsupportedOperation(
+            f"{name} is preconditioned by a KFAC, whose curvature of batches gets no noise: a "
+            "private gradient that it shapes is no longer private. detach() the KFAC first, and "
+            "train without it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +184,7 @@ class PrivateTraining:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        _attached.add(self)
+        private_trainings.add(self)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -188,7 +197,7 @@ class PrivateTraining:
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
         self._recorder.remove()
-        _attached.discard(self)
+        private_trainings.discard(self)
         self._attachment.detach()
         for handle in self._handles:
             handle.remove()

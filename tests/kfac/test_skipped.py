@@ -1,0 +1,163 @@
+"""What is not finite on any rank changes nothing on all of them, and is counted and reported."""
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import unison
+from tests.harness import World, run_on_ranks
+from tests.kfac.common import CLASSES, loss, settings
+from unison.errors import BadInput
+from unison.shard.digest import full_parameters
+from unison.shard.sharded_tensor import local_part
+
+ROWS, FEATURES, NUM_STEPS = 6, 5, 8
+KINDS = ("gradient", "input", "sum", "overflow", "square")
+BAD_STEPS = (0, 5, 6)  # the first one, an update of the factors, and a step without one
+
+
+def batch(step: int, world: World) -> tuple[Tensor, Tensor]:
+    """This rank's rows; the second of three ranks has none."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    edges = [0, 4, 4, 6] if world.size == 3 else [0, 6]
+    own = slice(edges[world.rank], edges[world.rank + 1])
+    return x[own], y[own]
+
+
+def make_model(how: str) -> nn.Module:
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+    match how:
+        case "units":
+            return unison.fully_shard(model, gradient_divisor=1)
+        case "fsdp2":
+            return torch.distributed.fsdp.fully_shard(model)
+        case "ddp":
+            return DistributedDataParallel(model)
+    return model
+
+
+def train(world: World, how: str, kind: str, bad: int, *, is_left_out: bool) -> dict[str, Any]:
+    """Steps of which one is bad, or not there at all."""
+    model = make_model(how)
+    policy = "all" if how == "units" else "hybrid"  # G as columns, or that of the head alone
+    kfac = unison.KFAC(model, settings(update_every=5, decay=0.9, policy=policy))
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = torch.optim.SGD(model.parameters(), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=kind == "overflow")
+    for step in range(NUM_STEPS):
+        is_bad = step == bad
+        if is_bad and is_left_out:
+            continue
+        x, y = batch(step, world)
+        if is_bad and world.rank == 0 and kind in ("input", "sum"):
+            # A large one saturates: its gradient is 0, and its square is infinite.
+            x[1, 2] = torch.inf if kind == "input" else 1e25
+        optimizer.zero_grad()
+        logits = model(x)
+        if kfac.wants_statistics:
+            kfac.sample(logits).backward()
+        value = loss(logits, y) * len(x) / ROWS if len(x) else logits.sum()
+        if is_bad and world.rank == 0 and kind == "overflow":
+            value = value * 3e38
+        scaler.scale(value).backward()
+        if is_bad and kind in ("gradient", "square"):  # one element, on one rank
+            part = local_part(next(model.parameters()).grad)
+            sizes = [part.numel()] if world.size == 1 else world.gather(part.numel())
+            if world.rank == max(rank for rank, size in enumerate(sizes) if size):
+                part.view(-1)[-1:] = -torch.inf if kind == "gradient" else 1e25
+        scaler.unscale_(optimizer)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            kfac.step(grad_scaler=scaler)
+        texts = [str(each.message) for each in said]
+        assert len(texts) == is_bad, texts
+        if is_bad:
+            assert ("sums for the factors of" if kind == "sum" else "the gradient of") in texts[0]
+            assert f"left step {step} out (1 in this run)" in texts[0]
+        scaler.step(optimizer)
+        scaler.update()
+    assert kfac.skipped == (not is_left_out)
+    state = kfac.state_dict()
+    state.pop("skipped")
+    return {"state": state, "parameters": {n: v.clone() for n, v in full_parameters(model)}}
+
+
+def check_everything(world: World, how: str) -> None:
+    for kind, bad in itertools.product(KINDS, BAD_STEPS):
+        if kind == "sum" and bad == 6:
+            continue  # no sums are made there, and the gradient is finite
+        found = train(world, how, kind, bad, is_left_out=False)
+        expected = train(world, how, kind, bad, is_left_out=True)
+        assert found["state"]["num_steps"] == expected["state"]["num_steps"] == NUM_STEPS - 1
+        for a, b in zip(found["state"]["layers"], expected["state"]["layers"], strict=True):
+            assert a["layer"] == b["layer"]
+            assert a["tensors"].keys() == b["tensors"].keys()
+            for key, value in b["tensors"].items():
+                assert torch.equal(a["tensors"][key], value), (kind, bad, key)
+        for name, value in expected["parameters"].items():
+            assert torch.isfinite(value).all()
+            assert torch.equal(found["parameters"][name], value), (kind, bad, name)
+
+
+@pytest.mark.parametrize(("size", "how"), [(1, "none"), (3, "units"), (3, "fsdp2")])
+def test_later_steps_are_those_of_a_run_without_the_bad_one(size, how):
+    run_on_ranks(size, check_everything, how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "how"), [(1, "units"), (3, "ddp")])
+def test_and_everywhere_else(size, how):
+    run_on_ranks(size, check_everything, how)
+
+
+def gradients_of_loss(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = unison.KFAC(model, settings(fisher="empirical"))
+    x, y = torch.randn(ROWS, FEATURES), torch.randint(0, CLASSES, (ROWS,))
+    logits = model(x)
+    kfac.sample(logits).backward()
+    scaler.scale(loss(logits, y)).backward()
+    if scaler.is_enabled():
+        with pytest.raises(BadInput, match=r"call scaler\.unscale_\(optimizer\), then kfac\.step"):
+            kfac.step(grad_scaler=scaler)
+    scaler.unscale_(optimizer)
+    kfac.step(grad_scaler=scaler)
+    return {name: each["g"] for name, each in kfac.factors().items()}
+
+
+def test_the_empirical_fisher_is_of_the_loss_without_its_scale():
+    found = gradients_of_loss(torch.amp.GradScaler("cpu", init_scale=2.0**12))
+    expected = gradients_of_loss(torch.amp.GradScaler("cpu", enabled=False))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+
+
+def test_it_is_counted_on(tmp_path):
+    model = make_model("none")
+    kfac = unison.KFAC(model, settings())
+    for bad in (True, False):
+        logits = model(torch.full((3, FEATURES), torch.nan if bad else 1.0))
+        if kfac.wants_statistics:
+            kfac.sample(logits).backward()
+        loss(logits).backward()
+        if bad:
+            with pytest.warns(UserWarning, match=r"left step 0 out \(1 in this run\)"):
+                kfac.step()
+            assert all(each.grad is None for each in model.parameters())
+            assert not kfac.layers
+        else:
+            kfac.step()
+    kfac.save(tmp_path / "curvature")
+    other = unison.KFAC(model, settings())
+    other.load(tmp_path / "curvature")
+    assert (other.num_steps, other.skipped) == (1, 1)
