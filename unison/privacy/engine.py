@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from unison import check
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
+from unison.config import Privacy
 from unison.errors import BadInput
 from unison.parallel import adapter_of
 from unison.privacy.accounting import check_accountant, check_delta
@@ -42,6 +43,7 @@ from unison.privacy.sampling import (
     Ranks,
     Sampling,
     fingerprint,
+    sampling_for,
     show_shards,
     steps_per_epoch,
     usual_batch_size,
@@ -499,6 +501,61 @@ class PrivacyEngine:
         if self._training is None:
             raise BadInput("the engine is not attached to a module: call make_private first")
         return self._training
+
+
+def attach(
+    privacy: Privacy,
+    *,
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    steps: int,
+    seed: int,
+    ledger: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> tuple[PrivacyEngine, PrivateLoader]:
+    """Make a planned run private: an engine on the module, and the loader that draws for it.
+
+    Args:
+        privacy: What the run applies; its `epsilon`, if given, decides the noise and is a budget.
+        module: As in `make_private`.
+        optimizer: As in `make_private`.
+        data_loader: As in `make_private`; its batch size is that of all ranks together.
+        steps: Logical steps of the whole run.
+        seed: Used where `privacy.secure_noise` is off.
+        ledger: File to write the ledger to.
+        settings: Other arguments of `make_private`.
+    """
+    num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+    sampling = sampling_for(privacy, batch_size_of(data_loader), num_records)
+    noise_multiplier, budget = privacy.noise_multiplier, None
+    if noise_multiplier is None:
+        assert privacy.epsilon is not None  # one of the two is given
+        budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=steps)
+        noise_multiplier = noise_multiplier_for(
+            target_epsilon=privacy.epsilon,
+            target_delta=privacy.delta,
+            sampling=sampling,
+            steps=steps,
+            accountant=privacy.accountant,
+            rounded_elements=sum(
+                math.prod(each.shape) for each in module.parameters() if each.requires_grad
+            ),
+        )
+    engine = PrivacyEngine(privacy.accountant, privacy.secure_noise, ledger)
+    _, _, loader = engine.make_private(
+        module=module,
+        optimizer=optimizer,
+        data_loader=data_loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=privacy.max_grad_norm,
+        clip_rule=privacy.clip_rule,
+        sampling=sampling,
+        budget=budget,
+        seed=None if privacy.secure_noise else seed,
+        **settings,
+    )
+    return engine, loader
 
 
 def open_on_ranks(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unison.errors import BadInput, UnisonError
-from unison.privacy import read_ledger
+from unison.privacy import LEDGER_FILE, read_ledger
 from unison.shard import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
-LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
 ENVIRONMENT_FILE = "environment.json"
