@@ -31,6 +31,7 @@ from unison.privacy.arguments import (
     refuse_unknown,
     sampling_of,
     trainable,
+    unprepared,
 )
 from unison.privacy.calibration import Budget, BudgetGuard, noise_multiplier_for
 from unison.privacy.graph import LossOf, RecordedPass
@@ -210,6 +211,9 @@ class PrivacyEngine:
         if granule is not None:
             check.positive(granule=granule)
         check.positive(rows_per_sample=rows_per_sample)
+        batch_device = getattr(data_loader, "device", None)  # accelerate puts batches there
+        data_loader, prepared = unprepared(data_loader), optimizer
+        optimizer = unprepared(optimizer)
         users = ExitStack()  # gives what the user has compiled back
         with ExitStack() as undo:
             undo.callback(users.close)  # if anything is refused from here on
@@ -251,6 +255,7 @@ class PrivacyEngine:
                 num_ranks=ranks.size,
                 granule=granule or 1,
                 rows_per_record=rows_per_sample,
+                device=batch_device,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
             loader.rows = RowShapes(row_shape, padding)
@@ -313,7 +318,7 @@ class PrivacyEngine:
             )
             undo.pop_all()
         self._users_compile = users
-        return module, optimizer, loader
+        return module, prepared, loader
 
     def make_private_with_epsilon(
         self,
@@ -346,7 +351,7 @@ class PrivacyEngine:
         if "noise_multiplier" in settings:
             raise BadInput("target_epsilon decides the noise: leave noise_multiplier out")
         sampling = settings.get("sampling") or sampling_of(
-            data_loader, settings.get("poisson_sampling", True)
+            unprepared(data_loader), settings.get("poisson_sampling", True)
         )
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")
