@@ -220,12 +220,14 @@ def test_the_pinned_directions():
 
 
 HEAVY = {
+    "accelerate",
     "click",
     "curvlinops",
     "datasets",
     "dp_accounting",
     "huggingface_hub",
     "hypothesis",
+    "lightning",
     "llvmlite",
     "matplotlib",
     "numba",
@@ -243,6 +245,7 @@ HEAVY = {
     "tokenizers",
     "transformers",
     "triton",
+    "trl",
     "typer",
 }
 

@@ -1,10 +1,10 @@
 """`PrivacyCallback`: private training with Lightning's automatic optimisation.
 
 ```python
-trainer = lightning.Trainer(
-    max_epochs=3,
-    callbacks=[unison.lightning.PrivacyCallback(unison.Privacy(epsilon=3, delta=1e-5))],
+private = unison.lightning.PrivacyCallback(
+    unison.Privacy(epsilon=3, delta=1e-5), ledger="run/ledger.jsonl"
 )
+trainer = lightning.Trainer(max_epochs=3, callbacks=[private])
 trainer.fit(model, train_dataloaders=loader)
 ```
 
@@ -13,9 +13,9 @@ the user's own `training_step` runs for each of its passes, so that one step of 
 logical batch, whatever it counts: schedules, `max_steps`, logging, checkpoints.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,7 +24,6 @@ from torch import nn
 from unison.config import Privacy
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import (
-    LEDGER_FILE,
     BudgetSpent,
     PrivacyEngine,
     PrivateLoader,
@@ -44,6 +43,8 @@ class PrivacyCallback(Callback):
     Args:
         privacy: What the run applies. `privacy.epsilon` decides the noise for all of the run's
             steps, and is a budget: training ends before a step that would pass it.
+        ledger: File to write the ledger to. A run that goes on from a checkpoint must find it, so
+            it lies beside checkpoints, not in a folder that Lightning numbers anew.
         max_physical_batch_size: Most rows in one pass; the loader's batch size is that of a step.
         seed: Used where `privacy.secure_noise` is off.
         settings: Other arguments of `PrivacyEngine.make_private`, such as `row_shape`.
@@ -56,13 +57,14 @@ class PrivacyCallback(Callback):
         self,
         privacy: Privacy,
         *,
+        ledger: str | os.PathLike[str],
         max_physical_batch_size: int | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> None:
         if not isinstance(privacy, Privacy):
             raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
-        self.privacy, self._seed = privacy, seed
+        self.privacy, self._ledger, self._seed = privacy, ledger, seed
         self._settings = {**settings, "max_physical_batch_size": max_physical_batch_size}
         self.engine: PrivacyEngine | None = None
         self._state: Mapping[str, Any] | None = None  # of a checkpoint
@@ -105,7 +107,7 @@ class PrivacyCallback(Callback):
             data_loader=self._data,
             steps=steps,
             seed=self._seed,
-            ledger=Path(trainer.log_dir or trainer.default_root_dir) / LEDGER_FILE,
+            ledger=self._ledger,
             **self._settings,
         )
         if self._state is not None:

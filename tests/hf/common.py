@@ -1,7 +1,9 @@
 """Tiny models of transformers, rows of unequal length, and what a trainer did with them."""
 
 import json
+import os
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,46 @@ def train(trainer: Any, **settings: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
         return trainer.train(**settings)
+
+
+def tokenizer(template: str | None = None) -> Any:
+    """Letters, a space and special tokens: as many as the tiny models have."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number + 3 for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz .:")}
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | letters
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    found.chat_template = template
+    return found
+
+
+def folder_of_model(folder: Path, model: Any, template: str | None = None) -> Path:
+    """A model and a tokenizer as `from_pretrained` reads them."""
+    model.save_pretrained(folder)
+    tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def accelerator(rank=0, size=1, **settings):
+    """An Accelerator of this process, or of the ranks of a test; nothing of it is left behind."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    if size > 1:
+        os.environ.update({name: str(each) for name, each in numbers.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    try:
+        yield Accelerator(cpu=True, **settings)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for each in (AcceleratorState, GradientState, PartialState):
+            each._shared_state.clear()

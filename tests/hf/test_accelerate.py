@@ -1,23 +1,16 @@
 """What accelerate prepares, before or after make_private; and a Trainer that is not ours."""
 
-import os
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("accelerate")
-
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import unison
 from tests.harness import oracle
 from tests.harness.ranks import ranks
-from tests.hf.common import arguments
+from tests.hf.common import accelerator, arguments
 from tests.privacy.common import attach, loader, losses, make_model
 
 ORDERS = {
@@ -27,23 +20,6 @@ ORDERS = {
     "loader before": ("loader", "module optimizer"),
     "all after": ("", "module optimizer loader"),
 }
-
-
-@contextmanager
-def accelerator(rank=0, size=1, **settings):
-    """An Accelerator of this process, or of the ranks of a test; nothing of it is left behind."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    before = dict(os.environ)
-    if size > 1:
-        os.environ.update({name: str(each) for name, each in numbers.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    try:
-        yield Accelerator(cpu=True, **settings)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for each in (AcceleratorState, GradientState, PartialState):
-            each._shared_state.clear()
 
 
 def steps(order, rank=0, size=1, num_steps=3):
@@ -92,7 +68,11 @@ def without_accelerate():
     return module
 
 
-@pytest.mark.parametrize("order", ORDERS)
+QUICK = ("all before", "all after")
+LONG = [pytest.param(order, marks=pytest.mark.full) for order in ORDERS if order not in QUICK]
+
+
+@pytest.mark.parametrize("order", [*QUICK, *LONG])
 def test_one_process_trains_as_without_accelerate(order):
     module, counts = steps(order)
     assert counts == (3, 3)
@@ -105,6 +85,7 @@ def plain():
     return [each.detach() for each in without_accelerate().parameters()]
 
 
+@pytest.mark.full
 @ranks(2)
 def test_two_processes_train_as_one_does(world, plain):
     for order in ORDERS:
@@ -138,17 +119,6 @@ def test_accumulation_is_refused_with_the_remedy():
             next(iter(private))
         assert engine.ledger.num_intents == 0
         engine.detach()
-
-
-@ranks(2)
-def test_ranks_that_meet_after_make_private_are_refused(world):
-    own = torch.distributed.new_group([world.rank], use_local_synchronization=True)
-    engine, module, _, private = attach()
-    wrapped = DistributedDataParallel(module, process_group=own)
-    x, _ = next(iter(private))
-    with pytest.raises(unison.BadInput, match="make the process group"):
-        wrapped(x)
-    engine.detach()
 
 
 class Classifier(nn.Module):

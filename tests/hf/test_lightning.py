@@ -24,7 +24,8 @@ from unison.privacy.mechanism import sensitivity_factor
 # Lightning says what machines and settings it would like better.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*GPU available.*"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # a run of no steps
     pytest.mark.filterwarnings("ignore:noise and sampling come from a seed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -70,7 +71,13 @@ def privacy(**settings):
     return unison.Privacy(**given | settings)
 
 
-def fit(folder, model, callback, *, checkpoint=None, **settings):
+def fit(folder, model, applied=None, *, passes=None, checkpoint=None, batch=BATCH, **settings):
+    callback = PrivacyCallback(
+        applied or privacy(),
+        ledger=folder / "ledger.jsonl",
+        max_physical_batch_size=passes,
+        seed=SEED,
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -82,7 +89,7 @@ def fit(folder, model, callback, *, checkpoint=None, **settings):
         enable_model_summary=False,
         **{"max_steps": 4} | settings,
     )
-    rows = DataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True)
+    rows = DataLoader(TensorDataset(*data()), batch_size=batch, shuffle=True)
     trainer.fit(model, train_dataloaders=rows, ckpt_path=checkpoint, weights_only=False)
     return trainer
 
@@ -96,8 +103,7 @@ def counts(folder):
 @pytest.mark.parametrize("calls_itself", [False, True])
 def test_steps_are_those_of_a_private_loop(calls_itself, tmp_path):
     model = Net(calls_itself)
-    callback = PrivacyCallback(privacy(), max_physical_batch_size=5, seed=SEED)
-    trainer = fit(tmp_path, model, callback)
+    trainer = fit(tmp_path, model, passes=5)
     assert trainer.global_step == 4
     assert counts(tmp_path) == (4, 4)
     assert model.num_calls > 4  # passes, one closure for each step
@@ -127,7 +133,7 @@ def test_the_first_step_is_the_clipped_sum_of_single_rows(tmp_path):
     silent = privacy()
     object.__setattr__(silent, "noise_multiplier", 0.0)
     model = Net()
-    fit(tmp_path, model, PrivacyCallback(silent, max_physical_batch_size=5, seed=SEED), max_steps=1)
+    fit(tmp_path, model, silent, passes=5, max_steps=1)
     engine, *_, private = attach(seed=SEED)
     expected = oracle.clipped_sum(make_model(), losses, tuple(next(iter(private))), 0.5)
     engine.detach()
@@ -137,8 +143,7 @@ def test_the_first_step_is_the_clipped_sum_of_single_rows(tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     whole, parts = Net(), Net()
-    fit(tmp_path / "whole", whole, PrivacyCallback(privacy(), seed=SEED))
-    first = PrivacyCallback(privacy(), seed=SEED)
+    fit(tmp_path / "whole", whole)
     saved = tmp_path / "saved.ckpt"
 
     class Saves(Net):
@@ -147,42 +152,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
                 self.trainer.save_checkpoint(saved)
                 self.trainer.should_stop = True
 
-    fit(tmp_path / "parts", Saves(), first, min_epochs=0)
+    fit(tmp_path / "parts", Saves(), min_epochs=0)
     assert counts(tmp_path / "parts") == (2, 2)
-    fit(tmp_path / "parts", parts, PrivacyCallback(privacy(), seed=SEED), checkpoint=saved)
+    fit(tmp_path / "parts", parts, checkpoint=saved)
     assert counts(tmp_path / "parts") == (4, 4)
     for mine, plain in zip(parts.net.parameters(), whole.net.parameters(), strict=True):
         assert torch.equal(mine, plain)
 
 
 def test_epsilon_is_the_accountants_and_training_ends_at_it(tmp_path):
-    whole = {"epsilon": 2.0, "delta": 1e-5}
-    settings = {"max_steps": -1, "max_epochs": 2}
-
-    def run():
-        model = Net()
-        callback = PrivacyCallback(privacy(**whole), seed=SEED)
-        rows = DataLoader(TensorDataset(*data()), batch_size=NUM_RECORDS, shuffle=True)
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[callback],
-            logger=CSVLogger(tmp_path, name="", version=""),
-            log_every_n_steps=1,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **settings,
-        )
-        trainer.fit(model, train_dataloaders=rows)
-        return trainer, model
-
-    trainer, model = run()
+    settings = {"max_steps": -1, "max_epochs": 2, "batch": NUM_RECORDS}
+    model = Net()
+    trainer = fit(tmp_path, model, privacy(epsilon=2.0), **settings)
     sigma = float(trainer.callback_metrics["noise_multiplier"])
     z = sigma / sensitivity_factor(sigma, sum(each.numel() for each in model.parameters()))
     expected = rdp.RdpAccountant().compose(times(sampled(1.0, z), 2)).get_epsilon(1e-5)
     assert float(trainer.callback_metrics["epsilon_if_secret"]) == pytest.approx(expected, rel=1e-5)
     assert counts(tmp_path) == (2, 2)
-    trainer, _ = run()  # the ledger is that of the same rows, and is spent
+    # The ledger is that of the same rows, and is spent.
+    trainer = fit(tmp_path, Net(), privacy(epsilon=2.0), **settings)
     assert trainer.global_step == 0
     assert counts(tmp_path) == (2, 2)
 
@@ -199,9 +187,8 @@ class Parts(Net):
 
 
 def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path):
-    callback = PrivacyCallback(privacy(), seed=SEED)
     with pytest.raises(unison.UnsupportedOperation, match="larger batch size"):
-        fit(tmp_path, Net(), callback, accumulate_grad_batches=2)
+        fit(tmp_path, Net(), accumulate_grad_batches=2)
     with pytest.raises(unison.UnsupportedOperation, match="a gradient reached"):
-        fit(tmp_path, Parts(), PrivacyCallback(privacy(), seed=SEED))
+        fit(tmp_path, Parts())
     assert counts(tmp_path) == (0, 0)

@@ -11,15 +11,19 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from dp_accounting import rdp
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import T5Config, T5ForConditionalGeneration
 
 import unison
+from tests.harness.ranks import ranks
 from tests.hf.common import (
     CLIP_NORM,
     DELTA,
     MAX_LENGTH,
+    VOCAB,
     Gradients,
     StopAt,
+    accelerator,
     arguments,
     bert,
     clipped_mean,
@@ -56,18 +60,44 @@ def prompted_llama():
     return get_peft_model(llama(), config)
 
 
+def adapted_llama(config):
+    def make():
+        torch.manual_seed(0)
+        model = get_peft_model(llama(), config)
+        for name, each in model.named_parameters():
+            if each.requires_grad and "magnitude" not in name:
+                torch.nn.init.normal_(each, 0.5, std=0.3)
+        return model
+
+    return make
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    ends = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, **ends))
+
+
+DORA = LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+IA3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 CASES = {
     "causal": (llama, "completion", {}),
     "masked": (masked_bert, "completion", {}),
     "classification": (bert, "class", {}),
     "LoRA": (lora_llama, "completion", {}),
     "prompt tuning": (prompted_llama, "completion", {}),
+    "DoRA": (adapted_llama(DORA), "completion", {}),
+    "IA3": (adapted_llama(IA3), "completion", {}),
+    "encoder and decoder": (t5, "completion", {}),
+    "compiled": (llama, "completion", COMPILED),
     "checkpointing": (llama, "completion", {"gradient_checkpointing": True}),
     "one pass": (llama, "completion", {"per_device_train_batch_size": 40}),
 }
 
 
-QUICK = ("causal", "classification", "LoRA")
+QUICK = ("causal", "LoRA")
 LONG = [pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK]
 
 
@@ -92,6 +122,43 @@ def test_the_first_step_is_the_clipped_sum_of_single_rows(case, tmp_path):
     assert error_of(seen.found, expected) < 1e-6
     assert trainer.args is args
     assert args.gradient_accumulation_steps == (1 if case == "one pass" else 2)
+
+
+@pytest.mark.full
+def test_bf16_is_as_near_as_its_rounding(tmp_path):
+    data, seen, model = rows(), Gradients(), llama()
+    expected = clipped_mean(model, drawn(data, 8), 8)
+    trainer = PrivateTrainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=1, bf16=True),
+        train_dataset=data,
+        privacy=silent(),
+        max_length=MAX_LENGTH,
+        callbacks=[seen],
+    )
+    train(trainer)
+    assert 1e-5 < error_of(seen.found, expected) < 3e-2
+
+
+@pytest.mark.full
+@ranks(2)
+def test_two_processes_make_the_step_of_one(world, tmp_path):
+    with accelerator(world.rank, world.size):
+        data, seen, model = rows(), Gradients(), llama()
+        expected = clipped_mean(model, drawn(data, 8), 8)
+        trainer = PrivateTrainer(
+            model=model,
+            args=arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1),
+            train_dataset=data,
+            privacy=silent(),
+            max_length=MAX_LENGTH,
+            callbacks=[seen],
+        )
+        train(trainer)
+        assert error_of(seen.found, expected) < 1e-6
+        assert trainer.state.global_step == 2
+        world.barrier()
+        assert ledger_counts(tmp_path) == (2, 2)
 
 
 def test_steps_commits_and_logs_agree_and_epsilon_is_the_accountants(tmp_path):
@@ -179,6 +246,7 @@ def padded_on_the_left(records):
     return {name: torch.stack(each) for name, each in rows.items()}
 
 
+@pytest.mark.full
 def test_a_collator_that_pads_to_the_longest_row_does_not_let_rows_meet(tmp_path):
     data, seen, model = rows(), Gradients(), llama()
     expected = clipped_mean(model, drawn(data, 8), 8)
@@ -219,8 +287,8 @@ def test_a_record_moves_the_sum_by_at_most_the_clip_norm(tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     def trainer(folder, **settings):
-        args = arguments(folder, max_steps=5, save_strategy="steps", save_steps=100)
-        args.logging_strategy, args.logging_steps = "steps", 4
+        args = arguments(folder, max_steps=3, save_strategy="steps", save_steps=100)
+        args.logging_strategy, args.logging_steps = "steps", 2
         return PrivateTrainer(
             model=llama(),
             args=args,
@@ -232,32 +300,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 
     whole = trainer(tmp_path / "whole")
     train(whole)
-    train(trainer(tmp_path / "parts", callbacks=[StopAt(3)]))
-    assert ledger_counts(tmp_path / "parts") == (3, 3)
+    train(trainer(tmp_path / "parts", callbacks=[StopAt(1)]))
+    assert ledger_counts(tmp_path / "parts") == (1, 1)
     rest = trainer(tmp_path / "parts")
     train(rest, resume_from_checkpoint=True)
-    assert ledger_counts(tmp_path / "parts") == (5, 5)
+    assert ledger_counts(tmp_path / "parts") == (3, 3)
     for name, each in whole.model.named_parameters():
         assert torch.equal(each, rest.model.get_parameter(name)), name
     assert whole.state.log_history[:1] == rest.state.log_history[:1]
-    assert [each["step"] for each in rest.state.log_history] == [4, 5]
+    assert [each["step"] for each in rest.state.log_history] == [2, 3]
 
 
 def test_training_ends_at_the_budget(tmp_path, caplog):
     def trainer():
         return PrivateTrainer(
             model=llama(),
-            args=arguments(tmp_path, max_steps=4, gradient_accumulation_steps=10),
+            args=arguments(tmp_path, max_steps=2, gradient_accumulation_steps=10),
             train_dataset=rows(),
             privacy=privacy(epsilon=2.0),
             max_length=MAX_LENGTH,
         )
 
-    assert train(trainer()).global_step == 4
+    assert train(trainer()).global_step == 2
     again = trainer()  # the ledger is that of the same rows, and is spent
     assert train(again).global_step == 0
     assert "training ends here" in caplog.text
-    assert ledger_counts(tmp_path) == (4, 4)
+    assert ledger_counts(tmp_path) == (2, 2)
 
 
 REFUSED = {

@@ -13,20 +13,39 @@ trainer.train()
 docs/transformers.md has the whole way, from the install to a model that can be published.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unison.errors import BadInput
 
-__all__ = ["PrivateTrainer"]
+if TYPE_CHECKING:
+    from unison.hf.command import FinetuneConfig, export, finetune, generate
+    from unison.hf.sft import PrivateSFTTrainer
+    from unison.hf.trainer import PrivateTrainer
 
-_HOMES = {"PrivateTrainer": ("trainer", "transformers")}
+__all__ = [
+    "FinetuneConfig",
+    "PrivateSFTTrainer",
+    "PrivateTrainer",
+    "export",
+    "finetune",
+    "generate",
+]
+
+_HOMES = {
+    "FinetuneConfig": ("command", "hf"),
+    "PrivateSFTTrainer": ("sft", "trl"),
+    "PrivateTrainer": ("trainer", "hf"),
+    "export": ("command", "hf"),
+    "finetune": ("command", "hf"),
+    "generate": ("command", "hf"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a trainer when it is asked for: the package that it extends is an optional one."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, package = _HOMES[name]
+    module, extra = _HOMES[name]
     from importlib import import_module
 
     try:
@@ -35,6 +54,6 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").startswith("unison"):
             raise
         raise BadInput(
-            f"unison.hf.{name} needs {package}, and {error.name} is not installed: "
-            "pip install 'unison[hf]'"
+            f"unison.hf.{name} needs {error.name}, which is not installed: "
+            f"pip install 'unison[{extra}]'"
         ) from error

@@ -90,7 +90,7 @@ class PrivateSteps:
             raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
         super().__init__(*args, **settings)
         self.privacy = privacy
-        self._max_length = max_length
+        self._max_length = max_length or getattr(self.args, "max_length", None)  # TRL's have one
         self._batch_size = 0  # of a logical batch, while a run goes on
         self._epsilon, self._epsilon_step = 0.0, 0  # as computed last, and after which step
         self._engine: PrivacyEngine | None = None
@@ -161,7 +161,7 @@ class PrivateSteps:
         self._engine, self._loader = attach(
             self.privacy,
             module=prepared[0],
-            optimizer=getattr(self.optimizer, "optimizer", self.optimizer),
+            optimizer=self.optimizer,
             data_loader=self._data,
             steps=max_steps,
             seed=self.args.seed,
@@ -264,7 +264,8 @@ class PrivateSteps:
         is_of_training = any(name in logs for name in _UNCOVERED)
         logs = {name: each for name, each in logs.items() if name not in _UNCOVERED}
         every = -(-self.state.max_steps // MAX_EPSILONS)
-        if is_of_training and self.state.global_step >= self._epsilon_step + every:
+        is_due = self.state.global_step >= self._epsilon_step + every or "train_runtime" in logs
+        if is_of_training and is_due:
             logs |= self._spent()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
