@@ -15,6 +15,7 @@ from tests.cli.conftest import unison as unison_fixture
 from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokenizer
 from unison.errors import BadInput
 from unison.hf.command import _row, read_records
+from unison.models import ModelConfig, build, save
 
 unison = unison_fixture
 PLAN = ["--epsilon", 3, "--delta", 1e-3, "--accountant", "rdp", "--epochs", 2]
@@ -78,6 +79,18 @@ def test_a_classifier_is_fine_tuned_and_exported(tmp_path, unison):
     code, _, error = unison("finetune", *given, *PLAN)
     assert code == 2
     assert "choose another --out" in error
+
+
+@pytest.mark.parametrize("family", ["decoder", "gpt2"])
+def test_a_run_of_train_is_exported(family, tmp_path, unison):
+    sizes = {"vocab_size": 40, "context_length": 8, "d_model": 16, "d_ff": 24}
+    config = ModelConfig(family=family, num_layers=1, num_heads=2, tie_head=False, **sizes)
+    ours = build(config)
+    save(config, dict(ours.named_parameters()), tmp_path)
+    assert unison("export", tmp_path, "--out", tmp_path / "out")[0] == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(7)[None]
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
 
 
 def test_only_what_is_answered_has_labels():

@@ -22,6 +22,8 @@ from transformers import (
 from unison.config import Privacy
 from unison.errors import BadInput
 from unison.hf.trainer import PrivateTrainer
+from unison.hf.twins import as_transformers
+from unison.models import CONFIG_FILE, load
 
 MODEL_FOLDER = "model"
 RESULT_FILE = "result.json"
@@ -145,9 +147,10 @@ def export(run: Path, out: Path, to: str) -> Path:
     """Write the model of a run, an adapter merged into it, where others can load it.
 
     Args:
-        run: The folder of the run.
+        run: The folder of the run; one of `unison train` too, whose models have twins.
         out: A folder that is not there yet.
-        to: `"hf"`: a folder for `from_pretrained`, with the tokenizer. `"safetensors"`: the
+        to: `"hf"`: a folder for `from_pretrained`, with the tokenizer if it is
+            transformers' own. `"safetensors"`: the
             parameters alone, as one file.
 
     Returns:
@@ -155,10 +158,14 @@ def export(run: Path, out: Path, to: str) -> Path:
     """
     if out.exists():
         raise BadInput(f"{out} is there already; choose another --out")
-    tokenizer, model = _load(run / MODEL_FOLDER, _MODELS[_kind(run)])
+    if (run / CONFIG_FILE).is_file():  # of `unison train`
+        tokenizer, model = None, as_transformers(load(run))
+    else:
+        tokenizer, model = _load(run / MODEL_FOLDER, _MODELS[_kind(run)])
     if to == "hf":
         model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
         return out
     from safetensors.torch import save_model
 
