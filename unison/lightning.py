@@ -138,7 +138,7 @@ class PrivacyCallback(Callback):
             batch = self._first
             while True:
                 batch = trainer.strategy.batch_to_device(batch)
-                output = type(pl_module).training_step(pl_module, batch, *args)
+                output: Any = type(pl_module).training_step(pl_module, batch, *args)
                 if not self._loader.is_open:
                     return output
                 loss = output["loss"] if isinstance(output, Mapping) else output

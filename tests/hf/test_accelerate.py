@@ -1,5 +1,7 @@
 """What accelerate prepares, before or after make_private; and a Trainer that is not ours."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,10 @@ def steps(order, rank=0, size=1, num_steps=3):
     """Train with parts prepared before and after; return the module and its ledger's counts."""
     first, then = (each.split() for each in ORDERS[order])
     module = make_model()
-    parts = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    parts: dict[str, Any] = {
+        "module": module,
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+    }
     # A loader that is prepared has the batch size of one process.
     parts["loader"] = loader(12 // size if "loader" in first else 12)
     with accelerator(rank, size) as accelerate:

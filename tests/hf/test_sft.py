@@ -1,5 +1,7 @@
 """TRL's SFTTrainer with private steps."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("trl")
@@ -63,9 +65,8 @@ def trainer(folder, form="text", *, seen=(), spends=None, **settings):
 def test_the_first_step_is_the_clipped_sum_of_single_rows(form, tmp_path):
     seen = Gradients()
     private = trainer(tmp_path, form, seen=[seen], spends=silent(), max_steps=1)
-    records = [
-        {name: each[name] for name in ("input_ids", "labels")} for each in private.train_dataset
-    ]
+    prepared: Any = private.train_dataset
+    records = [{name: each[name] for name in ("input_ids", "labels")} for each in prepared]
     if form == "completion":
         assert all(-100 in each["labels"] for each in records)
     expected = clipped_mean(llama(), drawn(records, 8), 8)

@@ -196,7 +196,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             None,
         )
         form = form or found
-        if found is None or found != form:
+        if form is None or found != form:
             wanted = " and ".join(form) if form else "text, prompt and completion, or messages"
             raise BadInput(f"{path}:{number} has no {wanted}; all lines must be of one form")
         for name in form:

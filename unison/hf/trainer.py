@@ -100,7 +100,12 @@ class PrivateSteps:
 
     # --- a run -----------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train as the Trainer does, privately; the ledger is in `output_dir`.
 
         Returns:
@@ -119,7 +124,9 @@ class PrivateSteps:
         self.args = copy.copy(users)
         self.args.gradient_accumulation_steps = 1
         try:
-            return super().train(resume_from_checkpoint, trial, **kwargs)  # type: ignore[misc]
+            return super().train(  # type: ignore[misc]
+                resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval
+            )
         finally:
             self.args = users
             if self._engine is not None and self._loader is not None:
@@ -216,7 +223,7 @@ class PrivateSteps:
             yield self._next_pass()
 
     def training_step(
-        self, model: nn.Module, inputs: Iterator[Any], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run the passes of a logical batch; the gradients are there, with noise, after the last.
 
@@ -240,7 +247,7 @@ class PrivateSteps:
         Losses that are not of tokens are the model's own, and `compute_loss_func` is the user's:
         the engine looks at either, and refuses one in which rows mix.
         """
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         kind = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
         is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and kind in _LOSSES_OF_TOKENS

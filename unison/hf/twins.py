@@ -41,7 +41,8 @@ def as_transformers(model: LanguageModel) -> Any:
     """Return a model of transformers with the same parameters, and so the same logits."""
     config = model.config
     is_llama = config.family == "decoder"
-    twin = (_llama if is_llama else _gpt2)(config).to(next(model.parameters()).dtype)
+    twin: Any = _llama(config) if is_llama else _gpt2(config)
+    twin.to(next(model.parameters()).dtype)
     names = _LLAMA_NAMES if is_llama else _GPT2_NAMES
     for name, parameter in model.named_parameters():
         path = ".".join(names.get(part, part) for part in name.split("."))
