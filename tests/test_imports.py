@@ -41,17 +41,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shard": SUBSTRATE,
     "models": SUBSTRATE,
     "data": SUBSTRATE,
+    "hf": LIBRARY,
+    "lightning": LIBRARY,
     "verify": LIBRARY,
     "plan": LIBRARY,
     "train": LIBRARY | {"verify", "plan", "__init__"},
-    "cli": LIBRARY | {"verify", "plan", "train", "__init__"},
+    "cli": LIBRARY | {"verify", "plan", "train", "hf", "__init__"},
     "__main__": {"cli"},
     "__init__": LIBRARY | {"verify", "plan"},
 }
 
 # These see other folders as a user does: `from unison.data import X`, never
 # `from unison.data.rows import X`.
-PUBLIC_NAMES_ONLY = {"verify", "plan", "train", "cli"}
+PUBLIC_NAMES_ONLY = {"hf", "lightning", "verify", "plan", "train", "cli"}
 
 # Where somebody else must know what batches are dealt, what is sharded and how checkpoints are
 # written, single files may import it.
@@ -220,12 +222,14 @@ def test_the_pinned_directions():
 
 
 HEAVY = {
+    "accelerate",
     "click",
     "curvlinops",
     "datasets",
     "dp_accounting",
     "huggingface_hub",
     "hypothesis",
+    "lightning",
     "llvmlite",
     "matplotlib",
     "numba",
@@ -243,6 +247,7 @@ HEAVY = {
     "tokenizers",
     "transformers",
     "triton",
+    "trl",
     "typer",
 }
 

@@ -4,6 +4,7 @@ This module holds the public names and nothing else. Importing it needs torch an
 """
 
 from unison import clip
+from unison.config import Privacy
 from unison.errors import BadInput, Diverged, NeedsWhole, UnisonError, UnsupportedOperation
 from unison.kernels.cross_entropy import linear_cross_entropy
 from unison.kfac import KFAC, KFACConfig
@@ -60,6 +61,7 @@ __all__ = [
     "KFACConfig",
     "MixedPrecision",
     "NeedsWhole",
+    "Privacy",
     "PrivacyEngine",
     "RankLost",
     "UnisonError",

@@ -105,8 +105,8 @@ class Privacy:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             found = "neither" if self.epsilon is None else "both"
             raise BadInput(
-                "a private run needs one of --epsilon, which decides the noise, and "
-                f"--noise-multiplier, found {found}"
+                "a private run needs one of epsilon, which decides the noise, and "
+                f"noise_multiplier, found {found}"
             )
         check.positive(**_given(epsilon=self.epsilon))
         if self.noise_multiplier is not None and not self.noise_multiplier > 0:

@@ -15,7 +15,6 @@ from unison.schema import build, cut, is_a, parse, read_bytes, read_json, short
 
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
-LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
 ENVIRONMENT_FILE = "environment.json"

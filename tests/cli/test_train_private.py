@@ -60,7 +60,7 @@ REFUSED = {
     ),
     "large delta": (
         ["--private", "--epsilon", "8", "--delta", "0.1"],
-        "--delta must lie below 1 / number of rows",
+        "delta must lie below 1 / number of rows",
     ),
     "capacity": ([*PRIVATE, "--epsilon", "8", "--capacity", "9"], "--sampling truncated"),
 }

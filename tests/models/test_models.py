@@ -1,5 +1,7 @@
 """The built-in models: shapes, counts, and equality with independent implementations."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -54,93 +56,20 @@ def test_small_has_the_parameters_of_the_reference_notes():
     assert sum(name.startswith("layers.0.") for name in names) == 9
 
 
-def test_gpt2_equals_transformers():
-    from transformers import GPT2Config, GPT2LMHeadModel
+@pytest.mark.parametrize("tie_head", [False, True])
+@BOTH
+def test_both_families_equal_transformers(config, tie_head):
+    from unison.hf.twins import as_transformers
 
-    c = TINY_GPT2
-    ours = build(c).double()
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.context_length,
-            n_embd=c.d_model,
-            n_layer=c.num_layers,
-            n_head=c.num_heads,
-            n_inner=c.d_ff,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-        )
-    ).double()
-    assert count_parameters(ours) == count_parameters(theirs)
-    renamed = {
-        "token_embeddings": "wte",
-        "position_embeddings": "wpe",
-        "layers": "h",
-        "ln_final": "ln_f",
-        "ln1": "ln_1",
-        "ln2": "ln_2",
-        "qkv_proj": "c_attn",
-        "output_proj": "c_proj",
-        "ffn": "mlp",
-        "w1": "c_fc",
-        "w2": "c_proj",
-    }
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            path = ".".join(renamed.get(part, part) for part in name.split("."))
-            target = theirs.transformer.get_parameter(path)
-            # transformers stores these matrices transposed ("Conv1D")
-            is_conv1d = ".h." in f".{path}" and parameter.ndim == 2
-            target.copy_(parameter.T if is_conv1d else parameter)
-    ids = torch.arange(2 * 11).reshape(2, 11) % c.vocab_size
-    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-10, atol=1e-12)
-
-
-def test_decoder_equals_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c = TINY_DECODER
-    ours = build(c).double()
+    config = dataclasses.replace(config, tie_head=tie_head, rope_theta=500.0)
+    ours = build(config).double()
     ours.reset_buffers()  # again, now in float64
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=c.vocab_size,
-            max_position_embeddings=c.context_length,
-            hidden_size=c.d_model,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            intermediate_size=c.d_ff,
-            rms_norm_eps=c.norm_eps,
-            tie_word_embeddings=False,
-        )
-    ).double()
-    renamed = {
-        "token_embeddings": "model.embed_tokens",
-        "layers": "model.layers",
-        "ln_final": "model.norm",
-        "ln1": "input_layernorm",
-        "ln2": "post_attention_layernorm",
-        "attn": "self_attn",
-        "output_proj": "o_proj",
-        "ffn": "mlp",
-        "w1": "gate_proj",
-        "w2": "down_proj",
-        "w3": "up_proj",
-    }
-    d_head = c.d_model // c.num_heads
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            value = parameter
-            if "q_proj" in name or "k_proj" in name:
-                # Llama rotates feature i with i + d/2, we rotate 2i with 2i + 1
-                value = value.view(c.num_heads, d_head // 2, 2, c.d_model).transpose(1, 2)
-                value = value.reshape(c.d_model, c.d_model)
-            path = ".".join(renamed.get(part, part) for part in name.split("."))
-            theirs.get_parameter(path).copy_(value)
-    ids = torch.arange(2 * 11).reshape(2, 11) % c.vocab_size
+    theirs = as_transformers(ours)
+    assert count_parameters(ours) == count_parameters(theirs)
+    ids = torch.arange(2 * 11).reshape(2, 11) % config.vocab_size
     # transformers computes the rotary tables in float32
-    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+    near = (1e-4, 1e-5) if config.family == "decoder" else (1e-10, 1e-12)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=near[0], atol=near[1])
 
 
 @BOTH

@@ -1,5 +1,8 @@
 """What ends up in `.grad`, and backward passes that are refused."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -233,9 +236,24 @@ def test_gradients_add_up_over_logical_batches_as_in_torch():
     torch.testing.assert_close(found[True][1], found[False][0] + found[False][1])
 
 
-def test_a_closure_is_refused():
-    _, module, optimizer, private = attach()
-    x, y = next(iter(private))
-    cross_entropy(module(x), y).backward()
-    with pytest.raises(BadInput, match="closure"):
-        optimizer.step(lambda: 0.0)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_closure_runs_once(is_named):
+    engine, module, optimizer, private = attach()
+    _, twin, plain, others = attach()
+    calls = []
+
+    def closure(x, y):
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+
+    for batch in itertools.islice(private, 2):
+        run = functools.partial(closure, *batch)
+        optimizer.step(closure=run) if is_named else optimizer.step(run)
+    for x, y in itertools.islice(others, 2):
+        plain.zero_grad()
+        cross_entropy(twin(x), y).backward()
+        plain.step()
+    assert calls == [True, True]
+    assert (engine.ledger.num_intents, engine.ledger.num_commits) == (2, 2)
+    assert torch.equal(module[0].weight, twin[0].weight)

@@ -20,12 +20,12 @@ from unison.config import (
 )
 from unison.errors import BadInput, Diverged
 from unison.models import load
-from unison.privacy import epsilon_of, read_ledger
+from unison.privacy import epsilon_of, read_ledger, sampling_for
 from unison.privacy.accounting import ACCOUNTANTS as KNOWN_ACCOUNTANTS
 from unison.privacy.mechanism import CLIP_RULES as KNOWN_CLIP_RULES
 from unison.train import resumed_config, train
 from unison.train.checkpoint import check_resumable
-from unison.train.regime import PrivacyFacts, sampling_of
+from unison.train.regime import PrivacyFacts
 from unison.train.report import ProgressView
 from unison.train.run_folder import read_metrics
 
@@ -241,7 +241,7 @@ def test_what_fails_before_the_first_step_leaves_nothing(text, tmp_path):
 
 
 REFUSED = {
-    "neither": ({}, "one of --epsilon.* found neither"),
+    "neither": ({}, "one of epsilon.* found neither"),
     "both": ({"epsilon": 1.0, "noise_multiplier": 1.0}, "found both"),
     "no noise": ({"noise_multiplier": 0.0}, "leave --private out"),
     "epsilon": ({"epsilon": -1.0}, "epsilon must be above 0"),
@@ -262,9 +262,9 @@ def test_settings_that_contradict_each_other_are_refused(case):
 
 def test_settings_that_the_rows_contradict_are_refused():
     with pytest.raises(BadInput, match=r"must lie below 1 / number of rows, found 0.01 with 100"):
-        sampling_of(Privacy(epsilon=1.0, delta=0.01), 10, 100)
-    with pytest.raises(BadInput, match="found 101 of 100; lower it"):
-        sampling_of(Privacy(epsilon=1.0, delta=1e-5), 101, 100)
+        sampling_for(Privacy(epsilon=1.0, delta=0.01), 10, 100)
+    with pytest.raises(BadInput, match="found batches of 101 and 100 rows; lower"):
+        sampling_for(Privacy(epsilon=1.0, delta=1e-5), 101, 100)
 
 
 def test_settings_that_need_others_are_refused(text, tmp_path):
@@ -291,4 +291,4 @@ def test_the_names_of_choices_are_those_of_the_library():
     for sampling in SAMPLINGS:
         capacity = 8 if sampling == "truncated" else None
         privacy = Privacy(epsilon=1.0, delta=1e-5, sampling=sampling, capacity=capacity)
-        assert sampling_of(privacy, 10, 100)
+        assert sampling_for(privacy, 10, 100)

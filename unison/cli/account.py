@@ -20,6 +20,7 @@ from rich.table import Table
 from unison.cli.train import KEYWORD, REQUIRED, option, plain_values, signature, was_given
 from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import (
+    LEDGER_FILE,
     LedgerFile,
     Poisson,
     Sampling,
@@ -32,7 +33,6 @@ from unison.privacy import (
     read_ledger,
     steps_for,
 )
-from unison.run_files import LEDGER_FILE
 from unison.train import chart
 
 ACCOUNTANTS = ("pld", "rdp")

@@ -1,6 +1,7 @@
 """Language models whose parameters describe their own initial values."""
 
 from unison.models.language_models import (
+    CONFIG_FILE,
     FAMILIES,
     GPT2LM,
     PRESETS,
@@ -19,6 +20,7 @@ from unison.models.language_models import (
 )
 
 __all__ = [
+    "CONFIG_FILE",
     "FAMILIES",
     "GPT2LM",
     "PRESETS",

@@ -491,9 +491,14 @@ class Replicated(ParallelAdapter):
                 "rank, or broadcast it"
             )
         if self._ddp is not None:
-            before = self._ddp.require_backward_grad_sync
-            self._undo.callback(setattr, self._ddp, "require_backward_grad_sync", before)
-            self._ddp.require_backward_grad_sync = False
+            self._silence(self._ddp)
+
+    def _silence(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP wait for no gradients: none come, and sums go over ranks by themselves."""
+        self._undo.callback(
+            setattr, ddp, "require_backward_grad_sync", ddp.require_backward_grad_sync
+        )
+        ddp.require_backward_grad_sync = False
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -501,7 +506,20 @@ class Replicated(ParallelAdapter):
         yield
 
     def installed(self, captures: Mapping[int, Capture]) -> AbstractContextManager[Any]:
-        """See `ParallelAdapter`."""
+        """See `ParallelAdapter`.
+
+        Raises:
+            BadInput: The module has been wrapped in DDP since, for other ranks.
+        """
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and ddp is not self._ddp and ddp.module is self.module:
+            if Ranks(ddp.process_group).size != self.ranks.size:
+                raise BadInput(
+                    "make_private ran before the ranks were known to each other, so each would "
+                    "draw and train alone: make the process group (or the Accelerator) first"
+                )
+            self._ddp = ddp  # wrapped after make_private; it asks for gradients after the forward
+            self._silence(ddp)
         if list(captures) == [PLAIN]:
             return captures[PLAIN].installed()
         return self._in_granules(captures)

@@ -10,8 +10,8 @@ from unison.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
-from unison.privacy.engine import PrivacyEngine
-from unison.privacy.ledger import Ledger, LedgerFile, Session, read_ledger
+from unison.privacy.engine import PrivacyEngine, attach
+from unison.privacy.ledger import LEDGER_FILE, Ledger, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import (
@@ -24,10 +24,18 @@ from unison.privacy.mechanism import (
     Schedule,
     Stairs,
 )
-from unison.privacy.sampling import Poisson, Sampling, Shuffled, TruncatedPoisson
+from unison.privacy.sampling import (
+    Poisson,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    sampling_for,
+    steps_per_epoch,
+)
 from unison.privacy.training import Diagnostics
 
 __all__ = [
+    "LEDGER_FILE",
     "AdaptiveClipping",
     "Budget",
     "BudgetGuard",
@@ -49,6 +57,7 @@ __all__ = [
     "Shuffled",
     "Stairs",
     "TruncatedPoisson",
+    "attach",
     "calibrate",
     "epsilon_for",
     "epsilon_if_secret",
@@ -56,5 +65,7 @@ __all__ = [
     "noise_multiplier_for",
     "public",
     "read_ledger",
+    "sampling_for",
     "steps_for",
+    "steps_per_epoch",
 ]

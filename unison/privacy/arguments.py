@@ -4,6 +4,7 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,10 @@ from unison.privacy.sampling import Draws, Poisson, Sampling, Shuffled
 from unison.rng import Key
 from unison.torch_internals import DynamoBackend, backend_of
 
+# What a private loader keeps of the user's, beside the data set.
+KEPT_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+KEPT_SETTINGS += ("multiprocessing_context", "prefetch_factor", "persistent_workers")
+KEPT_SETTINGS += ("pin_memory_device", "in_order")
 _HINTS = {
     "criterion": "the loss is the user's own; no wrapper is needed, in any mode",
     "grad_sample_mode": "use clipping='auto', or one of the modes that docs/clipping.md names",
@@ -113,6 +118,48 @@ def check_compile(
             "are whole and made for each size of a batch in any case"
         )
     return users if users is not None and not arguments else backend_of(arguments)
+
+
+def unprepared(prepared: Any) -> Any:
+    """What accelerate's `prepare` was given, for an optimizer or a loader that it returned.
+
+    A loader gets the batch size of all processes together. Anything else is returned as it is.
+    """
+    home = type(prepared).__module__
+    if home == "accelerate.optimizer":
+        return prepared.optimizer
+    if home != "accelerate.data_loader":
+        return prepared
+    batches: Any = prepared.sampler
+    batches = batches if isinstance(batches, BatchSampler) else prepared.batch_sampler
+    while not hasattr(batches, "sampler"):  # accelerate's own stand around the user's
+        batches = batches.batch_sampler
+    is_shuffled = type(batches.sampler).__module__ == home  # a random one, seeded by accelerate
+    return DataLoader(
+        prepared.dataset,
+        batch_size=prepared.total_batch_size,
+        shuffle=True if is_shuffled else None,
+        sampler=None if is_shuffled else batches.sampler,
+        drop_last=batches.drop_last,
+        **{name: getattr(prepared, name) for name in KEPT_SETTINGS},
+    )
+
+
+def refuse_accumulation() -> None:
+    """Make sure that accelerate does not accumulate the noisy gradients of several steps.
+
+    Raises:
+        BadInput: It does.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.GradientState._shared_state:
+        steps = accelerate.GradientState().num_steps
+        if steps > 1:
+            raise BadInput(
+                f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
+                f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
+                "large, and make_private max_physical_batch_size="
+            )
 
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:

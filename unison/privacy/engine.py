@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from unison import check
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.clip import AUTO, MODES, Plan
+from unison.config import Privacy
 from unison.errors import BadInput
 from unison.parallel import adapter_of
 from unison.privacy.accounting import check_accountant, check_delta
@@ -30,6 +31,7 @@ from unison.privacy.arguments import (
     refuse_unknown,
     sampling_of,
     trainable,
+    unprepared,
 )
 from unison.privacy.calibration import Budget, BudgetGuard, noise_multiplier_for
 from unison.privacy.graph import LossOf, RecordedPass
@@ -42,6 +44,7 @@ from unison.privacy.sampling import (
     Ranks,
     Sampling,
     fingerprint,
+    sampling_for,
     show_shards,
     steps_per_epoch,
     usual_batch_size,
@@ -208,6 +211,9 @@ class PrivacyEngine:
         if granule is not None:
             check.positive(granule=granule)
         check.positive(rows_per_sample=rows_per_sample)
+        batch_device = getattr(data_loader, "device", None)  # accelerate puts batches there
+        data_loader, prepared = unprepared(data_loader), optimizer
+        optimizer = unprepared(optimizer)
         users = ExitStack()  # gives what the user has compiled back
         with ExitStack() as undo:
             undo.callback(users.close)  # if anything is refused from here on
@@ -249,6 +255,7 @@ class PrivacyEngine:
                 num_ranks=ranks.size,
                 granule=granule or 1,
                 rows_per_record=rows_per_sample,
+                device=batch_device,
             )
             padding = None if padding_row is None else loader.collate_fn([padding_row])
             loader.rows = RowShapes(row_shape, padding)
@@ -311,7 +318,7 @@ class PrivacyEngine:
             )
             undo.pop_all()
         self._users_compile = users
-        return module, optimizer, loader
+        return module, prepared, loader
 
     def make_private_with_epsilon(
         self,
@@ -344,7 +351,7 @@ class PrivacyEngine:
         if "noise_multiplier" in settings:
             raise BadInput("target_epsilon decides the noise: leave noise_multiplier out")
         sampling = settings.get("sampling") or sampling_of(
-            data_loader, settings.get("poisson_sampling", True)
+            unprepared(data_loader), settings.get("poisson_sampling", True)
         )
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         adaptive = settings.get("adaptive_clipping")
@@ -499,6 +506,61 @@ class PrivacyEngine:
         if self._training is None:
             raise BadInput("the engine is not attached to a module: call make_private first")
         return self._training
+
+
+def attach(
+    privacy: Privacy,
+    *,
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    steps: int,
+    seed: int,
+    ledger: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> tuple[PrivacyEngine, PrivateLoader]:
+    """Make a planned run private: an engine on the module, and the loader that draws for it.
+
+    Args:
+        privacy: What the run applies; its `epsilon`, if given, decides the noise and is a budget.
+        module: As in `make_private`.
+        optimizer: As in `make_private`.
+        data_loader: As in `make_private`; its batch size is that of all ranks together.
+        steps: Logical steps of the whole run.
+        seed: Used where `privacy.secure_noise` is off.
+        ledger: File to write the ledger to.
+        settings: Other arguments of `make_private`.
+    """
+    num_records = len(data_loader.dataset)  # type: ignore[arg-type]
+    sampling = sampling_for(privacy, batch_size_of(data_loader), num_records)
+    noise_multiplier, budget = privacy.noise_multiplier, None
+    if noise_multiplier is None:
+        assert privacy.epsilon is not None  # one of the two is given
+        budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=steps)
+        noise_multiplier = noise_multiplier_for(
+            target_epsilon=privacy.epsilon,
+            target_delta=privacy.delta,
+            sampling=sampling,
+            steps=steps,
+            accountant=privacy.accountant,
+            rounded_elements=sum(
+                math.prod(each.shape) for each in module.parameters() if each.requires_grad
+            ),
+        )
+    engine = PrivacyEngine(privacy.accountant, privacy.secure_noise, ledger)
+    _, _, loader = engine.make_private(
+        module=module,
+        optimizer=optimizer,
+        data_loader=data_loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=privacy.max_grad_norm,
+        clip_rule=privacy.clip_rule,
+        sampling=sampling,
+        budget=budget,
+        seed=None if privacy.secure_noise else seed,
+        **settings,
+    )
+    return engine, loader
 
 
 def open_on_ranks(

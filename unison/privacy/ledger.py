@@ -40,6 +40,7 @@ from unison.privacy.sampling import KINDS
 from unison.rng.streams import FROM_SEED, FROM_SYSTEM
 from unison.schema import cut, is_a, open_regular, parse, short
 
+LEDGER_FILE = "ledger.jsonl"  # in the folder of a run
 FORMAT = "unison-ledger/2"
 _FORMAT_1 = "unison-ledger/1"  # its sessions do not say where their key comes from
 START = "0" * 64  # what stands for the hash of the line before the first

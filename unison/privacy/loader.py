@@ -11,6 +11,7 @@ import inspect
 import itertools
 import numbers
 import random
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
-from unison.privacy.arguments import refuse_contradiction, refuse_unknown_loader
+from unison.privacy.arguments import KEPT_SETTINGS, refuse_contradiction, refuse_unknown_loader
 from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
 from unison.rng import Key
 
-_KEPT_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
-_KEPT_SETTINGS += ("multiprocessing_context", "prefetch_factor", "persistent_workers")
-_KEPT_SETTINGS += ("pin_memory_device", "in_order")
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
 
 
@@ -59,6 +57,7 @@ class PrivateLoader:
         num_ranks: Ranks that share each logical batch.
         granule: Records that stay together on one rank and in one pass.
         rows_per_record: Rows that `collate_fn` makes of each record, one after the other.
+        device: Where to put the tensors of a batch; None leaves them where they are.
 
     Attributes:
         rows: Sees to it that rows have one shape.
@@ -87,6 +86,7 @@ class PrivateLoader:
         num_ranks: int = 1,
         granule: int = 1,
         rows_per_record: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         if isinstance(data_loader, PrivateLoader):
             raise BadInput(
@@ -106,11 +106,11 @@ class PrivateLoader:
         cut_passes(0, **self._share)  # raises here what it would raise at the first step
         self._requests, self._batch_size = _Requests(), data_loader.batch_size
         # The user's settings, with the records that are drawn.
-        settings = {name: getattr(data_loader, name) for name in _KEPT_SETTINGS}
+        settings = {name: getattr(data_loader, name) for name in KEPT_SETTINGS}
         self._loader = DataLoader(data_loader.dataset, batch_sampler=self._requests, **settings)
         self._layout: BatchLayout | None = None
         self.rows = RowShapes()
-        self._rows_per_record = rows_per_record
+        self._rows_per_record, self._device = rows_per_record, device
         self._next_step = 0
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
@@ -171,6 +171,7 @@ class PrivateLoader:
                 "batch, so its gradient is incomplete. Remedy: leave the loop only where "
                 "`loader.current.is_last`, or give the step up with loader.abandon()"
             )
+        self._refuse_trainer()
         iteration = self._hand_out()
         self._iteration = weakref.ref(iteration)
         return iteration
@@ -232,6 +233,30 @@ class PrivateLoader:
             return None
         return iteration
 
+    def _refuse_trainer(self) -> None:
+        """Make sure that no Trainer takes physical batches for steps, or several for one step.
+
+        Raises:
+            BadInput: It is iterated over by a Trainer of transformers with such settings.
+        """
+        frame: Any = sys._getframe(1) if "transformers.trainer" in sys.modules else None
+        while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+            if frame.f_globals.get("__name__") == "unison.hf.trainer":
+                return
+            frame = frame.f_back
+        if frame is None:
+            return
+        accumulation = frame.f_locals["self"].args.gradient_accumulation_steps
+        limit = self._share["max_physical_batch_size"]
+        found = f"max_physical_batch_size={limit}" if limit is not None else ""
+        found = f"gradient_accumulation_steps={accumulation}" if accumulation > 1 else found
+        if found:
+            raise BadInput(
+                f"transformers' Trainer takes batches of the loader for steps, and with {found} "
+                "they are not: it would end too early, or add up noise. Use "
+                "unison.hf.PrivateTrainer(..., privacy=unison.Privacy(...)) in its place"
+            )
+
     def _hand_out(self) -> Generator[Any, None, None]:
         # Workers are given passes before the user gets them. Both read one list of passes, so the
         # n-th batch that comes back is of the n-th pass that holds records.
@@ -254,6 +279,8 @@ class PrivateLoader:
                 batch = next(loaded) if each.num_samples else self._layout.empty()
                 self._layout.check(batch, each.num_samples)
                 batch = self._layout.fitted(batch, self.rows)
+                if self._device is not None:
+                    batch = self._layout.moved(batch, self._device)
                 self.current = each
                 if each.is_last:
                     self._next_step = each.step + 1
@@ -413,6 +440,14 @@ class BatchLayout:
             return value if dim is None else shapes.fit(value, dim, path)
 
         return self._mapped(batch, fit)
+
+    def moved(self, batch: Any, device: torch.device) -> Any:
+        """Return a batch whose tensors are on a device."""
+
+        def move(value: Any, _: Path) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        return self._mapped(batch, move)
 
     def _learn(self, one: Any, two: Any, path: Path) -> None:
         if type(one) is not type(two):

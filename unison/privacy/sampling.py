@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unison import check
+from unison.config import Privacy
 from unison.errors import BadInput
 from unison.kernels.random import Cipher, Distribution, Recipe, fill_rows
 from unison.rng import Key, Permutation, Stream, poisson_sample
@@ -163,6 +164,41 @@ def usual_batch_size(sampling: Sampling, num_records: int) -> int:
     mean = sampling.rate * num_records
     most = min(num_records, math.ceil(mean + 4 * math.sqrt(mean * (1 - sampling.rate))))
     return max(1, min(most, sampling.capacity) if isinstance(sampling, TruncatedPoisson) else most)
+
+
+def sampling_for(privacy: Privacy, batch_size: int, num_rows: int) -> Sampling:
+    """How a run draws its rows.
+
+    Args:
+        privacy: What the run applies.
+        batch_size: Rows that a step draws, as expected, on all ranks together.
+        num_rows: Rows to draw from.
+
+    Raises:
+        BadInput: If there are too few rows for that, or for δ.
+    """
+    if batch_size > num_rows:
+        raise BadInput(
+            f"a private run draws its batches from all rows, found batches of {batch_size} and "
+            f"{num_rows} rows; lower the batch size, or give more data"
+        )
+    if privacy.delta * num_rows >= 1:
+        raise BadInput(
+            f"delta must lie below 1 / number of rows, found {privacy.delta:g} with {num_rows:,} "
+            "rows: publishing a row at random would pass as private"
+        )
+    match privacy.sampling:
+        case "poisson":
+            return Poisson(rate=batch_size / num_rows)
+        case "truncated":
+            assert privacy.capacity is not None
+            return TruncatedPoisson(
+                rate=batch_size / num_rows, capacity=privacy.capacity, num_records=num_rows
+            )
+        case "shuffled":
+            return Shuffled(batch_size=batch_size, num_records=num_rows)
+        case other:
+            raise AssertionError(f"no rule for the sampling {other!r}")
 
 
 KINDS: dict[str, type[Sampling]] = {

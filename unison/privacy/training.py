@@ -26,6 +26,7 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
+from unison.privacy.arguments import refuse_accumulation
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
@@ -222,9 +223,11 @@ class PrivateTraining:
             raise BadInput(
                 f"the batch of step {self._batch.release.step} never went backward to its end: "
                 "call loss.backward() for every batch that the loader hands out, or "
-                "loader.abandon() to give a step up"
+                "loader.abandon() to give a step up. To accumulate several batches, give the "
+                "loader a larger batch_size and make_private max_physical_batch_size="
             )
         self._key.check_process()
+        refuse_accumulation()
         if self._guard is not None:
             self._guard.check(self.ledger.spending, self.mechanism.release, step)
         # Nothing of the step is lost yet. All is looked at in the forward pass.
@@ -397,13 +400,14 @@ class PrivateTraining:
 
     # --- the optimizer ---------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Look at the gradients before a step; a closure is run here, once, and not by `step`."""
         if is_recording():
-            return
-        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-            raise BadInput(
-                "optimizer.step(closure) would release a batch several times; call step()"
-            )
+            return None
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()  # a second one would release the batch again
         if self._is_taken:
             raise BadInput(
                 "capture_graph(..., with_optimizer=True) takes the optimizer's step: leave "
@@ -420,6 +424,7 @@ class PrivateTraining:
                         "public"
                     )
         self._recorder.suspend()  # what an optimizer does with noisy gradients is public
+        return None if closure is None else (args[:1], {})
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recording():

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
 from unison.errors import BadInput
+from unison.privacy import LEDGER_FILE
 from unison.run_files import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     ENVIRONMENT_FILE,
-    LEDGER_FILE,
     RESULT_FILE,
     read_config,
 )

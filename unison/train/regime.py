@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import unison
 from unison import check
-from unison.config import Privacy
 from unison.data import IGNORE_INDEX, RowDataset
 from unison.errors import BadInput
 from unison.privacy import (
+    LEDGER_FILE,
     Budget,
     Poisson,
     PrivacyEngine,
@@ -36,9 +36,10 @@ from unison.privacy import (
     TruncatedPoisson,
     epsilon_if_secret,
     noise_multiplier_for,
+    sampling_for,
 )
 from unison.rng import Key, Permutation, Stream
-from unison.run_files import LEDGER_FILE, PrivacyResult
+from unison.run_files import PrivacyResult
 from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
 
@@ -175,7 +176,7 @@ class PrivateRegime(Regime):
         self._privacy = config.mechanism.privacy
         self._parallel, self._optimizer = run.parallel, run.optimizer
         self._world, self._cast, self._num_elements = run.world, run.cast, run.num_parameters
-        self._sampling = sampling_of(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._sampling = sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
         self._engine = PrivacyEngine(
             accountant=self._privacy.accountant,
             secure_noise=self._privacy.secure_noise,
@@ -399,36 +400,6 @@ class NumberedRows(Dataset[dict[str, Tensor]]):
         rows = self._rows.__getitems__(indices)
         numbers = torch.tensor(indices)  # [rows]
         return [{**row, "sample_ids": number} for row, number in zip(rows, numbers, strict=True)]
-
-
-def sampling_of(privacy: Privacy, batch_size: int, num_rows: int) -> Sampling:
-    """How a run draws its rows.
-
-    Raises:
-        BadInput: If there are too few rows for that, or for δ.
-    """
-    if batch_size > num_rows:
-        raise BadInput(
-            f"a private run draws --batch-size rows of all, found {batch_size} of {num_rows}; "
-            "lower it, or give more data"
-        )
-    if privacy.delta * num_rows >= 1:
-        raise BadInput(
-            f"--delta must lie below 1 / number of rows, found {privacy.delta:g} with {num_rows:,} "
-            "rows: publishing a row at random would pass as private"
-        )
-    match privacy.sampling:
-        case "poisson":
-            return Poisson(rate=batch_size / num_rows)
-        case "truncated":
-            assert privacy.capacity is not None
-            return TruncatedPoisson(
-                rate=batch_size / num_rows, capacity=privacy.capacity, num_records=num_rows
-            )
-        case "shuffled":
-            return Shuffled(batch_size=batch_size, num_records=num_rows)
-        case other:
-            raise AssertionError(f"no rule for the sampling {other!r}")
 
 
 def in_words(sampling: Sampling) -> str:

@@ -22,11 +22,11 @@ from rich.text import Text
 
 import unison
 from unison.config import TrainConfig
+from unison.privacy import LEDGER_FILE
 from unison.run_files import (
     CONFIG_FILE,
     CURVE_FILE,
     ENVIRONMENT_FILE,
-    LEDGER_FILE,
     METRICS_FILE,
     PARAMETERS_FILE,
     TrainResult,

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unison.errors import BadInput, UnisonError
-from unison.privacy import read_ledger
+from unison.privacy import LEDGER_FILE, read_ledger
 from unison.run_files import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     ENVIRONMENT_FILE,
-    LEDGER_FILE,
     METRICS_FILE,
     RESULT_FILE,
     read_metrics,

@@ -1,0 +1,194 @@
+"""Lightning's automatic optimisation with private steps."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning")
+
+from dp_accounting import rdp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+import unison
+from tests.harness import oracle
+from tests.privacy.accounts import sampled, times
+from tests.privacy.common import NUM_RECORDS, attach, data, losses, make_model
+from unison.lightning import PrivacyCallback
+from unison.privacy.mechanism import sensitivity_factor
+
+# Lightning says what machines and settings it would like better.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # a run of no steps
+    pytest.mark.filterwarnings("ignore:noise and sampling come from a seed"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+BATCH, SEED = 12, 3
+
+
+class Net(LightningModule):
+    """Calls its net itself, or by way of `forward`."""
+
+    def __init__(self, calls_itself=False):
+        super().__init__()
+        self.net, self.calls_itself = make_model(), calls_itself
+        self.num_calls, self.grads = 0, None
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        self.num_calls += 1
+        x, y = batch
+        loss = cross_entropy(self(x) if self.calls_itself else self.net(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.grads is None and self.net[0].weight.grad is not None:
+            self.grads = {name: each.grad.clone() for name, each in self.net.named_parameters()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def privacy(**settings):
+    given = {"delta": 1e-5, "max_grad_norm": 0.5, "accountant": "rdp", "secure_noise": False}
+    if "epsilon" not in settings:
+        given["noise_multiplier"] = 1.0
+    return unison.Privacy(**given | settings)
+
+
+def fit(folder, model, applied=None, *, passes=None, checkpoint=None, batch=BATCH, **settings):
+    callback = PrivacyCallback(
+        applied or privacy(),
+        ledger=folder / "ledger.jsonl",
+        max_physical_batch_size=passes,
+        seed=SEED,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[callback],
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_steps": 4} | settings,
+    )
+    rows = DataLoader(TensorDataset(*data()), batch_size=batch, shuffle=True)
+    trainer.fit(model, train_dataloaders=rows, ckpt_path=checkpoint, weights_only=False)
+    return trainer
+
+
+def counts(folder):
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    return kinds.count("intent"), kinds.count("commit")
+
+
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_steps_are_those_of_a_private_loop(calls_itself, tmp_path):
+    model = Net(calls_itself)
+    trainer = fit(tmp_path, model, passes=5)
+    assert trainer.global_step == 4
+    assert counts(tmp_path) == (4, 4)
+    assert model.num_calls > 4  # passes, one closure for each step
+
+    engine, module, optimizer, private = attach(seed=SEED, max_physical_batch_size=5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for x, y in private:
+        optimizer.zero_grad()
+        cross_entropy(module(x), y).backward()
+        optimizer.step()
+        if private.current.is_last:
+            schedule.step()
+            if private.next_step == 4:
+                break
+    engine.detach()
+    for mine, plain in zip(model.net.parameters(), module.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    assert "training_step" not in vars(model)
+
+    text = (tmp_path / "metrics.csv").read_text()
+    assert "train_loss" not in text
+    assert "noise_multiplier" in text
+    assert len(text.splitlines()) == 1 + 4
+
+
+def test_the_first_step_is_the_clipped_sum_of_single_rows(tmp_path):
+    silent = privacy()
+    object.__setattr__(silent, "noise_multiplier", 0.0)
+    model = Net()
+    fit(tmp_path, model, silent, passes=5, max_steps=1)
+    engine, *_, private = attach(seed=SEED)
+    expected = oracle.clipped_sum(make_model(), losses, tuple(next(iter(private))), 0.5)
+    engine.detach()
+    for name, each in model.grads.items():
+        torch.testing.assert_close(each.double() * BATCH, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    whole, parts = Net(), Net()
+    fit(tmp_path / "whole", whole)
+    saved = tmp_path / "saved.ckpt"
+
+    class Saves(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.global_step == 2:
+                self.trainer.save_checkpoint(saved)
+                self.trainer.should_stop = True
+
+    fit(tmp_path / "parts", Saves(), min_epochs=0)
+    assert counts(tmp_path / "parts") == (2, 2)
+    fit(tmp_path / "parts", parts, checkpoint=saved)
+    assert counts(tmp_path / "parts") == (4, 4)
+    for mine, plain in zip(parts.net.parameters(), whole.net.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_epsilon_is_the_accountants_and_training_ends_at_it(tmp_path):
+    settings = {"max_steps": -1, "max_epochs": 2, "batch": NUM_RECORDS}
+    model = Net()
+    trainer = fit(tmp_path, model, privacy(epsilon=2.0), **settings)
+    sigma = float(trainer.callback_metrics["noise_multiplier"])
+    z = sigma / sensitivity_factor(sigma, sum(each.numel() for each in model.parameters()))
+    expected = rdp.RdpAccountant().compose(times(sampled(1.0, z), 2)).get_epsilon(1e-5)
+    assert float(trainer.callback_metrics["epsilon_if_secret"]) == pytest.approx(expected, rel=1e-5)
+    assert counts(tmp_path) == (2, 2)
+    # The ledger is that of the same rows, and is spent.
+    trainer = fit(tmp_path, Net(), privacy(epsilon=2.0), **settings)
+    assert trainer.global_step == 0
+    assert counts(tmp_path) == (2, 2)
+
+
+class Parts(Net):
+    """Two parts that are called one by one, past the module that holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path):
+    with pytest.raises(unison.UnsupportedOperation, match="larger batch size"):
+        fit(tmp_path, Net(), accumulate_grad_batches=2)
+    with pytest.raises(unison.UnsupportedOperation, match="a gradient reached"):
+        fit(tmp_path, Parts())
+    assert counts(tmp_path) == (0, 0)

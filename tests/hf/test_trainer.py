@@ -1,0 +1,367 @@
+"""transformers' Trainer with private steps."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from dp_accounting import rdp
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import T5Config, T5ForConditionalGeneration
+
+import unison
+from tests.harness.ranks import ranks
+from tests.hf.common import (
+    CLIP_NORM,
+    DELTA,
+    MAX_LENGTH,
+    VOCAB,
+    Gradients,
+    StopAt,
+    accelerator,
+    arguments,
+    bert,
+    clipped_mean,
+    drawn,
+    error_of,
+    ledger_counts,
+    llama,
+    masked_bert,
+    privacy,
+    rows,
+    silent,
+    train,
+)
+from tests.privacy.accounts import sampled, times
+from unison.hf import PrivateTrainer
+from unison.privacy.mechanism import sensitivity_factor
+
+# TrainingArguments asks for what this machine has; nothing of it is ours.
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+
+
+def lora_llama():
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, each in model.named_parameters():
+        if "lora_B" in name:  # zeros, whose A has no gradient at the first step
+            torch.nn.init.normal_(each, std=0.3)
+    return model
+
+
+def prompted_llama():
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return get_peft_model(llama(), config)
+
+
+def adapted_llama(config):
+    def make():
+        torch.manual_seed(0)
+        model = get_peft_model(llama(), config)
+        for name, each in model.named_parameters():
+            if each.requires_grad and "magnitude" not in name:
+                torch.nn.init.normal_(each, 0.5, std=0.3)
+        return model
+
+    return make
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    ends = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, **ends))
+
+
+DORA = LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+IA3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+CASES = {
+    "causal": (llama, "completion", {}),
+    "masked": (masked_bert, "completion", {}),
+    "classification": (bert, "class", {}),
+    "LoRA": (lora_llama, "completion", {}),
+    "prompt tuning": (prompted_llama, "completion", {}),
+    "DoRA": (adapted_llama(DORA), "completion", {}),
+    "IA3": (adapted_llama(IA3), "completion", {}),
+    "encoder and decoder": (t5, "completion", {}),
+    "compiled": (llama, "completion", COMPILED),
+    "checkpointing": (llama, "completion", {"gradient_checkpointing": True}),
+    "one pass": (llama, "completion", {"per_device_train_batch_size": 40}),
+}
+
+
+QUICK = ("causal", "LoRA")
+LONG = [pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *LONG])
+def test_the_first_step_is_the_clipped_sum_of_single_rows(case, tmp_path):
+    make, labels, settings = CASES[case]
+    data, seen, model = rows(labels), Gradients(), make()
+    args = arguments(tmp_path, max_steps=1, **settings)
+    if case == "one pass":
+        args.gradient_accumulation_steps = 1
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    expected = clipped_mean(model, drawn(data, size), size)
+    trainer = PrivateTrainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        privacy=silent(),
+        max_length=MAX_LENGTH + 2,
+        callbacks=[seen],
+    )
+    train(trainer)
+    assert error_of(seen.found, expected) < 1e-6
+    assert trainer.args is args
+    assert args.gradient_accumulation_steps == (1 if case == "one pass" else 2)
+
+
+@pytest.mark.full
+def test_bf16_is_as_near_as_its_rounding(tmp_path):
+    data, seen, model = rows(), Gradients(), llama()
+    expected = clipped_mean(model, drawn(data, 8), 8)
+    trainer = PrivateTrainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=1, bf16=True),
+        train_dataset=data,
+        privacy=silent(),
+        max_length=MAX_LENGTH,
+        callbacks=[seen],
+    )
+    train(trainer)
+    assert 1e-5 < error_of(seen.found, expected) < 3e-2
+
+
+@pytest.mark.full
+@ranks(2)
+def test_two_processes_make_the_step_of_one(world, tmp_path):
+    with accelerator(world.rank, world.size):
+        data, seen, model = rows(), Gradients(), llama()
+        expected = clipped_mean(model, drawn(data, 8), 8)
+        trainer = PrivateTrainer(
+            model=model,
+            args=arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1),
+            train_dataset=data,
+            privacy=silent(),
+            max_length=MAX_LENGTH,
+            callbacks=[seen],
+        )
+        train(trainer)
+        assert error_of(seen.found, expected) < 1e-6
+        assert trainer.state.global_step == 2
+        world.barrier()
+        assert ledger_counts(tmp_path) == (2, 2)
+
+
+def test_steps_commits_and_logs_agree_and_epsilon_is_the_accountants(tmp_path):
+    seen = Gradients()
+    trainer = PrivateTrainer(
+        model=llama(),
+        args=arguments(
+            tmp_path,
+            max_steps=-1,
+            num_train_epochs=5,
+            gradient_accumulation_steps=10,  # all rows in every step: ε is computed at once
+            lr_scheduler_type="linear",
+            logging_strategy="steps",
+            logging_steps=1,
+        ),
+        train_dataset=rows(),
+        privacy=privacy(epsilon=3.0),
+        max_length=MAX_LENGTH,
+        callbacks=[seen],
+    )
+    done = train(trainer)
+    assert done.global_step == seen.num_steps == 5  # 40 rows, 40 in a logical batch
+    assert ledger_counts(tmp_path) == (5, 5)
+    logs = [each for each in trainer.state.log_history if "grad_norm" in each]
+    assert [each["step"] for each in logs] == list(range(1, 6))
+    assert [each["epoch"] for each in logs] == [1, 2, 3, 4, 5]
+    rates = [each["learning_rate"] for each in logs]
+    assert rates == pytest.approx([0.01 * (5 - step) / 5 for step in range(5)])
+
+    num_elements = sum(each.numel() for each in trainer.model.parameters())
+    sigma = logs[0]["noise_multiplier"]
+    z = sigma / sensitivity_factor(sigma, num_elements)
+    for step in (1, 5):
+        expected = by_hand(times(sampled(1.0, z), step))
+        assert logs[step - 1]["epsilon"] == pytest.approx(expected, rel=1e-6)
+        assert logs[step - 1]["epsilon_left"] == 3.0 - logs[step - 1]["epsilon"]
+    assert 2.97 < done.metrics["epsilon"] <= 3.0
+
+
+def by_hand(event) -> float:
+    return rdp.RdpAccountant().compose(event).get_epsilon(DELTA)
+
+
+def test_no_file_tells_of_training_rows_what_epsilon_does_not_cover(tmp_path):
+    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(tmp_path, **often, logging_strategy="steps", logging_steps=2)
+    trainer = PrivateTrainer(
+        model=llama(),
+        args=args,
+        train_dataset=rows(),
+        eval_dataset=rows(num_rows=6),
+        privacy=privacy(),
+        max_length=MAX_LENGTH,
+        data_collator=padded_on_the_left,
+    )
+    done = train(trainer)
+    trainer.save_state()
+    trainer.save_metrics("train", done.metrics)
+    assert math.isnan(done.training_loss)
+    files = [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]
+    assert {"trainer_state.json", "train_results.json", "privacy.json"} <= {f.name for f in files}
+    for each in files:
+        text = each.read_text().replace("eval_loss", "")
+        assert '"loss"' not in text, each
+        assert "train_loss" not in text, each
+        assert "norms" not in text, each
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["total_flos"] == state["num_input_tokens_seen"] == 0
+    assert any("eval_loss" in each for each in state["log_history"])  # of rows that are held out
+    num_elements = sum(each.numel() for each in trainer.model.parameters())
+    z = 1.0 / sensitivity_factor(1.0, num_elements)
+    expected = by_hand(times(sampled(8 / 40, z), 2))
+    logged = [each["epsilon"] for each in state["log_history"] if "grad_norm" in each]
+    assert logged == pytest.approx([expected], rel=1e-6)
+
+
+def padded_on_the_left(records):
+    """A collator that pads rows to the longest of a batch, before their first token."""
+    longest = max(len(each["input_ids"]) for each in records)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    rows = {
+        name: [F.pad(r[name], (longest - len(r[name]), 0), value=fill[name]) for r in records]
+        for name in fill
+    }
+    return {name: torch.stack(each) for name, each in rows.items()}
+
+
+@pytest.mark.full
+def test_a_collator_that_pads_to_the_longest_row_does_not_let_rows_meet(tmp_path):
+    data, seen, model = rows(), Gradients(), llama()
+    expected = clipped_mean(model, drawn(data, 8), 8)
+    trainer = PrivateTrainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=data,
+        privacy=silent(),
+        max_length=MAX_LENGTH,
+        data_collator=padded_on_the_left,
+        callbacks=[seen],
+    )
+    train(trainer)
+    assert error_of(seen.found, expected) < 1e-6
+
+
+def test_a_record_moves_the_sum_by_at_most_the_clip_norm(tmp_path):
+    data, sums = rows(), []
+    data[7]["labels"] = data[7]["input_ids"]  # more labels than others have
+    for number, records in enumerate((data, [*data[:7], *data[8:]])):
+        seen = Gradients()
+        args = arguments(tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)
+        args.per_device_train_batch_size = len(records)  # all of them
+        trainer = PrivateTrainer(
+            model=llama(),
+            args=args,
+            train_dataset=records,
+            privacy=silent(),
+            max_length=MAX_LENGTH,
+            callbacks=[seen],
+        )
+        train(trainer)
+        sums.append(
+            torch.cat([each.double().flatten() * len(records) for each in seen.found.values()])
+        )
+    assert 0.1 * CLIP_NORM < float((sums[0] - sums[1]).norm()) <= CLIP_NORM * (1 + 1e-5)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    def trainer(folder, **settings):
+        args = arguments(folder, max_steps=3, save_strategy="steps", save_steps=100)
+        args.logging_strategy, args.logging_steps = "steps", 2
+        return PrivateTrainer(
+            model=llama(),
+            args=args,
+            train_dataset=rows(),
+            privacy=privacy(secure_noise=False),
+            max_length=MAX_LENGTH,
+            **settings,
+        )
+
+    whole = trainer(tmp_path / "whole")
+    train(whole)
+    train(trainer(tmp_path / "parts", callbacks=[StopAt(1)]))
+    assert ledger_counts(tmp_path / "parts") == (1, 1)
+    rest = trainer(tmp_path / "parts")
+    train(rest, resume_from_checkpoint=True)
+    assert ledger_counts(tmp_path / "parts") == (3, 3)
+    for name, each in whole.model.named_parameters():
+        assert torch.equal(each, rest.model.get_parameter(name)), name
+    assert whole.state.log_history[:1] == rest.state.log_history[:1]
+    assert [each["step"] for each in rest.state.log_history] == [2, 3]
+
+
+def test_training_ends_at_the_budget(tmp_path, caplog):
+    def trainer():
+        return PrivateTrainer(
+            model=llama(),
+            args=arguments(tmp_path, max_steps=2, gradient_accumulation_steps=10),
+            train_dataset=rows(),
+            privacy=privacy(epsilon=2.0),
+            max_length=MAX_LENGTH,
+        )
+
+    assert train(trainer()).global_step == 2
+    again = trainer()  # the ledger is that of the same rows, and is spent
+    assert train(again).global_step == 0
+    assert "training ends here" in caplog.text
+    assert ledger_counts(tmp_path) == (2, 2)
+
+
+REFUSED = {
+    "fp16": ({"fp16": True}, "use bf16=True"),
+    "tokens": ({"include_num_input_tokens_seen": "all"}, "tokens of drawn rows are private"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "divides by a count over all rows"),
+    "batch size": ({"auto_find_batch_size": True}, "spent again"),
+    "order": ({"train_sampling_strategy": "group_by_length"}, "how rows are drawn"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_contradict_privacy_are_refused(case, tmp_path):
+    settings, message = REFUSED[case]
+    args = arguments(tmp_path)
+    for name, value in settings.items():
+        setattr(args, name, value)
+    with pytest.raises(unison.UnsupportedOperation, match=message):
+        PrivateTrainer(model=llama(), args=args, train_dataset=rows(), privacy=privacy())
+
+
+def test_data_that_contradict_privacy_are_refused_before_anything_is_spent(tmp_path):
+    data = rows()
+    with pytest.raises(unison.BadInput, match="eval_dataset is train_dataset"):
+        PrivateTrainer(
+            model=llama(),
+            args=arguments(tmp_path),
+            train_dataset=data,
+            eval_dataset=data,
+            privacy=privacy(),
+        )
+    with pytest.raises(unison.BadInput, match=r"must be a unison\.Privacy"):
+        PrivateTrainer(model=llama(), args=arguments(tmp_path), privacy={"epsilon": 3})
+    trainer = PrivateTrainer(
+        model=llama(), args=arguments(tmp_path), train_dataset=data, privacy=privacy()
+    )
+    with pytest.raises(unison.BadInput, match="max_length="):
+        train(trainer)
+    assert ledger_counts(tmp_path) == (0, 0)

@@ -1,0 +1,288 @@
+"""A model of transformers that is fine-tuned privately by a command, and its use afterwards.
+
+The folder of a run holds the ledger, the fine-tuned model (or its adapter) with its tokenizer in
+`model/`, and `result.json`. All of it is covered by ε.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainingArguments,
+)
+
+from unison.config import Privacy
+from unison.errors import BadInput
+from unison.hf.trainer import PrivateTrainer
+from unison.hf.twins import as_transformers
+from unison.models import CONFIG_FILE, load
+
+MODEL_FOLDER = "model"
+RESULT_FILE = "result.json"
+_ADAPTER_FILE = "adapter_config.json"
+_MODELS = {"causal-lm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
+_FORMS = (
+    ("text", "label"),
+    ("prompt", "completion"),
+    ("messages",),
+    ("text",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """What `unison finetune` does beside privacy.
+
+    Attributes:
+        model: Folder of a model in transformers' format, with its tokenizer.
+        data: A file with one JSON object, one record, per line.
+        out: Folder of the run.
+        lora: Rank of a LoRA adapter on all linear layers; 0 trains all parameters.
+        epochs: Passes over the data.
+        batch_size: Records that a step draws, as expected.
+        micro_batch_size: Most records in one pass.
+        max_length: Tokens that every record is cut or padded to: a public number.
+        lr: Learning rate of AdamW.
+        bf16: Whether passes run in bfloat16.
+        seed: Of the adapter's initial values and dropout; of no noise.
+    """
+
+    model: Path
+    data: Path
+    out: Path
+    lora: int = 0
+    epochs: float = 3.0
+    batch_size: int = 64
+    micro_batch_size: int = 8
+    max_length: int = 512
+    lr: float = 2e-4
+    bf16: bool = False
+    seed: int = 0
+
+
+def finetune(config: FinetuneConfig, privacy: Privacy) -> dict[str, Any]:
+    """Fine-tune a model privately, and write it to the run's folder.
+
+    Returns:
+        What was applied and spent; the same as in `result.json`.
+
+    Raises:
+        BadInput: A model, data or settings that cannot be used, before anything is spent.
+    """
+    if config.out.exists() and any(config.out.iterdir()):
+        raise BadInput(
+            f"{config.out} is there already, and its ledger counts what its run has spent; choose "
+            "another --out"
+        )
+    if config.batch_size % config.micro_batch_size:
+        raise BadInput(
+            "batch_size must be a multiple of micro_batch_size, found "
+            f"{config.batch_size} and {config.micro_batch_size}"
+        )
+    records = read_records(config.data)
+    kind = "classification" if "label" in records[0] else "causal-lm"
+    torch.manual_seed(config.seed)
+    tokenizer, model = _load(config.model, _MODELS[kind])
+    rows = [
+        _row(record, tokenizer, model, config.max_length, f"{config.data}:{number}")
+        for number, record in enumerate(records, 1)
+    ]
+    if config.lora:
+        from peft import LoraConfig, get_peft_model
+
+        task = "SEQ_CLS" if kind == "classification" else "CAUSAL_LM"
+        adapter = LoraConfig(
+            r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear", task_type=task
+        )
+        model = get_peft_model(model, adapter)
+    trainer = PrivateTrainer(
+        model=model,
+        args=TrainingArguments(
+            str(config.out),
+            num_train_epochs=config.epochs,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
+            learning_rate=config.lr,
+            bf16=config.bf16,
+            seed=config.seed,
+            save_strategy="no",
+            report_to=[],
+            dataloader_pin_memory=torch.cuda.is_available(),
+        ),
+        train_dataset=rows,  # type: ignore[arg-type]
+        processing_class=tokenizer,
+        privacy=privacy,
+        max_length=config.max_length,
+    )
+    done = trainer.train()
+    folder = config.out / MODEL_FOLDER
+    trainer.save_model(str(folder))
+    tokenizer.save_pretrained(folder)
+    result = {"kind": kind, "steps": done.global_step, "num_records": len(rows), **done.metrics}
+    (config.out / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def generate(run: Path, prompt: str, *, max_new_tokens: int = 64) -> str:
+    """Return what the model of a run says after a prompt, by the most likely token each time."""
+    if _kind(run) != "causal-lm":
+        raise BadInput(f"{run} is a run of a classifier, which generates no text")
+    tokenizer, model = _load(run / MODEL_FOLDER, AutoModelForCausalLM)
+    if tokenizer.chat_template:
+        prompt = _chat(tokenizer, [{"role": "user", "content": prompt}], is_asked=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+    made = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def export(run: Path, out: Path, to: str) -> Path:
+    """Write the model of a run, an adapter merged into it, where others can load it.
+
+    Args:
+        run: The folder of the run; one of `unison train` too, whose models have twins.
+        out: A folder that is not there yet.
+        to: `"hf"`: a folder for `from_pretrained`, with the tokenizer if it is
+            transformers' own. `"safetensors"`: the
+            parameters alone, as one file.
+
+    Returns:
+        The folder, or the file in it.
+    """
+    if out.exists():
+        raise BadInput(f"{out} is there already; choose another --out")
+    if (run / CONFIG_FILE).is_file():  # of `unison train`
+        tokenizer, model = None, as_transformers(load(run))
+    else:
+        tokenizer, model = _load(run / MODEL_FOLDER, _MODELS[_kind(run)])
+    if to == "hf":
+        model.save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
+        return out
+    from safetensors.torch import save_model
+
+    out.mkdir(parents=True)
+    save_model(model, str(out / "model.safetensors"))  # tied parameters once
+    return out / "model.safetensors"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, all of one form: text, text and label, prompt, or messages.
+
+    Raises:
+        BadInput: Naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from error
+    records: list[dict[str, Any]] = []
+    form: tuple[str, ...] | None = None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}:{number} is no JSON object: {error}") from error
+        found = next(
+            (form for form in _FORMS if isinstance(record, dict) and record.keys() >= set(form)),
+            None,
+        )
+        form = form or found
+        if form is None or found != form:
+            wanted = " and ".join(form) if form else "text, prompt and completion, or messages"
+            raise BadInput(f"{path}:{number} has no {wanted}; all lines must be of one form")
+        for name in form:
+            kind = {"label": int, "messages": list}.get(name, str)
+            if not isinstance(record[name], kind) or isinstance(record[name], bool):
+                raise BadInput(f"{path}:{number}: {name} must be of type {kind.__name__}")
+        records.append(record)
+    if not records:
+        raise BadInput(f"{path} has no records")
+    return records
+
+
+def _row(
+    record: dict[str, Any], tokenizer: Any, model: nn.Module, max_length: int, where: str
+) -> dict[str, Any]:
+    """A record as a model takes it; only a completion, or the last answer, has labels."""
+    prompt, text = "", record.get("text", "")
+    if "messages" in record:
+        text, prompt = _conversation(tokenizer, record["messages"], where)
+    elif "prompt" in record:
+        prompt, text = record["prompt"], record["prompt"] + record["completion"]
+        text += tokenizer.eos_token or ""
+    settings = {"truncation": True, "max_length": max_length}
+    settings["add_special_tokens"] = "messages" not in record  # a template has its own
+    ids = tokenizer(text, **settings)["input_ids"]
+    row = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
+    if "label" in record:
+        num_labels = model.config.num_labels  # type: ignore[union-attr]
+        if not 0 <= record["label"] < num_labels:
+            raise BadInput(
+                f"{where}: label {record['label']} of a model with {num_labels} labels; set "
+                "num_labels in the model's config.json"
+            )
+        return row | {"labels": record["label"]}
+    labels = row["input_ids"].clone()
+    if prompt:
+        given = tokenizer(prompt, **settings)["input_ids"]
+        while given and given != ids[: len(given)]:  # the last token may have grown together
+            given.pop()
+        labels[: len(given)] = -100
+    return row | {"labels": labels}
+
+
+def _conversation(tokenizer: Any, messages: Sequence[Any], where: str) -> tuple[str, str]:
+    """A conversation as text, and its beginning up to the last answer."""
+    if not tokenizer.chat_template:
+        raise BadInput(f"{where} has messages, and the model's tokenizer has no chat template")
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        raise BadInput(f"{where}: the last message must be the assistant's, which is learned")
+    try:
+        text = _chat(tokenizer, messages, is_asked=False)
+        prompt = _chat(tokenizer, messages[:-1], is_asked=True)
+    except Exception as error:  # a template may raise anything
+        raise BadInput(f"{where}: the chat template refuses these messages: {error}") from error
+    return text, prompt
+
+
+def _chat(tokenizer: Any, messages: Sequence[Any], *, is_asked: bool) -> str:
+    return tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=is_asked
+    )
+
+
+def _load(folder: Path, kind: Any) -> tuple[Any, Any]:
+    """The tokenizer and the model of a folder, an adapter merged into its base."""
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is no folder with a model in transformers' format")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (folder / _ADAPTER_FILE).is_file():
+            from peft import PeftModel
+
+            settings = json.loads((folder / _ADAPTER_FILE).read_text())
+            base = settings["base_model_name_or_path"]
+            model = kind.from_pretrained(base, local_files_only=True)
+            model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        else:
+            model = kind.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return tokenizer, model
+
+
+def _kind(run: Path) -> str:
+    try:
+        return json.loads((run / RESULT_FILE).read_text())["kind"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{run} is no run of `unison finetune` that has ended") from error

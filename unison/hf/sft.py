@@ -1,0 +1,33 @@
+"""`PrivateSFTTrainer`: TRL's `SFTTrainer`, whose steps are private."""
+
+from typing import Any
+
+from trl import SFTTrainer
+
+from unison.errors import UnsupportedOperation
+from unison.hf.trainer import PrivateSteps
+
+
+class PrivateSFTTrainer(PrivateSteps, SFTTrainer):
+    """TRL's `SFTTrainer` with private steps; see `PrivateSteps` for what it takes beside.
+
+    The loss is the mean over rows of each row's own mean: padded and completion-only data are what
+    they are without privacy. Rows are cut or padded to `SFTConfig(max_length=)`. Packed rows hold
+    several documents, so that no row is one record: `packing` and `padding_free` are refused.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        config = settings.get("args") or next((each for each in args[1:2]), None)
+        refusals = {
+            "packing": (False, "a packed row holds several documents; leave it out"),
+            "padding_free": (False, "rows that lie in one would mix; leave it out"),
+            "activation_offloading": (False, "use gradient_checkpointing"),
+            "loss_type": ("nll", "leave it at 'nll'"),
+        }
+        for name, (usual, remedy) in refusals.items():
+            found = getattr(config, name, usual)
+            if found != usual:
+                raise UnsupportedOperation(
+                    f"{name}={found!r} cannot be used in private training: {remedy}"
+                )
+        super().__init__(*args, **settings)

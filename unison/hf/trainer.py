@@ -1,0 +1,432 @@
+"""`PrivateTrainer`: transformers' `Trainer`, whose steps are private.
+
+One step of the Trainer is one logical batch. What the Trainer takes for its data loader only counts
+steps; `get_batch_samples`, by which the Trainer asks for the batches of a step, draws a logical
+batch, and `training_step` runs its passes. All else (schedules, logging, evaluation, checkpoints)
+is the Trainer's own, and counts steps as it always does.
+
+What is written to files is covered by ε: the loss of training rows, counts of their tokens and the
+size of a draw are not, and are left out.
+"""
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForTokenClassification,
+)
+from transformers.trainer_utils import TrainOutput
+
+from unison.config import Privacy
+from unison.errors import BadInput, UnsupportedOperation
+from unison.models import per_sample_loss
+from unison.privacy import (
+    LEDGER_FILE,
+    BudgetSpent,
+    PrivacyEngine,
+    PrivateLoader,
+    attach,
+    sampling_for,
+    steps_per_epoch,
+)
+
+STATE_FILE = "privacy.json"  # of the engine, in a checkpoint
+_IGNORED = -100  # a label that losses leave out
+_LOSSES_OF_TOKENS = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
+_UNCOVERED = ("loss", "train_loss", "total_flos")  # what the Trainer logs of training rows
+
+MAX_EPSILONS = 20  # of a run, while it goes on: one by PLD takes a second
+
+logger = logging.getLogger(__name__)
+
+
+class PrivateSteps:
+    """What private training changes in a Trainer; a class to derive from, before the Trainer's.
+
+    Guarantees:
+        One step of the optimizer is one logical batch, one intent and one commit in the ledger. A
+        row's gradient depends on that row alone: records are collated one by one and brought to
+        one public length, and the loss is the mean over rows of each row's own mean. Nothing of the
+        training rows is logged or saved but what ε covers.
+
+    Args:
+        args: The Trainer's own arguments, by position.
+        privacy: What the run applies. `privacy.epsilon` decides the noise for all of the run's
+            steps, and is a budget: training ends before a step that would pass it.
+        max_length: Tokens that every row is cut or padded to; without it rows must come at one
+            length. It must be public: not the length of the longest record.
+        settings: The Trainer's own arguments, by name.
+
+    Raises:
+        BadInput: Arguments that cannot be used together.
+        UnsupportedOperation: Arguments with which nothing would be private.
+    """
+
+    model: Any
+    args: Any
+    optimizer: Any
+    control: Any
+    state: Any
+    compute_loss_func: Any
+    processing_class: Any
+
+    def __init__(
+        self, *args: Any, privacy: Privacy, max_length: int | None = None, **settings: Any
+    ) -> None:
+        if not isinstance(privacy, Privacy):
+            raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
+        super().__init__(*args, **settings)
+        self.privacy = privacy
+        self._max_length = max_length or getattr(self.args, "max_length", None)  # TRL's have one
+        self._batch_size = 0  # of a logical batch, while a run goes on
+        self._epsilon, self._epsilon_step = 0.0, 0  # as computed last, and after which step
+        self._engine: PrivacyEngine | None = None
+        self._loader: PrivateLoader | None = None
+        self._batches: Iterator[Any] = iter(())
+        _refuse(self)
+
+    # --- a run -----------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as the Trainer does, privately; the ledger is in `output_dir`.
+
+        Returns:
+            The Trainer's output, whose `training_loss` is NaN: no ε covers the loss of training
+            rows.
+        """
+        if trial is not None:
+            raise UnsupportedOperation(
+                "a search over hyperparameters shows results of many runs on the same rows, and "
+                "the ledger of each counts only its own: run them one by one, and add them up with "
+                "`unison account RUN RUN ...`"
+            )
+        users, self._epsilon, self._epsilon_step = self.args, 0.0, 0
+        self._batch_size = self.get_total_train_batch_size(users)
+        # The passes of a logical batch are the accumulation; the Trainer sees one batch a step.
+        self.args = copy.copy(users)
+        self.args.gradient_accumulation_steps = 1
+        try:
+            return super().train(  # type: ignore[misc]
+                resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval
+            )
+        finally:
+            self.args = users
+            if self._engine is not None and self._loader is not None:
+                self._loader.abandon()
+                self._engine.detach()
+            self._engine = self._loader = None
+            self._batches, self._batch_size = iter(()), 0
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader that counts steps: one number for every logical batch of an epoch."""
+        theirs = super().get_train_dataloader()  # type: ignore[misc]
+        tokenizer, config = self.processing_class, getattr(self.model, "config", None)
+        padding = getattr(tokenizer, "pad_token_id", None)
+        padding = getattr(config, "pad_token_id", None) if padding is None else padding
+        is_shuffled = self.privacy.sampling == "shuffled"
+        self._data = DataLoader(
+            theirs.dataset,
+            batch_size=self._batch_size,
+            shuffle=True,
+            drop_last=is_shuffled or self.args.dataloader_drop_last,
+            collate_fn=RowCollator(theirs.collate_fn, self._max_length, padding or 0),
+            num_workers=theirs.num_workers,
+            pin_memory=theirs.pin_memory,
+            persistent_workers=theirs.persistent_workers,
+            prefetch_factor=theirs.prefetch_factor,
+            multiprocessing_context=theirs.multiprocessing_context,
+            worker_init_fn=theirs.worker_init_fn,
+        )
+        sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))
+        return DataLoader(range(steps_per_epoch(sampling)))  # type: ignore[arg-type]
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
+        prepared = super()._prepare_for_training(  # type: ignore[misc]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        self._engine, self._loader = attach(
+            self.privacy,
+            module=prepared[0],
+            optimizer=self.optimizer,
+            data_loader=self._data,
+            steps=max_steps,
+            seed=self.args.seed,
+            ledger=Path(self.args.output_dir) / LEDGER_FILE,
+            max_physical_batch_size=self.args.per_device_train_batch_size,
+        )
+        if resume_from_checkpoint is not None:
+            path = Path(resume_from_checkpoint) / STATE_FILE
+            if not path.is_file():
+                raise BadInput(
+                    f"{path} is not there: the checkpoint is not that of a private run, or was "
+                    "saved with save_only_model=True, and cannot be gone on from"
+                )
+            self._engine.load_state_dict(json.loads(path.read_text()))
+        return prepared
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.args.should_save and self._engine is not None:
+            state = json.dumps(self._engine.state_dict())
+            (Path(output_dir) / STATE_FILE).write_text(state + "\n")
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Iterator[Any]], None]:
+        """Draw the logical batch of the next step; none, and the run ends, at the budget."""
+        try:
+            next(epoch_iterator)
+            first = self._next_pass()
+        except StopIteration:
+            return [], None
+        except BudgetSpent as error:
+            logger.warning("training ends here: %s", error)
+            self.control.should_training_stop = True
+            return [], None
+        return [self._passes(first)], None
+
+    def _next_pass(self) -> Any:
+        batch = next(self._batches, None)
+        if batch is None:  # an epoch is over, or none has begun
+            assert self._loader is not None
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        return batch
+
+    def _passes(self, first: Any) -> Iterator[Any]:
+        assert self._loader is not None
+        yield first
+        while self._loader.is_open:
+            yield self._next_pass()
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run the passes of a logical batch; the gradients are there, with noise, after the last.
+
+        Returns:
+            Zero: no ε covers the loss of training rows, and the Trainer would write it to files.
+        """
+        for batch in inputs:
+            super().training_step(model, batch)  # type: ignore[misc]
+        return torch.zeros((), device=self.args.device)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean over rows of each row's own mean; in evaluation, the Trainer's own loss.
+
+        Models of transformers divide by the number of labels in the batch, which other rows change.
+        Losses that are not of tokens are the model's own, and `compute_loss_func` is the user's:
+        the engine looks at either, and refuses one in which rows mix.
+        """
+        labels: Any = inputs.get("labels")
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        kind = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
+        is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and kind in _LOSSES_OF_TOKENS
+        if not model.training or self.compute_loss_func is not None or not is_of_tokens:
+            return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
+        is_encoder_decoder = getattr(base.config, "is_encoder_decoder", False)
+        if not is_encoder_decoder:  # those make their decoder's inputs from labels
+            inputs = {name: each for name, each in inputs.items() if name != "labels"}
+        outputs = model(**inputs)
+        losses = token_losses(
+            outputs["logits"] if isinstance(outputs, dict) else outputs[0],
+            labels,
+            is_shifted=kind is ForCausalLMLoss and not is_encoder_decoder,
+        )
+        return (losses.mean(), outputs) if return_outputs else losses.mean()
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what ε covers, and with it σ, and now and then ε and what the budget has left."""
+        is_of_training = any(name in logs for name in _UNCOVERED)
+        logs = {name: each for name, each in logs.items() if name not in _UNCOVERED}
+        every = -(-self.state.max_steps // MAX_EPSILONS)
+        is_due = self.state.global_step >= self._epsilon_step + every or "train_runtime" in logs
+        if is_of_training and is_due:
+            logs |= self._spent()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _spent(self) -> dict[str, float]:
+        """ε so far, σ, and what is left of the budget."""
+        assert self._engine is not None
+        assert self._loader is not None
+        privacy, step = self.privacy, self.state.global_step
+        if step != self._epsilon_step or not self._epsilon:
+            self._epsilon = self._engine.ledger.epsilon_if_secret(privacy.delta)
+            self._epsilon_step = step
+        # Of a seeded run ε is infinite: this is what it would be under a secret key.
+        spent = {"epsilon" if privacy.secure_noise else "epsilon_if_secret": self._epsilon}
+        release = self._engine.mechanism.release(max(0, self._loader.next_step - 1))
+        spent |= {"delta": privacy.delta, "noise_multiplier": release.noise_multiplier}
+        if privacy.epsilon is not None:
+            spent["epsilon_left"] = privacy.epsilon - self._epsilon
+        return spent
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        done = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        metrics = {name: each for name, each in done.metrics.items() if name not in _UNCOVERED}
+        return TrainOutput(done.global_step, float("nan"), metrics | self._spent())
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: a count of what was computed would tell how many rows were drawn."""
+        return 0
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of training rows, where the loader counts steps."""
+        is_ours = isinstance(dataloader.dataset, range)
+        return len(self._data.dataset) if is_ours else super().num_examples(dataloader)  # type: ignore[misc, arg-type]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the rows that a step draws, as expected, on all ranks together."""
+        return self._batch_size or super().get_total_train_batch_size(args)  # type: ignore[misc]
+
+
+class PrivateTrainer(PrivateSteps, Trainer):
+    """transformers' `Trainer` with private steps; see `PrivateSteps` for what it takes beside.
+
+    `per_device_train_batch_size` rows go through the model in one pass; so many times
+    `gradient_accumulation_steps` and the number of processes is the logical batch, of which every
+    step draws about as many. Steps, epochs, schedules, logging, evaluation and checkpoints count
+    logical batches. `max_grad_norm` of the arguments clips the noisy gradient, as it does any.
+    """
+
+
+def token_losses(
+    logits: Tensor,  # [rows, tokens, vocab]
+    labels: Tensor,  # [rows, labels]
+    *,
+    is_shifted: bool,
+) -> Tensor:  # [rows]
+    """Return each row's mean loss over its own labels; one token predicts the next if shifted."""
+    prompt = logits.shape[1] - labels.shape[1]  # virtual tokens of prompt tuning come first
+    if prompt:
+        labels = F.pad(labels, (prompt, 0), value=_IGNORED)
+    if is_shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return per_sample_loss(logits, labels)
+
+
+@dataclass
+class RowCollator:
+    """Collates records one by one, at one public length, so that no row depends on another.
+
+    Attributes:
+        collate: The user's collator.
+        max_length: Tokens that rows are cut or padded to; None if they come at one length.
+        padding: The token to pad `input_ids` with.
+        shapes: Of a row, by name, as met first.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    max_length: int | None
+    padding: int
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __call__(self, records: Sequence[Any]) -> dict[str, Any]:
+        """Return one row for every record."""
+        rows = [self._row(self.collate([record])) for record in records]
+        return {name: self._joined(name, [row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, row: Any) -> dict[str, Any]:
+        if self.max_length is None:
+            return dict(row)
+        length = row["input_ids"].shape[-1] if "input_ids" in row else None
+        return {name: self._fitted(name, each, length) for name, each in row.items()}
+
+    def _fitted(self, name: str, value: Any, length: int | None) -> Any:
+        """Cut or pad what has one entry per token [1, ..., tokens, ...]; the rest stays."""
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim < 2:
+            return value
+        has_own_length = value.ndim == 2 and (name == "labels" or name.startswith("decoder_"))
+        dims = [dim for dim in range(1, value.ndim) if value.shape[dim] == length]
+        if not dims and not has_own_length:
+            return value
+        dim = dims[0] if dims else 1
+        assert self.max_length is not None
+        value = value.narrow(dim, 0, min(value.shape[dim], self.max_length))
+        missing = [0, 0] * (value.ndim - 1 - dim) + [0, self.max_length - value.shape[dim]]
+        fill = {"input_ids": self.padding, "decoder_input_ids": self.padding, "labels": _IGNORED}
+        return F.pad(value, missing, value=fill.get(name, 0))
+
+    def _joined(self, name: str, parts: list[Any]) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return [each for part in parts for each in part]
+        known = self.shapes.setdefault(name, tuple(parts[0].shape[1:]))
+        for part in parts:
+            if tuple(part.shape[1:]) != known:
+                raise BadInput(
+                    f"rows of {name!r} have shapes {list(known)} and {list(part.shape[1:])}: the "
+                    "longest row of a batch would show in how the others are computed. Give the "
+                    "trainer a public max_length=, which rows are cut or padded to"
+                )
+        return torch.cat(parts)
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuse arguments of a Trainer under which nothing would be private, or nothing would run."""
+    args = trainer.args
+    refusals = {
+        "fp16": (args.fp16, "scaled gradients cannot be clipped; use bf16=True"),
+        "deepspeed": (args.deepspeed, "its engine owns the gradients; leave it out"),
+        "fsdp": (args.fsdp, "accelerate's sharding owns the gradients; leave it out"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "steps that are tried again are spent again; lower per_device_train_batch_size and "
+            "raise gradient_accumulation_steps, which leaves the logical batch as it is",
+        ),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor,
+            "its loss divides by a count over all rows; give compute_loss_func a mean of rows",
+        ),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "the tokens of drawn rows are private; leave it out",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy != "random",
+            "privacy rests on how rows are drawn; leave it at 'random'",
+        ),
+    }
+    for name, (is_set, remedy) in refusals.items():
+        if is_set:
+            raise UnsupportedOperation(f"{name} cannot be used in private training: {remedy}")
+    if trainer.eval_dataset is not None and trainer.eval_dataset is trainer.train_dataset:
+        raise BadInput(
+            "eval_dataset is train_dataset: an evaluation on training rows is covered by no ε; "
+            "evaluate on rows that are not trained on"
+        )
+    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
+        raise UnsupportedOperation(
+            "the model's config has output_router_logits=True: the router's loss balances experts "
+            "over all rows of a batch, so that rows mix; set it to False"
+        )

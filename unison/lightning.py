@@ -1,0 +1,204 @@
+"""`PrivacyCallback`: private training with Lightning's automatic optimisation.
+
+```python
+private = unison.lightning.PrivacyCallback(
+    unison.Privacy(epsilon=3, delta=1e-5), ledger="run/ledger.jsonl"
+)
+trainer = lightning.Trainer(max_epochs=3, callbacks=[private])
+trainer.fit(model, train_dataloaders=loader)
+```
+
+Lightning is given a loader that only counts steps. In `training_step` a logical batch is drawn, and
+the user's own `training_step` runs for each of its passes, so that one step of Lightning's is one
+logical batch, whatever it counts: schedules, `max_steps`, logging, checkpoints.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from unison.config import Privacy
+from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy import (
+    BudgetSpent,
+    PrivacyEngine,
+    PrivateLoader,
+    attach,
+    sampling_for,
+    steps_per_epoch,
+)
+
+
+class PrivacyCallback(Callback):
+    """Makes the steps of a Lightning Trainer private.
+
+    What is made private is the one child that holds all trainable parameters, or else the
+    LightningModule itself, whose `training_step` must then call `self(...)`. What `training_step`
+    logs is shown and not written, since no ε covers it. ε and σ are logged in its place.
+
+    Args:
+        privacy: What the run applies. `privacy.epsilon` decides the noise for all of the run's
+            steps, and is a budget: training ends before a step that would pass it.
+        ledger: File to write the ledger to. A run that goes on from a checkpoint must find it, so
+            it lies beside checkpoints, not in a folder that Lightning numbers anew.
+        max_physical_batch_size: Most rows in one pass; the loader's batch size is that of a step.
+        seed: Used where `privacy.secure_noise` is off.
+        settings: Other arguments of `PrivacyEngine.make_private`, such as `row_shape`.
+
+    Attributes:
+        engine: The engine, while training runs.
+    """
+
+    def __init__(
+        self,
+        privacy: Privacy,
+        *,
+        ledger: str | os.PathLike[str],
+        max_physical_batch_size: int | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(privacy, Privacy):
+            raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
+        self.privacy, self._ledger, self._seed = privacy, ledger, seed
+        self._settings = {**settings, "max_physical_batch_size": max_physical_batch_size}
+        self.engine: PrivacyEngine | None = None
+        self._state: Mapping[str, Any] | None = None  # of a checkpoint
+        self._loader: PrivateLoader | None = None
+        self._batches: Iterator[Any] = iter(())
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put a loader that counts steps in the place of the user's."""
+        if stage != "fit":
+            return
+        refusals = {
+            "several processes": (trainer.world_size > 1, "use one"),
+            "manual optimisation": (not pl_module.automatic_optimization, "use make_private"),
+            "accumulate_grad_batches": (
+                trainer.accumulate_grad_batches != 1,
+                "give the loader a larger batch size, and the callback max_physical_batch_size",
+            ),
+            "precision 16-mixed": (trainer.precision == "16-mixed", "use bf16-mixed"),
+        }
+        for name, (is_set, remedy) in refusals.items():
+            if is_set:
+                raise UnsupportedOperation(f"PrivacyCallback cannot be used with {name}; {remedy}")
+        source = trainer.fit_loop._data_source
+        self._data: Any = source.dataloader()
+        sampling = sampling_for(self.privacy, self._data.batch_size, len(self._data.dataset))
+        source.instance = range(steps_per_epoch(sampling))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the engine, and draw the passes of a step where Lightning runs one batch."""
+        if len(trainer.optimizers) != 1:
+            raise UnsupportedOperation(
+                f"PrivacyCallback takes one optimizer, found {len(trainer.optimizers)}: one "
+                "optimizer must hold all trainable parameters"
+            )
+        steps = int(trainer.estimated_stepping_batches)
+        self.engine, self._loader = attach(
+            self.privacy,
+            module=_called(pl_module),
+            optimizer=trainer.optimizers[0],
+            data_loader=self._data,
+            steps=steps,
+            seed=self._seed,
+            ledger=self._ledger,
+            **self._settings,
+        )
+        if self._state is not None:
+            self.engine.load_state_dict(self._state)
+        self._begin = pl_module.on_train_batch_start
+        pl_module.on_train_batch_start = partial(self._begin_step, trainer, pl_module)  # type: ignore[method-assign]
+        pl_module.training_step = partial(self._training_step, trainer, pl_module)  # type: ignore[method-assign]
+
+    def _begin_step(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> int | None:
+        """Draw the first pass of a step, or end the run at the budget."""
+        try:
+            self._first = self._next_pass()
+        except BudgetSpent as error:
+            trainer.should_stop = True
+            pl_module.print(f"training ends here: {error}")
+            return -1
+        return self._begin(batch, batch_idx)
+
+    def _training_step(
+        self, trainer: Trainer, pl_module: LightningModule, step: Any, *args: Any
+    ) -> Any:
+        """Run the user's step for all passes of a logical batch; return what the last one does."""
+        assert self._loader is not None
+        pl_module.log = partial(pl_module.log, logger=False)  # type: ignore[method-assign]
+        try:
+            batch = self._first
+            while True:
+                batch = trainer.strategy.batch_to_device(batch)
+                output: Any = type(pl_module).training_step(pl_module, batch, *args)
+                if not self._loader.is_open:
+                    return output
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                trainer.strategy.backward(loss, None)
+                batch = self._next_pass()
+        finally:
+            del pl_module.log
+
+    def _next_pass(self) -> Any:
+        assert self._loader is not None
+        batch = next(self._batches, None)
+        if batch is None:  # an epoch is over, or none has begun
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        return batch
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log σ, and at the end of an epoch ε."""
+        assert self.engine is not None
+        assert self._loader is not None
+        release = self.engine.mechanism.release(max(0, self._loader.next_step - 1))
+        pl_module.log("noise_multiplier", release.noise_multiplier, batch_size=1)
+        if trainer.is_last_batch:
+            epsilon = self.engine.ledger.epsilon_if_secret(self.privacy.delta)
+            # Of a seeded run ε is infinite: this is what it would be under a secret key.
+            name = "epsilon" if self.privacy.secure_noise else "epsilon_if_secret"
+            pl_module.log(name, epsilon, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of privacy; never a key."""
+        return {} if self.engine is None else self.engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint, once training starts."""
+        self._state = state_dict or None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give module and optimizer back as they were."""
+        if self.engine is None or self._loader is None:
+            return
+        for name in ("training_step", "on_train_batch_start"):
+            vars(pl_module).pop(name, None)
+        self._loader.abandon()
+        self.engine.detach()
+        self.engine = self._loader = self._state = None
+        self._batches = iter(())
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give module and optimizer back as they were."""
+        self.teardown(trainer, pl_module, "fit")
+
+
+def _called(module: nn.Module) -> nn.Module:
+    """The one child that holds all trainable parameters, or else the module itself."""
+    wanted = {id(each) for each in module.parameters() if each.requires_grad}
+    for child in module.children():
+        if wanted and wanted <= {id(each) for each in child.parameters()}:
+            return child
+    return module
