@@ -32,7 +32,7 @@ from unison.parallel import ParallelAdapter, TensorParallel, adapter_class, adap
 from unison.parallel.exchange import OwnerSums, broadcast_object, largest, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
-from unison.torch_internals import DynamoBackend, is_in_parts
+from unison.torch_internals import DynamoBackend, is_in_parts, machine_of
 
 
 class KFAC:
@@ -166,7 +166,7 @@ class KFAC:
             NotInvertible: Naming the layer, its smallest eigenvalue and the remedy.
         """
         # The user may be under autocast, which would round every product here.
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(machine_of(self._device), enabled=False):
             self._update()
             self._precondition()
         self.num_steps += 1
