@@ -16,6 +16,7 @@ from rich.table import Table
 
 import unison
 from unison.cli.account import account
+from unison.cli.plan import plan
 from unison.cli.train import train
 from unison.errors import BadInput, UnisonError
 from unison.models import PRESETS, build, count_parameters
@@ -38,6 +39,7 @@ verify = typer.Typer(
 )
 app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(account)
+app.command(rich_help_panel="Verbs")(plan)
 
 
 @app.command(rich_help_panel="Verbs")

@@ -52,7 +52,6 @@ _MADE_BY = {
     "clip": "per-sample gradients",
     "kfac": "factors",
     "parallel": "communication",
-    "privacy": "gradients",  # sums over the passes of a logical batch, and their noise
 }
 _SHELLS = ("capture/tracked.py", "capture/parts.py", "capture/rows.py", "clip/costs.py")
 
@@ -240,10 +239,13 @@ class Meter(TorchDispatchMode):
             for tensor in _tensors(args):
                 if tensor.device.type == self._device:
                     self._allocation_of(tensor).is_record = True
+        is_hosted = self._is_hosted(func, args)
         for tensor in _tensors((result,)):
             if tensor.device.type == self._device and maker not in _SHELLS:
                 made = self._allocation_of(tensor, maker)
                 made.is_any |= packet is aten.any
+                if is_hosted and not made.role:
+                    made.role = HOST
         return result
 
     def _allocation_of(self, tensor: Tensor, maker: str = "") -> Allocation:
@@ -254,6 +256,16 @@ class Meter(TorchDispatchMode):
             self._allocations[key] = made, weakref.ref(storage, lambda _: self._free(key))
             self._change(made, _rounded(storage.nbytes()))
         return self._allocations[key][0]
+
+    def _is_hosted(self, func: Any, args: tuple) -> bool:
+        """Whether a result stays on the host, where that is the device: it is made of such alone.
+
+        Copies are how values get from one to the other.
+        """
+        if self._device != "cpu" or func in (aten._to_copy.default, aten.copy_.default):
+            return False
+        known = [self._allocations.get(each.untyped_storage()._cdata) for each in _tensors(args)]
+        return bool(known) and all(each and each[0].category == HOST for each in known)
 
     def _free(self, key: int) -> None:
         allocation, _ = self._allocations.pop(key)
