@@ -24,6 +24,7 @@ GIB = 2**30
 COMMON = "--precision bf16 --checkpoint-activations --batch 1 --seq 2048"
 HEADLINE = {
     "13b on 8": "--preset 13b --gpus 8",
+    "13b on 8, private": "--preset 13b --gpus 8 --private",
     "175b on 128": "--preset 175b --gpus 128",
     "1t on 256, offloaded": "--preset 1t --gpus 256 --offload params,optimizer",
 }

@@ -81,6 +81,13 @@ def plan(
         float | None, typer.Option(help="σ, instead of --epsilon: decides ε.")
     ] = None,
     delta: Annotated[float, typer.Option(help="δ, below 1 / --rows.")] = 1e-6,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="gpus=8,16,32: one line for each number of GPUs, and a picture."),
+    ] = None,
+    picture: Annotated[
+        Path, typer.Option(help="Where --sweep draws memory and time, a PNG.")
+    ] = Path("plan-sweep.png"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -109,15 +116,16 @@ def plan(
     for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
         if value is not None and value < 1:
             raise BadInput(f"{name} must be above 0, found {value}")
-    num_passes = math.ceil((logical_batch or 1) / (gpus * batch))
+    worlds = [gpus] if sweep is None else swept(sweep)
+    if sweep is not None and not picture.parent.is_dir():
+        raise BadInput(f"--picture {picture} is in no folder that exists")
     scenario = Scenario(
-        world_size=gpus,
+        world_size=worlds[0],
         rows=batch,
         row_length=seq or longest or 1,
         vocab_size=vocab_size,
         shard=shard,
         replicas=replicas,
-        passes=min(num_passes, MOST_SIMULATED),
         precision=precision,
         clipping=clipping if private else None,
         kfac=kfac,
@@ -137,17 +145,91 @@ def plan(
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
         )
-    usage = simulate(make, scenario)
-    scale = num_passes / scenario.passes
-    usage.flops = int(usage.flops * scale)
-    for key in usage.bytes_sent:
-        usage.bytes_sent[key] = int(usage.bytes_sent[key] * scale)
-    scenario = replace(scenario, passes=num_passes)
-    found = estimate(usage, scenario, card, num_parameters)
+    plans = []
+    for world in worlds:
+        num_passes = math.ceil((logical_batch or 1) / (world * batch))
+        scenario = replace(scenario, world_size=world, passes=num_passes)
+        usage = all_passes(make, scenario)
+        plans.append((scenario, usage, estimate(usage, scenario, card, num_parameters)))
+    if sweep is not None:
+        draw_sweep(plans, card, picture)
     if as_json:
-        typer.echo(json.dumps(figures(usage, scenario, card, found, spending, num_parameters)))
+        told = [
+            figures(usage, each, card, found, spending, num_parameters)
+            for each, usage, found in plans
+        ]
+        typer.echo(json.dumps(told[0] if sweep is None else told))
+    elif sweep is not None:
+        show_sweep(Console(), plans, card)
+        typer.echo(f"drawn in {picture}")
     else:
-        show(Console(), usage, scenario, card, found, spending, num_parameters)
+        (each, usage, found), *_ = plans
+        show(Console(), usage, each, card, found, spending, num_parameters)
+
+
+def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
+    """What a step of many passes uses: two are run, and the others are like them."""
+    num_run = min(scenario.passes, MOST_SIMULATED)
+    usage = simulate(make, replace(scenario, passes=num_run))
+    usage.flops = usage.flops * scenario.passes // num_run
+    for key in usage.bytes_sent:
+        usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
+    return usage
+
+
+def swept(text: str) -> list[int]:
+    """Read the numbers of GPUs of --sweep.
+
+    Raises:
+        BadInput: If it is not `gpus=` and numbers above 0.
+    """
+    name, _, numbers = text.partition("=")
+    parts = [each.strip() for each in numbers.split(",")]
+    if name != "gpus" or not all(each.isdecimal() and int(each) > 0 for each in parts):
+        raise BadInput(f"--sweep takes gpus=8,16,32 with numbers above 0, found {text!r}")
+    return [int(each) for each in parts]
+
+
+Plans = list[tuple[Scenario, Usage, Estimate]]
+
+
+def show_sweep(screen: Console, plans: Plans, card: Gpu) -> None:
+    """Print one line for each number of GPUs."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("GPUs", "tensors, GiB", "with margin", "step, s", f"{card.name}"):
+        table.add_column(title, justify="right")
+    for scenario, _, found in plans:
+        table.add_row(
+            str(scenario.world_size),
+            f"{found.peak_bytes / GIB:,.2f}",
+            f"{found.needed_bytes / GIB:,.2f}",
+            f"{found.step_seconds:,.3f}",
+            "fits" if found.fits else "does not fit",
+        )
+    screen.print(table)
+    for line in assumptions(plans[0][0], card):
+        screen.print(f"  {line}", style="dim", highlight=False)
+
+
+def draw_sweep(plans: Plans, card: Gpu, path: Path) -> None:
+    """Draw memory and step time against the number of GPUs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    memory, seconds = figure.subplots(2, sharex=True)
+    worlds = [scenario.world_size for scenario, _, _ in plans]
+    memory.plot(worlds, [each.peak_bytes / GIB for _, _, each in plans], "o-", label="tensors")
+    memory.plot(
+        worlds, [each.needed_bytes / GIB for _, _, each in plans], "o-", label="with margin"
+    )
+    memory.axhline(card.memory_gib, linestyle="--", color="grey", label=card.name)
+    memory.set(ylabel="GiB on each GPU", ylim=(0, None))
+    memory.legend()
+    seconds.plot(worlds, [each.step_seconds for _, _, each in plans], "o-")
+    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", ylim=(0, None), xscale="log")
+    seconds.set_xticks([], minor=True)
+    seconds.set_xticks(worlds, [str(each) for each in worlds])
+    figure.savefig(path, dpi=120)
 
 
 def find_model(

@@ -244,8 +244,7 @@ class Meter(TorchDispatchMode):
             if tensor.device.type == self._device and maker not in _SHELLS:
                 made = self._allocation_of(tensor, maker)
                 made.is_any |= packet is aten.any
-                if is_hosted and not made.role:
-                    made.role = HOST
+                made.phase = HOST if is_hosted else made.phase
         return result
 
     def _allocation_of(self, tensor: Tensor, maker: str = "") -> Allocation:
@@ -265,7 +264,7 @@ class Meter(TorchDispatchMode):
         if self._device != "cpu" or func in (aten._to_copy.default, aten.copy_.default):
             return False
         known = [self._allocations.get(each.untyped_storage()._cdata) for each in _tensors(args)]
-        return bool(known) and all(each and each[0].category == HOST for each in known)
+        return bool(known) and all(each and each[0].phase == HOST for each in known)
 
     def _free(self, key: int) -> None:
         allocation, _ = self._allocations.pop(key)
