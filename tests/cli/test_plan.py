@@ -1,9 +1,18 @@
 """`unison plan` as a person runs it."""
 
+import functools
 import json
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+
+import unison as unison_package
+from unison.cli.plan import code_of, fastest
+from unison.errors import BadInput
+from unison.plan import GPUS, Estimate, Scenario, Usage
+from unison.shard import units_of
 
 OWN = """
 from torch import nn
@@ -79,6 +88,60 @@ def test_a_model_of_ones_own(plan, tmp_path, monkeypatch):
         assert err.count("\n") == 1
 
 
+def step_that_needs(gib: dict[str, float]):
+    """Plan scenarios of known size and speed: `full` and computing again are slower, hosts most."""
+
+    def planned(scenario: Scenario) -> tuple[Scenario, Usage, Estimate]:
+        name = "+".join(sorted(scenario.offload)) or scenario.shard
+        name += " again" if scenario.checkpoint_activations else ""
+        seconds = 1.0 + 0.1 * (scenario.shard == "full") + scenario.checkpoint_activations
+        needed = int(gib[name] * 2**30)
+        estimate = Estimate(
+            peak_bytes=needed,
+            needed_bytes=needed,
+            memory_bytes=79 * 2**30,
+            compute_seconds=0.0,
+            network_seconds=0.0,
+            update_seconds=0.0,
+            step_seconds=seconds,
+        )
+        return scenario, Usage(), estimate
+
+    return planned
+
+
+SIZES = {"zero2": 90.0, "full": 85, "zero2 again": 84, "full again": 83}
+SIZES |= {"optimizer again": 82, "optimizer+params again": 81}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_fastest_that_fits_is_found(name):
+    found, _, _ = fastest(step_that_needs(SIZES | {name: 10}), Scenario(), GPUS["h100"])
+    assert step_that_needs(SIZES)(found)[2].needed_bytes == SIZES[name] * 2**30
+
+
+def test_a_faster_one_is_preferred_to_a_smaller_one():
+    fitting = SIZES | {"full": 70, "full again": 10}
+    found, _, _ = fastest(step_that_needs(fitting), Scenario(), GPUS["h100"])
+    assert (found.shard, found.checkpoint_activations) == ("full", False)
+
+
+def test_where_nothing_fits_it_says_what_is_needed():
+    with pytest.raises(BadInput, match=r"still needs 81\.0 GiB; lower --batch"):
+        fastest(step_that_needs(SIZES), Scenario(), GPUS["h100"])
+
+
+def test_the_code_of_a_scenario_runs():
+    scenario = Scenario(checkpoint_activations=True, precision="bf16", shard="zero2")
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    names = {"unison": unison_package, "torch": torch, "functools": functools, "model": model}
+    exec(code_of(scenario), names)
+    (unit, *_) = units_of(names["model"])
+    assert unit.options.reshard_after_forward is False
+    assert unit.options.precision.param is torch.bfloat16
+
+
+@pytest.mark.full
 def test_a_sweep_is_drawn_and_told(plan, tmp_path):
     picture = tmp_path / "sweep.png"
     options = "--preset tiny --num-layers 2 --seq 16 --sweep gpus=1,4 --picture"
@@ -128,6 +191,7 @@ def test_a_config_of_transformers(plan, tmp_path):
         ("a:b --num-layers 3", "--num-layers is for a --preset"),
         ("--preset tiny --sweep gpus=4,0", "--sweep takes"),
         ("--preset tiny --sweep batch=4", "--sweep takes"),
+        ("--preset tiny --sweep gpus=4 --fit", "leave --sweep out"),
         ("--preset tiny --sweep gpus=4 --picture nowhere/at/all.png", "no folder that exists"),
     ],
 )

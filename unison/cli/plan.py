@@ -81,6 +81,13 @@ def plan(
         float | None, typer.Option(help="σ, instead of --epsilon: decides ε.")
     ] = None,
     delta: Annotated[float, typer.Option(help="δ, below 1 / --rows.")] = 1e-6,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Find the fastest of --shard, --checkpoint-activations and --offload that fits.",
+        ),
+    ] = False,
     sweep: Annotated[
         str | None,
         typer.Option(help="gpus=8,16,32: one line for each number of GPUs, and a picture."),
@@ -145,12 +152,18 @@ def plan(
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
         )
-    plans = []
-    for world in worlds:
-        num_passes = math.ceil((logical_batch or 1) / (world * batch))
-        scenario = replace(scenario, world_size=world, passes=num_passes)
-        usage = all_passes(make, scenario)
-        plans.append((scenario, usage, estimate(usage, scenario, card, num_parameters)))
+    if fit and sweep is not None:
+        raise BadInput("--fit is for one number of GPUs; leave --sweep out")
+
+    def planned(each: Scenario) -> Plan:
+        usage = all_passes(make, each)
+        return each, usage, estimate(usage, each, card, num_parameters)
+
+    wanted = [
+        replace(scenario, world_size=world, passes=math.ceil((logical_batch or 1) / world / batch))
+        for world in worlds
+    ]
+    plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
     if sweep is not None:
         draw_sweep(plans, card, picture)
     if as_json:
@@ -165,6 +178,67 @@ def plan(
     else:
         (each, usage, found), *_ = plans
         show(Console(), usage, each, card, found, spending, num_parameters)
+        if fit:
+            typer.echo("\nto run it:\n" + code_of(each))
+
+
+Plan = tuple[Scenario, Usage, Estimate]
+
+
+def fastest(planned: Callable[[Scenario], Plan], wanted: Scenario, card: Gpu) -> Plan:
+    """Plan ways to hold a model until one fits, and return the fastest of those that do.
+
+    Offloading is slower than all else, so that it is tried only where nothing else fits.
+
+    Raises:
+        BadInput: If none fits.
+    """
+    replicas = [] if wanted.shard != "hybrid" else ["hybrid"]
+    on_gpu = [
+        replace(wanted, shard=shard, checkpoint_activations=again, offload=frozenset())
+        for shard in ("zero2", "full", *replicas)
+        for again in (False, True)
+    ]
+    found = [plan for plan in map(planned, on_gpu) if plan[2].fits]
+    for hosted in ({"optimizer"}, {"optimizer", "params"}) if not found else ():
+        each = planned(
+            replace(wanted, shard="full", checkpoint_activations=True, offload=frozenset(hosted))
+        )
+        if each[2].fits:
+            return each
+        least = each[2].needed_bytes
+    if not found:
+        raise BadInput(
+            f"nothing fits the {card.memory_gib:g} GiB of {card.name}: offloaded and with "
+            f"activations computed again a step still needs {least / GIB:,.1f} GiB; lower --batch "
+            "or --seq, or take more --gpus"
+        )
+    return min(found, key=lambda plan: plan[2].step_seconds)
+
+
+def code_of(scenario: Scenario) -> str:
+    """Python that trains as a scenario says; `unison train` does not have all of it."""
+    options = [f"reshard_after_forward={scenario.shard != 'zero2'}", "gradient_divisor=1"]
+    if scenario.shard == "hybrid":
+        options.append("mesh=mesh")
+    if scenario.precision == "bf16":
+        options.append("mp_policy=unison.MixedPrecision(param=torch.bfloat16)")
+    if scenario.offload:
+        hosted = f"parameters={'params' in scenario.offload}"
+        hosted += f", gradients={'grads' in scenario.offload}"
+        options.append(f"offload_policy=unison.CPUOffload({hosted})")
+    lines = []
+    if scenario.shard == "hybrid":
+        shape = scenario.replicas, scenario.world_size // scenario.replicas
+        lines.append(f'mesh = init_device_mesh("cuda", {shape})')
+    if scenario.checkpoint_activations:
+        lines += [
+            "for block in unison.shard.find_blocks(model):",
+            "    block.forward = functools.partial(",
+            "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
+            "    )",
+        ]
+    return "\n".join([*lines, f"model = unison.auto_shard(model, {', '.join(options)})"])
 
 
 def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
@@ -190,10 +264,7 @@ def swept(text: str) -> list[int]:
     return [int(each) for each in parts]
 
 
-Plans = list[tuple[Scenario, Usage, Estimate]]
-
-
-def show_sweep(screen: Console, plans: Plans, card: Gpu) -> None:
+def show_sweep(screen: Console, plans: list[Plan], card: Gpu) -> None:
     """Print one line for each number of GPUs."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("GPUs", "tensors, GiB", "with margin", "step, s", f"{card.name}"):
@@ -211,7 +282,7 @@ def show_sweep(screen: Console, plans: Plans, card: Gpu) -> None:
         screen.print(f"  {line}", style="dim", highlight=False)
 
 
-def draw_sweep(plans: Plans, card: Gpu, path: Path) -> None:
+def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
     """Draw memory and step time against the number of GPUs."""
     from matplotlib.figure import Figure
 
