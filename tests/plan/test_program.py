@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import World, run_on_ranks
 from unison.models import build, preset
-from unison.plan import Scenario, Usage, measure, simulate
+from unison.plan import Scenario, Usage, count_trained, measure, simulate
 from unison.shard import ranks as shard_ranks
 from unison.shard.ranks import DONE
 
@@ -99,6 +99,15 @@ def check(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_what_real_ranks_hold_and_send(case):
     check(CASES[case])
+
+
+def test_an_offloaded_model_is_on_the_host():
+    settings = {"world_size": 2, **SIZES, "offload": frozenset({"params", "optimizer"})}
+    found = simulate(small_model, Scenario(**settings))
+    assert not {"parameters", "optimizer", "gradients"} & set(found.peak.by_category)
+    # Parameters, gradients and Adam's two moments in float32; allocations are rounded up.
+    share = 16 * count_trained(small_model) / 2
+    assert share <= found.host_bytes <= 1.3 * share
 
 
 @pytest.mark.full
