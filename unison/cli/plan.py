@@ -200,6 +200,7 @@ def fastest(planned: Callable[[Scenario], Plan], wanted: Scenario, card: Gpu) ->
         for again in (False, True)
     ]
     found = [plan for plan in map(planned, on_gpu) if plan[2].fits]
+    least = 0
     for hosted in ({"optimizer"}, {"optimizer", "params"}) if not found else ():
         each = planned(
             replace(wanted, shard="full", checkpoint_activations=True, offload=frozenset(hosted))
@@ -334,7 +335,7 @@ def find_model(
         sys.path.remove(os.getcwd())
     if not callable(make):
         raise BadInput(f"{name} must be a function that builds a model, found {make!r}")
-    return make, 2, None  # ids of 0 and 1 are in every vocabulary
+    return make, 2, None  # type: ignore[return-value] # ids of 0 and 1 are in every vocabulary
 
 
 def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | None]:

@@ -211,9 +211,8 @@ class Meter(TorchDispatchMode):
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
             if self._device == "meta":
                 stack.enter_context(_ranks_alike())
-                stack.enter_context(
-                    torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)
-                )
+                settings = import_module("torch.fx.experimental._config")
+                stack.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
                 kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
                 kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
             stack.enter_context(self)

@@ -233,7 +233,7 @@ def _stepper(
     num_rows = scenario.world_size * scenario.rows * scenario.passes
     data = Rows(num_rows * (WARM_UP + 1), scenario)
     kfac = KFAC(model, KFACConfig(), optimizer) if scenario.kfac else None
-    engine = None
+    engine, private = None, None
     if scenario.clipping is not None:
         engine = PrivacyEngine(secure_noise=False)
         with warnings.catch_warnings():
@@ -287,6 +287,6 @@ def _stepper(
     finally:
         if kfac is not None:
             kfac.detach()
-        if engine is not None:
+        if engine is not None and private is not None:
             private.abandon()
             engine.detach()
