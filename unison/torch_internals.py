@@ -16,6 +16,38 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# --- runs without values --------------------------------------------------------------------------
+
+_planned_for: str | None = None
+
+
+@contextmanager
+def without_values(machine: str) -> Iterator[None]:
+    """Let modules on the meta device run in the block: their memory is counted, no value is known.
+
+    What refuses them elsewhere, and what compares values, stands aside.
+
+    Args:
+        machine: The kind of device whose choices are made, `"cpu"` or `"cuda"`.
+    """
+    global _planned_for
+    before, _planned_for = _planned_for, machine
+    try:
+        yield
+    finally:
+        _planned_for = before
+
+
+def has_values() -> bool:
+    """Whether tensors have values, so that they can be compared."""
+    return _planned_for is None
+
+
+def machine_of(device: torch.device) -> str:
+    """The kind of a device; of one without values, the kind that it stands for."""
+    return _planned_for if _planned_for is not None and device.type == "meta" else device.type
+
+
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

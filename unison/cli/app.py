@@ -20,6 +20,7 @@ from rich.table import Table
 import unison
 from unison.cli.account import account
 from unison.cli.finetune import export, finetune, generate
+from unison.cli.plan import plan
 from unison.cli.train import train
 from unison.errors import BadInput, OutOfRoom, Stopped, UnisonError
 from unison.models import PRESETS, build, count_parameters
@@ -44,7 +45,7 @@ verify = typer.Typer(
 )
 app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(account)
-for verb in (finetune, generate, export):
+for verb in (finetune, generate, export, plan):
     app.command(rich_help_panel="Verbs")(verb)
 
 

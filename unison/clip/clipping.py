@@ -24,6 +24,7 @@ from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.kernels.multi_tensor import combine, squares
 from unison.ops import Dense, Product, Record, Streamed
+from unison.torch_internals import machine_of
 
 
 class Storage:
@@ -42,14 +43,14 @@ class Storage:
     ) -> Tensor:
         """Return a tensor of any content. Nobody else holds it until it is given back."""
         found = self._free.pop((name, math.prod(shape), dtype), None)
-        if found is None or device.type != "cpu":
+        if found is None or machine_of(device) != "cpu":
             self._free = {key: value for key, value in self._free.items() if key[0] != name}
             return torch.empty(shape, dtype=dtype, device=device)
         return found.view(shape)
 
     def give_back(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor for the next batch."""
-        if tensor.device.type == "cpu":
+        if machine_of(tensor.device) == "cpu":
             self._free[name, tensor.numel(), tensor.dtype] = tensor
 
     def clear(self) -> None:

@@ -53,6 +53,7 @@ from unison.kernels.available import num_per_tile, plain_arithmetic, spans
 from unison.kernels.multi_tensor import squared_norms, weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
 from unison.ops.records import add_rows_
+from unison.torch_internals import machine_of
 
 _FEATURES_PER_TILE = 4096
 
@@ -502,7 +503,7 @@ def _selected(x: Tensor, coefficients: Tensor) -> Tensor:
     wide = x.to(torch.float64, copy=True)
     is_out = coefficients == 0
     # On a CPU it costs nothing to look whether there is one; a GPU would have to be waited for.
-    if x.device.type == "cpu" and not is_out.any():
+    if machine_of(x.device) == "cpu" and not is_out.any():
         return wide
     return wide.masked_fill_(is_out.view(-1, *[1] * (x.ndim - 1)), 0.0)
 

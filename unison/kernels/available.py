@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from unison.torch_internals import machine_of
+
 TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # float64 goes through plain torch
 
 
@@ -84,5 +86,5 @@ def spans(total: int, size: int) -> list[slice]:
 
 def num_per_tile(bytes_each: int, device: torch.device) -> int:
     """Return how many things of `bytes_each` make a tile, at least one."""
-    total = _BYTES_PER_TILE.get(device.type, _BYTES_PER_TILE_ELSEWHERE)
+    total = _BYTES_PER_TILE.get(machine_of(device), _BYTES_PER_TILE_ELSEWHERE)
     return max(1, total // max(1, bytes_each))

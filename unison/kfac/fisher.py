@@ -61,7 +61,7 @@ from unison.parallel.granules import (
 )
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
-from unison.torch_internals import DynamoBackend
+from unison.torch_internals import DynamoBackend, machine_of
 
 ROW = 1 << 24  # tokens that a row could have
 BLOCK = 256  # classes whose probabilities are added up first
@@ -734,7 +734,7 @@ class Collector:
 
     def _in_full_precision(self) -> AbstractContextManager[object]:
         """No autocast, which would round the sums that are made of records."""
-        return torch.autocast(self._adapter.device.type, enabled=False)
+        return torch.autocast(machine_of(self._adapter.device), enabled=False)
 
     @contextmanager
     def _prepared(self, each: Pass, *, has_rows: bool) -> Iterator[None]:

@@ -65,7 +65,7 @@ from unison.parallel.exchange import (
 )
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
-from unison.torch_internals import DynamoBackend, is_in_parts
+from unison.torch_internals import DynamoBackend, is_in_parts, machine_of
 
 
 class KFAC:
@@ -239,7 +239,7 @@ class KFAC:
         refuse_private({each.name: each.parameter for each in self._adapter.params})
         scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(machine_of(self._device), enabled=False):
             reason = self._agreed(self._overflow()) or self._update(scale)
             if reason is None:
                 self._precondition()

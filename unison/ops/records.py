@@ -31,6 +31,7 @@ from torch import Tensor
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.multi_tensor import column_sums
+from unison.torch_internals import machine_of
 
 NOBODY = -1  # in an index: a row that belongs to no sample
 
@@ -115,7 +116,7 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     On a GPU `index_add_` adds rows that are named twice in whatever order its threads come, and the
     last bits change from run to run; `index_put_` sorts them first.
     """
-    if table.device.type == "cpu":
+    if machine_of(table.device) == "cpu":
         return table.index_add_(0, rows, values)
     return table.index_put_((rows,), values, accumulate=True)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unison.capture import (
     AxisTable,
+    MixingReport,
     ProbeState,
     check_samples_apart,
     examine,
@@ -37,7 +38,14 @@ from unison.privacy.inputs import (
     refuse_leaves,
 )
 from unison.rng.draw_mode import outside_draws
-from unison.torch_internals import DynamoBackend, FunctionMode, autocast_dtypes, is_in_parts
+from unison.torch_internals import (
+    DynamoBackend,
+    FunctionMode,
+    autocast_dtypes,
+    has_values,
+    is_in_parts,
+    machine_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +249,9 @@ class Learning:
             verdict = examine(
                 self._module, both, samples, axes, is_pinned=True, whole=True, **settings
             )
+        if not has_values():  # a plan's: nothing to compare
+            verdict = MixingReport(None)
+            self._refusals[key] = None
         if verdict is None or verdict.mixing is not None:
             verdict = check_samples_apart(self._module, run, samples, axes, whole=True, **settings)
             self._refusals[key] = None
@@ -286,7 +297,7 @@ class Learning:
                 num_rows,
                 mode=self._settings.mode,
                 memory_budget=self._settings.memory_budget,
-                machine=inputs.device.type,
+                machine=machine_of(inputs.device),
                 timed=self._timed(inputs.device),
                 is_alone=self._is_alone,
                 is_compiled=is_compiled,

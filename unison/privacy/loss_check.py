@@ -49,7 +49,7 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import is_in_parts
+from unison.torch_internals import has_values, is_in_parts
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
@@ -501,7 +501,8 @@ class LossCheck:
             _refuse_changed(*known, rows.num_rows, numbers)
         # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
         is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
-        if rows.num_units > 1:  # else there are no others, and nothing is learned of them
+        # Of one there are no others, and without values they cannot be told apart.
+        if rows.num_units > 1 and has_values():
             if known is None or is_due:
                 self.num_checks += 1
                 self.finish()  # the check waits for the device anyway, and this says more

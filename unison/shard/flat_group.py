@@ -42,6 +42,7 @@ from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, Placement
 from unison.shard.ranks import DONE, Axes, Ranks, Work
 from unison.shard.sharded_tensor import ShardedTensor, local_part, shard_of
+from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
 # In which dtype a unit computes and sums, and what of it lives in the host's memory.
@@ -379,11 +380,14 @@ class FlatGroup:
     def _make_memory(self, device: torch.device) -> None:
         """Give the buffers memory on a device, the shard zeros; `full` stays empty."""
         self.device = device
-        is_hosted = self._offload is not None and device.type != "meta"
+        # A plan's host has no memory either.
+        is_planned = device.type == "meta" and not has_values()
+        is_hosted = self._offload is not None and (device.type != "meta" or is_planned)
+        self._host = torch.device("meta" if is_planned else "cpu")
         self.shard = torch.zeros(
             self.layout.shard_length(self.ranks.size),
             dtype=self.dtype,
-            device="cpu" if is_hosted else device,
+            device=self._host if is_hosted else device,
             pin_memory=is_hosted and self._pins,
         )
         is_one_dtype = self.compute_dtype == self.dtype
@@ -629,12 +633,12 @@ class FlatGroup:
                 self._moving.append((self.pieces[slot], moved))
 
     def _on_host(self, part: Tensor) -> Tensor:
-        host = torch.empty(len(part), dtype=self.dtype, device="cpu", pin_memory=self._pins)
+        host = torch.empty(len(part), dtype=self.dtype, device=self._host, pin_memory=self._pins)
         return host.copy_(part, non_blocking=True)
 
     def settle(self) -> None:
         """Have every gradient where its piece is; called when the backward pass ends."""
-        if self._offload is None or self.device.type == "meta":
+        if self._offload is None or (self.device.type == "meta" and has_values()):
             return
         arrived = [
             (piece, part if self._offload.gradients else self._on_host(part))

@@ -27,6 +27,7 @@ from unison.shard.flat_group import (
 from unison.shard.granules import RefusedTensor
 from unison.shard.ranks import Axes
 from unison.shard.reducers import FastReducer, OrderedReducer
+from unison.torch_internals import has_values
 
 # ------------------------------------------------------------------------------------------------
 # The attributes at which a unit's modules hold its parameters.
@@ -202,7 +203,7 @@ class Unit:
             BadInput: Naming the parameter and what to do instead.
         """
         for group in self.groups:
-            if group.shard.is_meta:
+            if group.shard.is_meta and has_values():
                 raise BadInput(
                     f"parameter {group.slots[0].name!r} of {self.name!r} was built without memory; "
                     "call unison.materialize(model, seed=...) before using the model"

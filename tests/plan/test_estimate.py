@@ -1,0 +1,142 @@
+"""Whether a step fits, how long it takes and what it spends, from what it uses."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from unison.errors import BadInput
+from unison.plan import GPUS, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
+from unison.plan.estimate import EFFICIENCY, GIB, RESERVED_SHARE, RUNTIME_BYTES
+from unison.privacy import Poisson, epsilon_for
+
+H100 = GPUS["h100"]
+
+
+def usage(gib: float, **settings) -> Usage:
+    return Usage(peaks=[Peak("backward", {"activations": int(gib * GIB)})], **settings)
+
+
+def test_a_step_fits_with_its_margin_only():
+    scenario = Scenario(world_size=8)
+    most = (H100.memory_gib * GIB - RUNTIME_BYTES) / (1 + RESERVED_SHARE) / GIB
+    assert estimate(usage(most - 0.01), scenario, H100, 10).fits
+    assert not estimate(usage(most + 0.01), scenario, H100, 10).fits
+
+
+def test_time_is_the_longer_of_arithmetic_and_traffic():
+    scenario = Scenario(world_size=16, precision="bf16")
+    sent = Counter({("all-gather", 16): int(50e9), ("all-reduce", 8): int(450e9)})
+    found = estimate(usage(1, flops=int(989e12 * EFFICIENCY), bytes_sent=sent), scenario, H100, 0)
+    assert found.compute_seconds == pytest.approx(1)
+    assert found.network_seconds == pytest.approx(2)  # one second on each link
+    assert found.step_seconds == pytest.approx(2)
+
+
+def test_float32_is_not_computed_at_the_speed_of_bfloat16():
+    fast, slow = (
+        estimate(usage(1, flops=10**15), Scenario(precision=each), H100, 0).compute_seconds
+        for each in ("bf16", "fp32")
+    )
+    assert slow / fast == pytest.approx(989 / 67)
+
+
+def test_copies_of_a_hybrid_model_make_larger_parts_to_update():
+    whole = Scenario(world_size=8)
+    seconds = [
+        estimate(usage(1), each, H100, 10**9).update_seconds
+        for each in (whole, replace(whole, shard="hybrid", replicas=4))
+    ]
+    assert seconds[1] == pytest.approx(4 * seconds[0])
+
+
+def test_assumptions_say_that_they_are_not_measured():
+    said = " ".join(assumptions(Scenario(clipping="auto"), H100))
+    assert said.count("not measured") == 2
+    assert "first private step" in said
+
+
+def test_a_gpu_of_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    names = "memory_gib bf16_tflops fp32_tflops memory_gb_per_s link_gb_per_s network_gb_per_s"
+    path.write_text("".join(f"{name}: 10\n" for name in [*names.split(), "host_gb_per_s"]))
+    found = find_gpu(str(path))
+    assert (found.name, found.memory_gib, found.per_machine) == ("mine", 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("memory_gib: 3", "must give"),
+        ("[1, 2]", "must give"),
+        ("{", "is not YAML"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_of_a_gpu_is_refused(tmp_path, text, said):
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadInput, match=said):
+        find_gpu(str(path))
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(BadInput, match="h200, h100, a100-80"):
+        find_gpu("h300")
+
+
+# Much noise, for which PLD is fast.
+BUDGET = {"num_rows": 1000, "batch_size": 100, "epochs": 2.5, "delta": 1e-5}
+
+
+def test_a_budget_goes_both_ways():
+    scenario = Scenario(world_size=4, rows=7)
+    there = budget(**BUDGET, epsilon=0.25, scenario=scenario, num_parameters=1000)
+    assert (there.steps, there.passes) == (25, 4)
+    assert 0.99 * 0.25 <= there.epsilon <= 0.25
+    back = budget(
+        **BUDGET,
+        noise_multiplier=there.noise_multiplier,
+        scenario=scenario,
+        num_parameters=1000,
+    )
+    assert back.epsilon == pytest.approx(there.epsilon)
+    alone = epsilon_for(
+        noise_multiplier=there.noise_multiplier,
+        delta=1e-5,
+        sampling=Poisson(rate=0.1),
+        steps=25,
+        rounded_elements=1000,
+    )
+    assert alone == pytest.approx(there.epsilon)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "one of --epsilon and --noise-multiplier"),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "one of --epsilon and --noise-multiplier"),
+        ({"epsilon": 1.0, "batch_size": 1001}, "more than the 1000 rows"),
+        ({"epsilon": 1.0, "epochs": 0}, "epochs"),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused(wrong, said):
+    with pytest.raises(BadInput, match=said):
+        budget(**{**BUDGET, **wrong}, scenario=Scenario(), num_parameters=10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"shard": "zero9"}, "shard"),
+        ({"offload": frozenset({"params"})}, "needs optimizer too"),
+        ({"offload": frozenset({"disk", "optimizer"})}, "offload"),
+        ({"kfac": True, "clipping": "auto"}, "do not go together"),
+        ({"shard": "hybrid", "world_size": 5, "replicas": 2}, "must divide"),
+        ({"rows": 0}, "rows"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_refused(wrong, said):
+    with pytest.raises(BadInput, match=said):
+        Scenario(**wrong)

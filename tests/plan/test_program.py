@@ -1,0 +1,116 @@
+"""A plan, counted without memory and without other ranks, beside the same program on real ranks."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.harness import World, run_on_ranks
+from unison.models import build, preset
+from unison.plan import Scenario, Usage, count_trained, measure, simulate
+from unison.shard import ranks as shard_ranks
+from unison.shard.ranks import DONE
+
+SHAPE: dict[str, Any] = {"d_model": 32, "num_heads": 2, "d_ff": 72, "num_layers": 2}
+SIZES: dict[str, Any] = {"rows": 3, "row_length": 17, "vocab_size": 61}
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero2, bf16, computed again": {
+        "shard": "zero2",
+        "precision": "bf16",
+        "checkpoint_activations": True,
+    },
+    "auto": {"clipping": "auto"},
+}
+LONG: dict[str, dict[str, Any]] = {
+    "zero2": {"shard": "zero2"},
+    "bf16": {"precision": "bf16"},
+    "two passes": {"passes": 2},
+    "one rank": {"world_size": 1},
+    **{
+        f"{clipping}, {shard}": {"clipping": clipping, "shard": shard}
+        for clipping in ("auto", "grad_materialize", "ghost_bk")
+        for shard in ("full", "zero2")
+    },
+    "ghost": {"clipping": "ghost"},
+    "flash_fuse_bk": {"clipping": "flash_fuse_bk"},
+    "kfac": {"kfac": True},
+    "kfac, zero2": {"kfac": True, "shard": "zero2"},
+    "private, two passes": {"clipping": "ghost_bk", "passes": 2},
+    "private, one rank": {"world_size": 1, "clipping": "auto"},
+    "private, bf16": {"precision": "bf16", "clipping": "ghost_bk"},
+}
+
+
+def small_model() -> nn.Module:
+    shape = preset("gpt2", vocab_size=61, context_length=17, **SHAPE)
+    return build(shape, device="meta")
+
+
+def count(world: World, scenario: Scenario) -> Usage:
+    """Measure a step, but for what is not the device's.
+
+    Gloo sums a copy when it is waited for, which no other backend does; and what is pickled for
+    other ranks lies on the host, which is the device here.
+    """
+    start, gather, broadcast = (
+        shard_ranks._reduce_scatter,
+        dist.all_gather_object,
+        dist.broadcast_object_list,
+    )
+
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        work = start(*args, **kwargs)
+        with _disable_current_modes():
+            work.wait()
+        return DONE
+
+    def unseen(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return collective(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(shard_ranks, "_reduce_scatter", quiet),
+        patch.object(dist, "all_gather_object", unseen(gather)),
+        patch.object(dist, "broadcast_object_list", unseen(broadcast)),
+    ):
+        return measure(small_model, scenario, torch.device("cpu"))
+
+
+def check(settings: dict[str, Any]) -> None:
+    scenario = Scenario(**{"world_size": 2, **SIZES, **settings})
+    planned = simulate(small_model, scenario, machine="cpu")
+    real = run_on_ranks(scenario.world_size, count, scenario)[0]
+    assert [each.place for each in planned.peaks] == [each.place for each in real.peaks]
+    assert planned.peaks == real.peaks  # every category, to the byte
+    assert planned.bytes_sent == real.bytes_sent
+    assert planned.flops == real.flops > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_is_what_real_ranks_hold_and_send(case):
+    check(CASES[case])
+
+
+def test_an_offloaded_model_is_on_the_host():
+    settings = {"world_size": 2, **SIZES, "offload": frozenset({"params", "optimizer"})}
+    found = simulate(small_model, Scenario(**settings))
+    assert not {"parameters", "optimizer", "gradients"} & set(found.peak.by_category)
+    # Parameters, gradients and Adam's two moments in float32; allocations are rounded up.
+    share = 16 * count_trained(small_model) / 2
+    assert share <= found.host_bytes <= 1.3 * share
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", LONG)
+def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):
+    check(LONG[case])

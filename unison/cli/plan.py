@@ -1,0 +1,465 @@
+"""`unison plan`: what a step takes and what a private run costs, before a GPU is rented."""
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from unison.errors import BadInput
+from unison.models import build, preset
+from unison.plan import (
+    CATEGORIES,
+    Estimate,
+    Gpu,
+    PrivateBudget,
+    Scenario,
+    Usage,
+    assumptions,
+    budget,
+    count_trained,
+    estimate,
+    find_gpu,
+    is_inside,
+    simulate,
+)
+
+GIB = 2**30
+MOST_SIMULATED = 2  # passes of a step: each one after the first is like the second
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Your own model, as MODULE:FUNCTION, where FUNCTION() builds it, or the path of a "
+            "transformers config.json; --preset otherwise."
+        ),
+    ] = None,
+    preset_name: Annotated[
+        str | None, typer.Option("--preset", help="Which model (see `unison presets`).")
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Replace the preset's number of blocks.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs, one rank each.")] = 1,
+    gpu: Annotated[
+        str, typer.Option(help="h200, h100, a100-80, or a YAML file that describes one.")
+    ] = "h100",
+    batch: Annotated[int, typer.Option(help="Rows of a pass on each GPU.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a row; the preset's context by default.")
+    ] = None,
+    logical_batch: Annotated[
+        int | None, typer.Option(help="Rows of a step over all GPUs; one pass by default.")
+    ] = None,
+    shard: Annotated[str, typer.Option(help="full (ZeRO-3), zero2 or hybrid.")] = "full",
+    replicas: Annotated[int, typer.Option(help="Copies of the model with --shard hybrid.")] = 2,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Blocks keep only their inputs.")
+    ] = False,
+    offload: Annotated[
+        str, typer.Option(help="What the host holds: optimizer, params, grads, with commas.")
+    ] = "",
+    private: Annotated[bool, typer.Option("--private", help="Train with DP-SGD.")] = False,
+    clipping: Annotated[str, typer.Option(help="How --private computes the clipping.")] = "auto",
+    kfac: Annotated[bool, typer.Option("--kfac", help="Precondition with K-FAC.")] = False,
+    rows: Annotated[int | None, typer.Option(help="Rows of the data set, each a record.")] = None,
+    epochs: Annotated[float, typer.Option(help="How often each row is drawn, on average.")] = 1.0,
+    epsilon: Annotated[float | None, typer.Option(help="ε to spend: decides the noise.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="σ, instead of --epsilon: decides ε.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="δ, below 1 / --rows.")] = 1e-6,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Find the fastest of --shard, --checkpoint-activations and --offload that fits.",
+        ),
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="gpus=8,16,32: one line for each number of GPUs, and a picture."),
+    ] = None,
+    picture: Annotated[
+        Path, typer.Option(help="Where --sweep draws memory and time, a PNG.")
+    ] = Path("plan-sweep.png"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+) -> None:
+    """Say what a training step takes: memory by category, traffic, arithmetic, time, and ε.
+
+    The real engine runs, for one rank of as many as you ask for, on tensors that have no memory.
+    Bytes are those of real ranks; time is an estimate, whose assumptions are printed.
+
+    \b
+    unison plan --preset 13b --gpus 8 --gpu h200 --precision bf16 --checkpoint-activations
+    unison plan --preset gpt2-large --gpus 8 --private --rows 1000000 --logical-batch 4096 \\
+        --epochs 3 --epsilon 8 --delta 1e-7
+    unison plan mymodule:build_model --gpus 4 --batch 8 --seq 512
+    """
+    card = find_gpu(gpu)
+    make, vocab_size, longest = find_model(model, preset_name, num_layers)
+    if seq is not None and longest is not None and seq > longest:
+        raise BadInput(f"--seq {seq} is longer than the model's context, {longest}")
+    if seq is None and longest is None:
+        raise BadInput("--seq is needed for a model of your own: tokens of a row")
+    if noise_multiplier is not None or epsilon is not None or rows is not None:
+        private = True
+        if rows is None or logical_batch is None:
+            raise BadInput("a private budget needs --rows and --logical-batch")
+    for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
+        if value is not None and value < 1:
+            raise BadInput(f"{name} must be above 0, found {value}")
+    worlds = [gpus] if sweep is None else swept(sweep)
+    if sweep is not None and not picture.parent.is_dir():
+        raise BadInput(f"--picture {picture} is in no folder that exists")
+    scenario = Scenario(
+        world_size=worlds[0],
+        rows=batch,
+        row_length=seq or longest or 1,
+        vocab_size=vocab_size,
+        shard=shard,
+        replicas=replicas,
+        precision=precision,
+        clipping=clipping if private else None,
+        kfac=kfac,
+        checkpoint_activations=checkpoint_activations,
+        offload=frozenset(each.strip() for each in offload.split(",") if each.strip()),
+    )
+    num_parameters = count_trained(make)
+    spending = None
+    if rows is not None:
+        spending = budget(
+            num_rows=rows,
+            batch_size=logical_batch or 1,
+            epochs=epochs,
+            delta=delta,
+            scenario=scenario,
+            num_parameters=num_parameters,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+        )
+    if fit and sweep is not None:
+        raise BadInput("--fit is for one number of GPUs; leave --sweep out")
+
+    def planned(each: Scenario) -> Plan:
+        usage = all_passes(make, each)
+        return each, usage, estimate(usage, each, card, num_parameters)
+
+    wanted = [
+        replace(scenario, world_size=world, passes=math.ceil((logical_batch or 1) / world / batch))
+        for world in worlds
+    ]
+    plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
+    if sweep is not None:
+        draw_sweep(plans, card, picture)
+    if as_json:
+        told = [
+            figures(usage, each, card, found, spending, num_parameters)
+            for each, usage, found in plans
+        ]
+        typer.echo(json.dumps(told[0] if sweep is None else told))
+    elif sweep is not None:
+        show_sweep(Console(), plans, card)
+        typer.echo(f"drawn in {picture}")
+    else:
+        (each, usage, found), *_ = plans
+        show(Console(), usage, each, card, found, spending, num_parameters)
+        if fit:
+            typer.echo("\nto run it:\n" + code_of(each))
+
+
+Plan = tuple[Scenario, Usage, Estimate]
+
+
+def fastest(planned: Callable[[Scenario], Plan], wanted: Scenario, card: Gpu) -> Plan:
+    """Plan ways to hold a model until one fits, and return the fastest of those that do.
+
+    Offloading is slower than all else, so that it is tried only where nothing else fits.
+
+    Raises:
+        BadInput: If none fits.
+    """
+    replicas = [] if wanted.shard != "hybrid" else ["hybrid"]
+    on_gpu = [
+        replace(wanted, shard=shard, checkpoint_activations=again, offload=frozenset())
+        for shard in ("zero2", "full", *replicas)
+        for again in (False, True)
+    ]
+    found = [plan for plan in map(planned, on_gpu) if plan[2].fits]
+    least = 0
+    for hosted in ({"optimizer"}, {"optimizer", "params"}) if not found else ():
+        each = planned(
+            replace(wanted, shard="full", checkpoint_activations=True, offload=frozenset(hosted))
+        )
+        if each[2].fits:
+            return each
+        least = each[2].needed_bytes
+    if not found:
+        raise BadInput(
+            f"nothing fits the {card.memory_gib:g} GiB of {card.name}: offloaded and with "
+            f"activations computed again a step still needs {least / GIB:,.1f} GiB; lower --batch "
+            "or --seq, or take more --gpus"
+        )
+    return min(found, key=lambda plan: plan[2].step_seconds)
+
+
+def code_of(scenario: Scenario) -> str:
+    """Python that trains as a scenario says; `unison train` does not have all of it."""
+    options = [f"reshard_after_forward={scenario.shard != 'zero2'}", "gradient_divisor=1"]
+    if scenario.shard == "hybrid":
+        options.append("mesh=mesh")
+    if scenario.precision == "bf16":
+        options.append("mp_policy=unison.MixedPrecision(param=torch.bfloat16)")
+    if scenario.offload:
+        hosted = f"parameters={'params' in scenario.offload}"
+        hosted += f", gradients={'grads' in scenario.offload}"
+        options.append(f"offload_policy=unison.CPUOffload({hosted})")
+    lines = []
+    if scenario.shard == "hybrid":
+        shape = scenario.replicas, scenario.world_size // scenario.replicas
+        lines.append(f'mesh = init_device_mesh("cuda", {shape})')
+    if scenario.checkpoint_activations:
+        lines += [
+            "for block in unison.shard.find_blocks(model):",
+            "    block.forward = functools.partial(",
+            "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
+            "    )",
+        ]
+    return "\n".join([*lines, f"model = unison.auto_shard(model, {', '.join(options)})"])
+
+
+def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
+    """What a step of many passes uses: two are run, and the others are like them."""
+    num_run = min(scenario.passes, MOST_SIMULATED)
+    usage = simulate(make, replace(scenario, passes=num_run))
+    usage.flops = usage.flops * scenario.passes // num_run
+    for key in usage.bytes_sent:
+        usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
+    return usage
+
+
+def swept(text: str) -> list[int]:
+    """Read the numbers of GPUs of --sweep.
+
+    Raises:
+        BadInput: If it is not `gpus=` and numbers above 0.
+    """
+    name, _, numbers = text.partition("=")
+    parts = [each.strip() for each in numbers.split(",")]
+    if name != "gpus" or not all(each.isdecimal() and int(each) > 0 for each in parts):
+        raise BadInput(f"--sweep takes gpus=8,16,32 with numbers above 0, found {text!r}")
+    return [int(each) for each in parts]
+
+
+def show_sweep(screen: Console, plans: list[Plan], card: Gpu) -> None:
+    """Print one line for each number of GPUs."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("GPUs", "tensors, GiB", "with margin", "step, s", f"{card.name}"):
+        table.add_column(title, justify="right")
+    for scenario, _, found in plans:
+        table.add_row(
+            str(scenario.world_size),
+            f"{found.peak_bytes / GIB:,.2f}",
+            f"{found.needed_bytes / GIB:,.2f}",
+            f"{found.step_seconds:,.3f}",
+            "fits" if found.fits else "does not fit",
+        )
+    screen.print(table)
+    for line in assumptions(plans[0][0], card):
+        screen.print(f"  {line}", style="dim", highlight=False)
+
+
+def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
+    """Draw memory and step time against the number of GPUs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    memory, seconds = figure.subplots(2, sharex=True)
+    worlds = [scenario.world_size for scenario, _, _ in plans]
+    memory.plot(worlds, [each.peak_bytes / GIB for _, _, each in plans], "o-", label="tensors")
+    memory.plot(
+        worlds, [each.needed_bytes / GIB for _, _, each in plans], "o-", label="with margin"
+    )
+    memory.axhline(card.memory_gib, linestyle="--", color="grey", label=card.name)
+    memory.set(ylabel="GiB on each GPU", ylim=(0, None))
+    memory.legend()
+    seconds.plot(worlds, [each.step_seconds for _, _, each in plans], "o-")
+    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", ylim=(0, None), xscale="log")
+    seconds.set_xticks([], minor=True)
+    seconds.set_xticks(worlds, [str(each) for each in worlds])
+    figure.savefig(path, dpi=120)
+
+
+def find_model(
+    name: str | None, preset_name: str | None, num_layers: int | None
+) -> tuple[Callable[[], nn.Module], int, int | None]:
+    """Return what builds the model, its vocabulary, and its longest row if that is known.
+
+    Raises:
+        BadInput: If there is no such model.
+    """
+    if (name is None) == (preset_name is None):
+        raise BadInput("name one model: --preset, MODULE:FUNCTION or a config.json")
+    if preset_name is not None:
+        shape = {} if num_layers is None else {"num_layers": num_layers}
+        config = preset(preset_name, **shape)
+        return (lambda: build(config, device="meta")), config.vocab_size, config.context_length
+    if num_layers is not None:
+        raise BadInput("--num-layers is for a --preset; build your own model with as many")
+    assert name is not None
+    if name.endswith(".json"):
+        return from_transformers(Path(name))
+    module_name, has_colon, function = name.partition(":")
+    if not has_colon or not function:
+        raise BadInput(f"expected MODULE:FUNCTION or a config.json, found {name!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"{name} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(make):
+        raise BadInput(f"{name} must be a function that builds a model, found {make!r}")
+    return make, 2, None  # type: ignore[return-value] # ids of 0 and 1 are in every vocabulary
+
+
+def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | None]:
+    """Return what builds the causal language model of a transformers config."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise BadInput("a config.json needs transformers: pip install transformers") from error
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        told = str(error).splitlines()[0]
+        raise BadInput(f"{path} is not the config of a transformers model: {told}") from error
+    config.use_cache = False
+    longest = getattr(config, "max_position_embeddings", None)
+    return (lambda: AutoModelForCausalLM.from_config(config)), config.vocab_size, longest
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def figures(
+    usage: Usage,
+    scenario: Scenario,
+    card: Gpu,
+    found: Estimate,
+    spending: PrivateBudget | None,
+    num_parameters: int,
+) -> dict[str, Any]:
+    """Everything a plan says, as values that JSON can hold."""
+    return {
+        "scenario": {**asdict(scenario), "offload": sorted(scenario.offload)},
+        "parameters": num_parameters,
+        "peak": {"place": usage.peak.place, "bytes": usage.peak.by_category},
+        "places": [{"place": each.place, "bytes": each.total} for each in usage.peaks],
+        "host_bytes": usage.host_bytes,
+        "bytes_sent": [
+            {"collective": kind, "ranks": size, "link": link_of(size, card), "bytes": num_bytes}
+            for (kind, size), num_bytes in usage.bytes_sent.items()
+        ],
+        "flops": usage.flops,
+        "gpu": asdict(card),
+        "estimate": asdict(found) | {"fits": found.fits},
+        "budget": None if spending is None else private_figures(spending, scenario, found),
+        "assumptions": assumptions(scenario, card),
+    }
+
+
+def private_figures(
+    spending: PrivateBudget, scenario: Scenario, found: Estimate
+) -> dict[str, float]:
+    """What a private run costs, with the time of all its steps."""
+    hours = spending.steps * found.step_seconds * scenario.world_size / 3600
+    return asdict(spending) | {"gpu_hours": hours}
+
+
+def link_of(size: int, card: Gpu) -> str:
+    """What a collective over so many ranks goes through."""
+    return "inside a machine" if is_inside(size, card) else "between machines"
+
+
+def show(
+    screen: Console,
+    usage: Usage,
+    scenario: Scenario,
+    card: Gpu,
+    found: Estimate,
+    spending: PrivateBudget | None,
+    num_parameters: int,
+) -> None:
+    """Print a plan for a person."""
+    peak = usage.peak
+    kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
+    screen.print(
+        f"{num_parameters:,} parameters on {scenario.world_size} GPUs: {kind}{scenario.shard}, "
+        f"{scenario.precision}, {scenario.rows} rows of {scenario.row_length} tokens on each GPU, "
+        f"{scenario.passes} passes a step",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(f"memory at the peak, in {peak.place}")
+    table.add_column("GiB", justify="right")
+    for name in CATEGORIES:
+        if peak.by_category.get(name):
+            table.add_row(name, f"{peak.by_category[name] / GIB:,.3f}")
+    table.add_row("all tensors", f"{peak.total / GIB:,.3f}", style="bold")
+    table.add_row("with the safety margin", f"{found.needed_bytes / GIB:,.3f}")
+    if usage.host_bytes:
+        table.add_row("in the host's memory, for each GPU", f"{usage.host_bytes / GIB:,.3f}")
+    screen.print(table)
+    screen.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("one step")
+    table.add_column("", justify="right")
+    for (name, size), num_bytes in sorted(usage.bytes_sent.items()):
+        if size > 1:
+            label = f"{name} of {size}, {link_of(size, card)}: sent by each GPU"
+            table.add_row(label, f"{num_bytes / GIB:,.4f} GiB")
+    table.add_row("arithmetic of each GPU", f"{usage.flops / 1e12:,.2f} TFLOP")
+    table.add_row("computing", f"{found.compute_seconds:,.3f} s")
+    table.add_row("collectives, beside it", f"{found.network_seconds:,.3f} s")
+    table.add_row("optimizer", f"{found.update_seconds:,.3f} s")
+    table.add_row("all together", f"{found.step_seconds:,.3f} s", style="bold")
+    if spending is not None:
+        costs = private_figures(spending, scenario, found)
+        table.add_row("", "")
+        table.add_row(
+            f"private run: {spending.num_rows:,} rows, {spending.batch_size:,} a step, "
+            f"{spending.epochs:g} epochs",
+            f"{spending.steps:,} steps",
+        )
+        table.add_row(f"ε at δ = {spending.delta:g}", f"{spending.epsilon:.4f}")
+        table.add_row("noise multiplier σ", f"{spending.noise_multiplier:.4f}")
+        table.add_row("GPU-hours", f"{costs['gpu_hours']:,.1f}")
+    screen.print(table)
+    screen.print()
+    verdict = "fits" if found.fits else "does not fit"
+    screen.print(
+        f"{verdict}: {found.needed_bytes / GIB:,.1f} GiB of the {card.memory_gib:g} GiB of "
+        f"{card.name}",
+        style="bold green" if found.fits else "bold red",
+        highlight=False,
+    )
+    for line in assumptions(scenario, card):
+        screen.print(f"  {line}", style="dim", highlight=False)

@@ -1,0 +1,35 @@
+"""Plans: the memory, the time and the ε of a run, before it is started."""
+
+from unison.plan.estimate import (
+    GPUS,
+    Estimate,
+    Gpu,
+    PrivateBudget,
+    assumptions,
+    budget,
+    estimate,
+    find_gpu,
+    is_inside,
+)
+from unison.plan.meter import CATEGORIES, Meter, Peak, Usage
+from unison.plan.program import Scenario, count_trained, measure, simulate
+
+__all__ = [
+    "CATEGORIES",
+    "GPUS",
+    "Estimate",
+    "Gpu",
+    "Meter",
+    "Peak",
+    "PrivateBudget",
+    "Scenario",
+    "Usage",
+    "assumptions",
+    "budget",
+    "count_trained",
+    "estimate",
+    "find_gpu",
+    "is_inside",
+    "measure",
+    "simulate",
+]

@@ -1,0 +1,281 @@
+"""From what a step uses to whether it fits, how long it takes, and what a private run costs."""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from unison import check
+from unison.errors import BadInput
+from unison.plan.meter import Usage
+from unison.plan.program import Scenario
+from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
+
+GIB = 2**30
+
+# What a GPU holds beside tensors. Neither number has been measured for unison: they are choices, on
+# the safe side of what users of FSDP report, and every plan says so.
+RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
+RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
+
+# The share of its peak arithmetic that a GPU reaches in the products of a transformer: a choice
+# too, which measured runs may replace.
+EFFICIENCY = 0.45
+ADAM_TRAFFIC = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v, in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A kind of GPU and what connects it, as its vendor describes them.
+
+    Attributes:
+        name: What to call it.
+        memory_gib: What a process can allocate.
+        bf16_tflops: Dense products in bfloat16.
+        fp32_tflops: The same in float32, without TF32.
+        memory_gb_per_s: From and to its own memory.
+        link_gb_per_s: To the GPUs of the same machine, one way.
+        network_gb_per_s: To other machines, one way, the share of one GPU.
+        host_gb_per_s: To the host's memory, one way.
+        per_machine: GPUs in a machine.
+    """
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    network_gb_per_s: float
+    host_gb_per_s: float
+    per_machine: int = 8
+
+    def __post_init__(self) -> None:
+        numbers = {key: value for key, value in asdict(self).items() if key != "name"}
+        for key, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise BadInput(f"{key} of a GPU must be a number, found {value!r}")
+        check.positive(**numbers)
+
+
+def _gpu(name: str, memory: float, bf16: float, fp32: float, *speeds: float) -> Gpu:
+    return Gpu(
+        name=name,
+        memory_gib=memory,
+        bf16_tflops=bf16,
+        fp32_tflops=fp32,
+        memory_gb_per_s=speeds[0],
+        link_gb_per_s=speeds[1],
+        network_gb_per_s=speeds[2],
+        host_gb_per_s=speeds[3],
+    )
+
+
+GPUS = {
+    each.name: each
+    for each in (
+        _gpu("h200", 139, 989, 67, 4800, 450, 50, 55),
+        _gpu("h100", 79, 989, 67, 3350, 450, 50, 55),
+        _gpu("a100-80", 79, 312, 19.5, 2000, 300, 25, 25),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its name, or as a YAML file describes one.
+
+    Raises:
+        BadInput: If there is no such GPU, or the file does not describe one.
+    """
+    if name in GPUS:
+        return GPUS[name]
+    if not name.endswith((".yaml", ".yml")):
+        known = ", ".join(GPUS)
+        raise BadInput(f"--gpu must be one of {known} or the path of a YAML file, found {name!r}")
+    import yaml
+
+    path = Path(name)
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise BadInput(f"--gpu {name} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"--gpu {name} is not YAML: {str(error).splitlines()[0]}") from error
+    needed = {each.name for each in fields(Gpu)}
+    known = set(found) if isinstance(found, dict) else set()
+    if not known <= needed or not needed - known <= {"name", "per_machine"}:
+        listed = ", ".join(sorted(needed - {"name", "per_machine"}))
+        raise BadInput(f"--gpu {name} must give {listed}, and may give name and per_machine")
+    return Gpu(**{"name": path.stem, **found})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step takes on a kind of GPU.
+
+    Attributes:
+        peak_bytes: Of tensors.
+        needed_bytes: With the safety margin.
+        memory_bytes: What the GPU has.
+        compute_seconds: Arithmetic, of all passes.
+        network_seconds: Collectives; they run beside the arithmetic.
+        update_seconds: The optimizer's step.
+        step_seconds: All together.
+    """
+
+    peak_bytes: int
+    needed_bytes: int
+    memory_bytes: int
+    compute_seconds: float
+    network_seconds: float
+    update_seconds: float
+    step_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has what the step needs."""
+        return self.needed_bytes <= self.memory_bytes
+
+
+def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) -> Estimate:
+    """Say whether a step fits and how long it takes; `assumptions` says under which conditions."""
+    peak = usage.peak.total
+    tflops = gpu.bf16_tflops if scenario.precision == "bf16" else gpu.fp32_tflops
+    compute = usage.flops / (tflops * 1e12 * EFFICIENCY)
+    network = sum(
+        num_bytes / (1e9 * (gpu.link_gb_per_s if is_inside(size, gpu) else gpu.network_gb_per_s))
+        for (_, size), num_bytes in usage.bytes_sent.items()
+        if size > 1
+    )
+    copies = scenario.replicas if scenario.shard == "hybrid" else 1
+    share = num_parameters * copies / scenario.world_size
+    update = share * ADAM_TRAFFIC / (1e9 * gpu.memory_gb_per_s)
+    if scenario.offload:  # gradients to the host, parameters back; the host steps meanwhile
+        update = share * 8 / (1e9 * gpu.host_gb_per_s)
+    return Estimate(
+        peak_bytes=peak,
+        needed_bytes=peak + RUNTIME_BYTES + int(RESERVED_SHARE * peak),
+        memory_bytes=int(gpu.memory_gib * GIB),
+        compute_seconds=compute,
+        network_seconds=network,
+        update_seconds=update,
+        step_seconds=max(compute, network) + update,
+    )
+
+
+def is_inside(group_size: int, gpu: Gpu) -> bool:
+    """Whether ranks of a group are in one machine; a ring of more goes at the network's speed."""
+    return group_size <= gpu.per_machine
+
+
+def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
+    """What an estimate takes for granted, in sentences."""
+    kind = scenario.precision
+    tflops = gpu.bf16_tflops if kind == "bf16" else gpu.fp32_tflops
+    lines = [
+        f"margin, not measured: {RUNTIME_BYTES / GIB:g} GiB for CUDA, NCCL and cuBLAS, and "
+        f"{RESERVED_SHARE:.0%} of the peak that the allocator holds and cannot use",
+        f"time, not measured: {EFFICIENCY:.0%} of {tflops:g} TFLOP/s in {kind}; collectives beside "
+        f"it, {gpu.link_gb_per_s:g} GB/s in a machine of {gpu.per_machine} and "
+        f"{gpu.network_gb_per_s:g} GB/s between machines; then the optimizer, at "
+        + (
+            f"{gpu.host_gb_per_s:g} GB/s to the host and back"
+            if scenario.offload
+            else f"{gpu.memory_gb_per_s:g} GB/s"
+        ),
+        "memory is that of plain torch code: torch.compile, and the kernels of unison that run on "
+        "GPUs instead of some of it, are not modelled",
+        "attention is one kernel that keeps no scores, unless it has a mask or dropout",
+    ]
+    if kind == "bf16":
+        lines.append("bf16: parameters are gathered and computed with in bfloat16, shards float32")
+    if scenario.clipping is not None:
+        lines.append("the checks of a first private step are not counted")
+    if scenario.offload:
+        lines.append("the host's own optimizer step is taken to be no slower than the copies")
+    return lines
+
+
+# ---- private budgets -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateBudget:
+    """What a private run spends, in ε and in time.
+
+    Attributes:
+        num_rows: Rows of the data set; each is one record.
+        batch_size: Rows of a step, as expected.
+        epochs: How often each row is drawn, as expected.
+        steps: Steps of the optimizer.
+        passes: Passes of a step on each rank.
+        noise_multiplier: σ.
+        epsilon: ε of all steps together.
+        delta: δ.
+    """
+
+    num_rows: int
+    batch_size: int
+    epochs: float
+    steps: int
+    passes: int
+    noise_multiplier: float
+    epsilon: float
+    delta: float
+
+
+def budget(
+    *,
+    num_rows: int,
+    batch_size: int,
+    epochs: float,
+    delta: float,
+    scenario: Scenario,
+    num_parameters: int,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+) -> PrivateBudget:
+    """Find the noise that an ε allows, or the ε that a noise spends, by unison's own accounting.
+
+    Args:
+        num_rows: Rows of the data set.
+        batch_size: Rows of a step, as expected: each is drawn with probability batch_size/num_rows.
+        epochs: How often each row is drawn, as expected.
+        delta: δ.
+        scenario: How a rank takes a step.
+        num_parameters: Trained elements, all of which get noise.
+        epsilon: What the run may spend.
+        noise_multiplier: σ, instead.
+
+    Raises:
+        BadInput: If not exactly one of both is given, or numbers do not go together.
+    """
+    check.positive(num_rows=num_rows, batch_size=batch_size, epochs=epochs)
+    if (epsilon is None) == (noise_multiplier is None):
+        raise BadInput("a private budget needs one of --epsilon and --noise-multiplier")
+    if batch_size > num_rows:
+        raise BadInput(f"--logical-batch {batch_size} is more than the {num_rows} rows of --rows")
+    sampling = Poisson(rate=batch_size / num_rows)
+    steps = max(1, math.ceil(epochs * num_rows / batch_size))
+    shared: dict[str, Any] = {
+        "sampling": sampling,
+        "steps": steps,
+        "rounded_elements": num_parameters,
+        "num_records": num_rows,
+    }
+    if noise_multiplier is None:
+        assert epsilon is not None
+        noise_multiplier = noise_multiplier_for(
+            target_epsilon=epsilon, target_delta=delta, **shared
+        )
+    spent = epsilon_for(noise_multiplier=noise_multiplier, delta=delta, **shared)
+    return PrivateBudget(
+        num_rows=num_rows,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        passes=math.ceil(batch_size / (scenario.world_size * scenario.rows)),
+        noise_multiplier=noise_multiplier,
+        epsilon=spent,
+        delta=delta,
+    )

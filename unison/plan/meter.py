@@ -1,0 +1,427 @@
+"""Counts the memory, the traffic and the arithmetic of whatever runs in a block.
+
+[Note: memory without values] A model on the meta device has shapes and no values. Everything that
+unison does to it, gathering, clipping, summing, stepping, still happens, operation by operation,
+and each tensor that would have had memory is seen when it is made and when it dies. `Meter` sees
+the same of tensors that do have memory, which is how a plan is proved: one program, counted once on
+the meta device for one rank of a world that is not there, and once on real ranks.
+
+What decides by values gets an answer where there are none: see `Meter._answer`.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from unison.shard import ShardedTensor
+
+ALLOCATION = 512  # bytes: what CUDA's allocator rounds a tensor up to
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "records",
+    "per-sample gradients",
+    "factors",
+    "communication",
+    "temporaries",
+)
+
+HOST = "host"  # what a GPU's host holds in any case: the loader's rows, counts of steps
+OFFLOADED = "offloaded"  # and what of the model was moved there
+
+# Whose tensors are of which category, by the package of unison whose code makes them. What
+# autograd or the user's own code makes is sorted by when it lives: see `Allocation.category`.
+_MADE_BY = {
+    "clip": "per-sample gradients",
+    "kfac": "factors",
+    "parallel": "communication",
+}
+_SHELLS = ("capture/tracked.py", "capture/parts.py", "capture/rows.py", "clip/costs.py")
+
+c10d, aten = torch.ops.c10d, torch.ops.aten
+
+
+@dataclass(eq=False, slots=True)
+class Allocation:
+    """The memory of one tensor, and its views.
+
+    Attributes:
+        num_bytes: What it takes now; 0 once it is freed.
+        maker: The file of unison whose code made it; empty for others.
+        phase: Of the step, when it was made.
+        role: The category that is known for certain, if any.
+        is_kept: Whether it outlived the phase it was made in.
+        is_record: Whether the clipping or the curvature of a pass has read it.
+        is_any: Whether it says if any of some elements is an exception; see `Meter._answer`.
+    """
+
+    num_bytes: int
+    maker: str
+    phase: str
+    role: str = ""
+    is_kept: bool = False
+    is_record: bool = False
+    is_any: bool = False
+
+    @property
+    def category(self) -> str:
+        """Which of `CATEGORIES` it is."""
+        if self.role or self.phase == HOST:
+            return self.role or HOST
+        package = self.maker.split("/")[0]
+        if package in _MADE_BY:
+            return _MADE_BY[package]
+        if self.phase == "forward" and self.is_kept:
+            return "activations"
+        return "records" if self.is_record and self.is_kept else "temporaries"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a part of a step holds.
+
+    Attributes:
+        place: Where in the step: a phase, and the block it is in.
+        by_category: Bytes of each category, at that moment.
+    """
+
+    place: str
+    by_category: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.by_category.values())
+
+
+@dataclass
+class Usage:
+    """What a step used.
+
+    Attributes:
+        peaks: The peak of every place of the step, in order; a place may come more than once.
+        bytes_sent: What this rank sent, by collective and number of ranks in its group.
+        flops: Of matrix products, convolutions and attention.
+        host_bytes: What the rank's share of the host holds, at most, of an offloaded model.
+    """
+
+    peaks: list[Peak] = field(default_factory=list)
+    bytes_sent: Counter[tuple[str, int]] = field(default_factory=Counter)
+    flops: int = 0
+    host_bytes: int = 0
+
+    @property
+    def peak(self) -> Peak:
+        """The largest one."""
+        return max(self.peaks, key=lambda each: each.total)
+
+
+class Meter(TorchDispatchMode):
+    """Counts what the tensors of one device take while the mode is entered.
+
+    Args:
+        device: The kind of device; `"meta"` where there are no values.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._allocations: dict[int, tuple[Allocation, weakref.ref]] = {}  # by storage
+        self._log: list[tuple[str, Allocation | None, int]] = []  # (place, whose, change)
+        self._phase, self._place = "start", "start"
+        self.usage = Usage()
+
+    # --- what the program tells -------------------------------------------------------------------
+
+    def enter_place(self, phase: str, block: str = "") -> None:
+        """From here on memory is that of another part of the step; `HOST` is the loader's."""
+        if phase != self._phase:
+            for allocation, _ in self._allocations.values():
+                allocation.is_kept |= allocation.phase == self._phase
+        self._phase, self._place = phase, f"{phase} {block}".strip()
+        self._log.append((self._place, None, 0))
+
+    def assign(self, role: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say of which category some tensors are, now and since they were made."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._allocation_of(_plain(tensor)).role = role
+
+    def begin(self) -> None:
+        """Forget what was counted; what lives goes on living."""
+        self.usage = Usage()
+        held = [allocation for allocation, _ in self._allocations.values()]
+        for each in held:
+            if not each.role and each.category not in ("per-sample gradients", "factors"):
+                each.role = HOST  # the checks of a first step keep a few vectors per parameter
+        self._log = [(self._place, each, each.num_bytes) for each in held]
+
+    def finish(self) -> Usage:
+        """Return what was used since `begin`."""
+        live: Counter[str] = Counter()
+        before: Counter[str] = Counter()
+        place, total, most, hosted = "", 0, -1, 0
+        for at, allocation, change in [*self._log, ("", None, 0)]:
+            if allocation is None:
+                if place not in ("", HOST):
+                    self.usage.peaks.append(Peak(place, {k: v for k, v in before.items() if v}))
+                place, most = at, -1
+            elif allocation.role == OFFLOADED:
+                hosted += change
+                self.usage.host_bytes = max(self.usage.host_bytes, hosted)
+            elif allocation.category != HOST:
+                live[allocation.category] += change
+                total += change
+            if total > most:
+                most, before = total, live.copy()
+        return self.usage
+
+    # --- what torch tells -------------------------------------------------------------------------
+
+    @contextmanager
+    def counting(self) -> Iterator["Meter"]:
+        """Count what runs in the block."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            known = self._allocations.get(storage._cdata)
+            if known is not None:
+                self._change(known[0], _rounded(size))
+
+        with ExitStack() as stack:
+            # No operation of torch's: a mode does not see it.
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
+            if self._device == "meta":
+                stack.enter_context(_ranks_alike())
+                settings = import_module("torch.fx.experimental._config")
+                stack.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
+                kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+                kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            stack.enter_context(self)
+            yield self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        if any(issubclass(each, ShardedTensor) for each in types):
+            return NotImplemented  # what it does to the rank's own part comes here again
+        result = self._answer(func, args, kwargs) if self._device == "meta" else NotImplemented
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        maker = _maker()
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+        elif packet in _FLOPS:
+            self.usage.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        if maker.startswith(("clip/", "kfac/")):
+            for tensor in _tensors(args):
+                if tensor.device.type == self._device:
+                    self._allocation_of(tensor).is_record = True
+        is_hosted = self._is_hosted(func, args)
+        for tensor in _tensors((result,)):
+            if tensor.device.type == self._device and maker not in _SHELLS:
+                made = self._allocation_of(tensor, maker)
+                made.is_any |= packet is aten.any
+                made.phase = HOST if is_hosted else made.phase
+        return result
+
+    def _allocation_of(self, tensor: Tensor, maker: str = "") -> Allocation:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._allocations:
+            made = Allocation(0, maker, self._phase)
+            self._allocations[key] = made, weakref.ref(storage, lambda _: self._free(key))
+            self._change(made, _rounded(storage.nbytes()))
+        return self._allocations[key][0]
+
+    def _is_hosted(self, func: Any, args: tuple) -> bool:
+        """Whether a result stays on the host, where that is the device: it is made of such alone.
+
+        Copies are how values get from one to the other.
+        """
+        if self._device != "cpu" or func in (aten._to_copy.default, aten.copy_.default):
+            return False
+        known = [self._allocations.get(each.untyped_storage()._cdata) for each in _tensors(args)]
+        return bool(known) and all(each and each[0].phase == HOST for each in known)
+
+    def _free(self, key: int) -> None:
+        allocation, _ = self._allocations.pop(key)
+        allocation.is_kept |= allocation.phase != self._phase
+        self._change(allocation, 0)
+
+    def _change(self, allocation: Allocation, num_bytes: int) -> None:
+        if num_bytes != allocation.num_bytes:
+            self._log.append((self._place, allocation, num_bytes - allocation.num_bytes))
+            allocation.num_bytes = num_bytes
+
+    def _count_collective(self, func: Any, args: tuple) -> None:
+        kind, share = _COLLECTIVES.get(func._overloadpacket, (None, 0))
+        tensors = list(_tensors(args))
+        if kind is None:
+            return
+        group = next(each for each in args if isinstance(each, torch.ScriptObject))
+        size = dist.ProcessGroup.unbox(group).size()
+        most = max(each.nbytes for each in tensors)
+        self.usage.bytes_sent[kind, size] += share * most * (size - 1) // size
+        for each in tensors:
+            if each.device.type == self._device:
+                allocation = self._allocation_of(each)
+                if not allocation.role and allocation.phase != HOST:
+                    allocation.role = "communication"
+
+    def _answer(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The answer to a question about values that are not there; NotImplemented for others.
+
+        A plan is of a step that goes well: what is compared is equal, what is summed is finite.
+        """
+        first = args[0] if args else None
+        if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return first
+        if not isinstance(first, Tensor) or not first.is_meta:
+            return NotImplemented
+        if func in (aten.equal.default, aten.allclose.default):
+            return True
+        is_read = func in (aten._local_scalar_dense.default, aten.is_nonzero.default)
+        if is_read and first.dtype == torch.bool:
+            return not self._allocation_of(first).is_any
+        if func is aten._unique2.default:  # as many as there can be
+            return tuple(
+                first.new_empty(size, dtype=dtype) for size, dtype in _unique(first, *args)
+            )
+        if is_read:
+            return 1.0 if first.dtype.is_floating_point else 0  # an error's number is not 0
+        device = torch.device(kwargs.get("device") or "meta")
+        if func is aten._to_copy.default and device.type != "meta":
+            return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+        return NotImplemented
+
+
+def _unique(
+    values: Tensor, _: Tensor, is_sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> list[tuple[Any, torch.dtype]]:
+    """Size and dtype of what `torch.unique` returns of distinct values."""
+    size, dtype = values.numel(), torch.int64
+    inverse_shape = values.shape if inverse else (0,)
+    return [(size, values.dtype), (inverse_shape, dtype), (size if counts else 0, dtype)]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (_plain(each) for each in tree_iter(values) if isinstance(each, Tensor))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALLOCATION) * ALLOCATION
+
+
+def _maker() -> str:
+    """The file of unison whose code runs, from the package on; empty for others."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        _, is_ours, path = frame.f_code.co_filename.replace("\\", "/").rpartition("/unison/")
+        if is_ours and path != "plan/meter.py":
+            return path
+        frame = frame.f_back
+    return ""
+
+
+# How many times its largest tensor a collective sends, but for the rank's own part, in a ring.
+_COLLECTIVES = {
+    c10d._allgather_base_: ("all-gather", 1),
+    c10d.allgather_: ("all-gather", 1),
+    c10d._reduce_scatter_base_: ("reduce-scatter", 1),
+    c10d.reduce_scatter_: ("reduce-scatter", 1),
+    c10d.allreduce_: ("all-reduce", 2),
+    c10d.alltoall_base_: ("all-to-all", 1),
+    c10d.alltoall_: ("all-to-all", 1),
+    c10d.broadcast_: ("broadcast", 1),
+}
+
+
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _attention_backward_flops(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+_FLOPS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run attention as one kernel, as CPUs and GPUs do; the meta device would write it out."""
+    if query.ndim == 4 and attn_mask is None and not dropout_p and key.shape[1] == query.shape[1]:
+        run = aten._scaled_dot_product_flash_attention_for_cpu
+        return run(query, key, value, 0.0, is_causal, scale=scale)[0]
+    math = aten._scaled_dot_product_attention_math
+    return math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+@contextmanager
+def _ranks_alike() -> Iterator[None]:
+    """Let every other rank of a world that is not there say what this one says."""
+    import_module("torch.distributed._tools.fake_collectives")  # for the meta device
+
+    def gather(objects: list[Any], value: Any, group: Any = None) -> None:
+        objects[:] = [value] * len(objects)
+
+    def keep(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        pass
+
+    of_meta = dist.all_reduce
+
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not tensor.is_meta and op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(group))
+        return of_meta(tensor, op, group, async_op)
+
+    with (
+        patch.object(dist, "all_reduce", all_reduce),
+        patch.object(dist, "all_gather_object", gather),
+        patch.object(dist, "broadcast_object_list", keep),
+    ):
+        yield

@@ -1,0 +1,292 @@
+"""One step of training, as unison runs it, with a meter around it.
+
+`measure` is the program: build, shard, make private or precondition, step. It runs on real ranks
+as on the meta device; `simulate` runs it there, for one rank of a world that exists only by number.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from unison import check
+from unison.config import CLIPPINGS, PRECISIONS
+from unison.errors import BadInput
+from unison.kfac import KFAC, KFACConfig
+from unison.models import per_sample_loss, token_loss_sums
+from unison.plan.meter import HOST, OFFLOADED, Meter, Usage
+from unison.privacy import PrivacyEngine, Shuffled
+from unison.shard import (
+    CPUOffload,
+    MixedPrecision,
+    auto_shard,
+    batch_mean,
+    clip_grad_norm_,
+    deal,
+    find_blocks,
+    materialize,
+    meta_init,
+    units_of,
+)
+from unison.torch_internals import without_values
+
+SHARDS = ("full", "zero2", "hybrid")
+OFFLOADS = ("params", "optimizer", "grads")
+WARM_UP = 1  # steps before the one that counts: they make the states of the optimizer
+
+Build = Callable[[], nn.Module]
+"""Builds the model; it is called under `unison.meta_init`, where nothing has memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """How one rank takes a step.
+
+    Attributes:
+        world_size: Number of ranks.
+        rows: Rows of a pass on each rank.
+        row_length: Tokens of a row.
+        vocab_size: Token ids are below it.
+        shard: full (ZeRO-3), zero2, or hybrid, which keeps several copies.
+        replicas: Copies of the model with hybrid.
+        passes: Passes of a logical batch; each adds to the gradient.
+        precision: bf16 gathers, computes and keeps activations in bfloat16; shards stay float32.
+        clipping: How a private step clips; None for an ordinary one.
+        kfac: Whether K-FAC preconditions the gradient.
+        checkpoint_activations: Whether blocks keep their inputs only, and compute again.
+        offload: What lives in the host's memory.
+    """
+
+    world_size: int = 1
+    rows: int = 1
+    row_length: int = 1024
+    vocab_size: int = 50_257
+    shard: str = "full"
+    replicas: int = 2
+    passes: int = 1
+    precision: str = "fp32"
+    clipping: str | None = None
+    kfac: bool = False
+    checkpoint_activations: bool = False
+    offload: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check.positive(world_size=self.world_size, rows=self.rows, row_length=self.row_length)
+        check.positive(passes=self.passes, replicas=self.replicas)
+        check.one_of(SHARDS, shard=self.shard)
+        check.one_of(PRECISIONS, precision=self.precision)
+        if self.clipping is not None:
+            check.one_of(CLIPPINGS, clipping=self.clipping)
+        for each in self.offload:
+            check.one_of(OFFLOADS, offload=each)
+        if self.offload and "optimizer" not in self.offload:
+            raise BadInput(
+                "the optimizer steps where the shards are, so that --offload params or grads needs "
+                "optimizer too: --offload params,optimizer"
+            )
+        if self.kfac and self.clipping is not None:
+            raise BadInput("--kfac and --private do not go together; leave one of them out")
+        if self.shard == "hybrid" and self.world_size % self.replicas:
+            raise BadInput(
+                f"replicas={self.replicas} must divide the number of GPUs, {self.world_size}"
+            )
+
+
+class Rows(Dataset):
+    """Rows of distinct tokens, made when they are read: (input ids, labels)."""
+
+    def __init__(self, num_rows: int, scenario: Scenario) -> None:
+        self._num_rows, self._scenario = num_rows, scenario
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One row, shifted by its number."""
+        ids = torch.arange(index, index + self._scenario.row_length + 1)
+        ids = ids % self._scenario.vocab_size
+        return ids[:-1], ids[1:]
+
+
+def simulate(build: Build, scenario: Scenario, *, machine: str = "cuda") -> Usage:
+    """Count what a step takes on one rank, without its memory, its values and its other ranks."""
+    if dist.is_initialized():
+        raise BadInput("a plan needs a process of its own, found one that has joined a group")
+    import_module("torch.testing._internal.distributed.fake_pg")  # the backend "fake"
+    dist.init_process_group("fake", rank=0, world_size=scenario.world_size, store=dist.HashStore())
+    try:
+        with without_values(machine):
+            return measure(build, scenario, torch.device("meta"))
+    finally:
+        dist.destroy_process_group()
+
+
+def count_trained(build: Build) -> int:
+    """Count the elements that a model trains.
+
+    Raises:
+        BadInput: If it is no module, or trains nothing.
+    """
+    with meta_init():
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"expected a function that builds a module, found {type(model).__name__}")
+    count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if count == 0:
+        raise BadInput(f"{type(model).__name__} has no parameter that is trained")
+    return count
+
+
+def measure(build: Build, scenario: Scenario, device: torch.device) -> Usage:
+    """Run a few steps on this rank, and count what the last one takes; every rank must call it."""
+    with ExitStack() as stack:
+        with meta_init():  # no rank ever holds more than its part
+            model = build()
+        blocks = find_blocks(model)
+        if scenario.checkpoint_activations:
+            for block in blocks:
+                block.forward = functools.partial(  # type: ignore[method-assign]
+                    checkpoint, block.forward, use_reentrant=False
+                )
+        auto_shard(model, **_sharding(scenario, device))
+        if device.type != "meta":
+            materialize(model, seed=0, device=device)
+        meter = stack.enter_context(Meter(device.type).counting())
+        is_hosted = bool(scenario.offload)
+        meter.assign("parameters", model.buffers())
+        meter.assign(OFFLOADED if is_hosted else "parameters", model.parameters())
+        for group in (group for unit in units_of(model) for group in unit.groups):
+            meter.assign("gathered", [] if group.is_alias else [group.full])
+        names = {module: name for name, module in model.named_modules()}
+        for block in blocks:
+            _mark_places(block, names[block], meter)
+        if scenario.kfac:
+            optimizer: Optimizer = SGD(model.parameters(), lr=1e-3)
+        else:
+            optimizer = AdamW(model.parameters(), lr=1e-3)
+        step = stack.enter_context(_stepper(model, optimizer, scenario, device, meter))
+        for number in range(WARM_UP + 1):
+            is_counted = number == WARM_UP
+            if is_counted:
+                meter.begin()
+            step(is_counted)
+            for value in (value for each in optimizer.state.values() for value in each.values()):
+                if isinstance(value, Tensor):  # a count of steps is a scalar, and on the host
+                    role = OFFLOADED if is_hosted else "optimizer"
+                    meter.assign(role if value.ndim else HOST, [value])
+        return meter.finish()
+
+
+def _sharding(scenario: Scenario, device: torch.device) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "reshard_after_forward": scenario.shard != "zero2",
+        "gradient_divisor": 1,
+    }
+    if scenario.shard == "hybrid":
+        shape = scenario.replicas, scenario.world_size // scenario.replicas
+        names = ("replicate", "shard")
+        kind = "cpu" if device.type == "meta" else device.type
+        settings["mesh"] = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
+    if scenario.precision == "bf16":
+        settings["mp_policy"] = MixedPrecision(param=torch.bfloat16)
+    if scenario.offload:
+        settings["offload_policy"] = CPUOffload(
+            parameters="params" in scenario.offload, gradients="grads" in scenario.offload
+        )
+    return settings
+
+
+def _mark_places(block: nn.Module, name: str, meter: Meter) -> None:
+    """Tell the meter which block computes."""
+
+    def before_forward(*_: Any) -> None:
+        meter.enter_place("forward", name)
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.requires_grad:
+            first.register_hook(lambda _: meter.enter_place("backward", name))
+
+    block.register_forward_pre_hook(before_forward)
+    block.register_forward_hook(after_forward)
+
+
+@contextmanager
+def _stepper(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scenario: Scenario,
+    device: torch.device,
+    meter: Meter,
+) -> Iterator[Callable[[bool], None]]:
+    """Give a function that takes one step, with or without all that leaves no memory behind."""
+    num_rows = scenario.world_size * scenario.rows * scenario.passes
+    data = Rows(num_rows * (WARM_UP + 1), scenario)
+    kfac = KFAC(model, KFACConfig(), optimizer) if scenario.kfac else None
+    engine, private = None, None
+    if scenario.clipping is not None:
+        engine = PrivacyEngine(secure_noise=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
+            _, _, private = engine.make_private(
+                module=model,
+                optimizer=optimizer,
+                data_loader=DataLoader(data, num_rows, shuffle=True, drop_last=True),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                clipping=scenario.clipping,
+                sampling=Shuffled(batch_size=num_rows, num_records=len(data)),
+                max_physical_batch_size=scenario.rows,
+                recheck=False,  # what counts is a step like most others
+                seed=0,
+            )
+        batches = iter(private)
+    else:
+        loader = DataLoader(data, num_rows)
+        batches = iter(deal(loader, micro_batch=scenario.rows))
+
+    def step(is_counted: bool) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(scenario.passes):
+            meter.enter_place(HOST)
+            run_pass(*next(batches))
+        grads = [each.grad for each in model.parameters()]
+        meter.assign(OFFLOADED if scenario.offload else "gradients", grads)
+        meter.enter_place(HOST if scenario.offload else "update")
+        if kfac is not None:
+            kfac.step()
+        elif engine is None and is_counted:  # it takes half the time of a plan, and leaves nothing
+            clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    def run_pass(ids: Tensor, labels: Tensor) -> None:
+        meter.enter_place("forward")
+        ids, labels = ids.to(device, copy=True), labels.to(device, copy=True)
+        output = model(ids)
+        logits = getattr(output, "logits", output)
+        meter.enter_place("loss")
+        if kfac is not None and kfac.wants_statistics:
+            kfac.sample(logits, labels >= 0, divisor=labels.numel()).backward(retain_graph=True)
+        losses = (token_loss_sums if engine is None else per_sample_loss)(logits, labels)
+        loss = batch_mean(losses)
+        meter.enter_place("backward")
+        loss.backward()
+
+    try:
+        yield step
+    finally:
+        if kfac is not None:
+            kfac.detach()
+        if engine is not None and private is not None:
+            private.abandon()
+            engine.detach()
