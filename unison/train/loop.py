@@ -209,10 +209,13 @@ def _train_in(
 
             run.record = record
 
-        world.agree(begin, when=world.is_main)
+        if not output.resume:  # with its config the folder is that of a run, and has a ledger
+            world.agree(begin, when=world.is_main)
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature  # it is as large as the model
+        if output.resume:  # the ledger has been looked at
+            world.agree(begin, when=world.is_main)
         if console is not None:
             report.say_start(console, run)
         with ProgressView(console, config, first=run.progress.step) as run.view:
