@@ -209,13 +209,12 @@ def _train_in(
 
             run.record = record
 
-        if not output.resume:  # with its config the folder is that of a run, and has a ledger
-            world.agree(begin, when=world.is_main)
+        # A new run is one before its ledger begins; one whose ledger is refused does not go on.
+        world.agree(begin, when=world.is_main and not output.resume)
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature  # it is as large as the model
-        if output.resume:  # the ledger has been looked at
-            world.agree(begin, when=world.is_main)
+        world.agree(begin, when=world.is_main and output.resume)
         if console is not None:
             report.say_start(console, run)
         with ProgressView(console, config, first=run.progress.step) as run.view:
