@@ -288,6 +288,7 @@ def test_a_record_moves_the_sum_by_at_most_the_clip_norm(tmp_path):
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     def trainer(folder, **settings):
         args = arguments(folder, max_steps=3, save_strategy="steps", save_steps=100)
+        args.gradient_accumulation_steps = 10  # all rows in every step: ε is computed at once
         args.logging_strategy, args.logging_steps = "steps", 2
         return PrivateTrainer(
             model=llama(),
