@@ -194,6 +194,6 @@ def read_result(run: Path) -> TrainResult:
     """
     saved = read_json(run / RESULT_FILE)
     privacy = saved.get("privacy") if is_a(saved, dict) else None
-    if is_a(privacy, dict) and privacy.get("epsilon") == "inf":
+    if isinstance(privacy, dict) and privacy.get("epsilon") == "inf":
         privacy["epsilon"] = math.inf
     return build(TrainResult, saved, run / RESULT_FILE)

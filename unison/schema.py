@@ -156,7 +156,7 @@ def build(
         return inner((fitting or kinds)[0], found, field)
     if made is not None and kind in made:
         try:
-            return made[kind](found)
+            return made[kind](found)  # type: ignore[index]
         except BadInput as error:
             raise BadInput(f"{source}: {where}: {error}") from None
     if dataclasses.is_dataclass(kind):
@@ -175,7 +175,7 @@ def build(
                 raise BadInput(f"{source}: {prefix}{name} is missing")
         values = {name: inner(hints[name], value, prefix + name) for name, value in found.items()}
         try:
-            return kind(**values)
+            return kind(**values)  # type: ignore[operator]
         except BadInput as error:
             raise BadInput(f"{source}: {prefix and prefix[:-1] + ': '}{cut(str(error))}") from None
     origin, inside = get_origin(kind) or kind, get_args(kind)

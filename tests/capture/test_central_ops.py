@@ -70,7 +70,7 @@ class Scaled(nn.Module):
         self.bias, self.factors = nn.Parameter(torch.randn(3).double()), factors
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight, **self.factors)
+        return torch.addmm(self.bias, x, self.weight, **self.factors)  # type: ignore[call-overload]
 
 
 @pytest.mark.filterwarnings("ignore:no rule for")

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -248,7 +249,7 @@ def test_a_closure_runs_once(is_named):
         cross_entropy(module(x), y).backward()
 
     for batch in itertools.islice(private, 2):
-        run = functools.partial(closure, *batch)
+        run: Any = functools.partial(closure, *batch)
         optimizer.step(closure=run) if is_named else optimizer.step(run)
     for x, y in itertools.islice(others, 2):
         plain.zero_grad()

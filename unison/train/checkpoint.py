@@ -97,7 +97,7 @@ def save_newest(run: "Run", progress: Progress) -> None:
         extra = replace(extra, curvature=written)
     if run.background is None and not run.config.execution.guard:
         # Not under a guard, which takes the thread's collectives for the program's.
-        run.background = dist.new_group(backend="gloo")
+        run.background = dist.new_group(backend="gloo")  # type: ignore[assignment]
     run.written = save_checkpoint(
         folder, run.model, run.optimizer, extra=asdict(extra), background=run.background
     )
