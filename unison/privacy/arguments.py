@@ -4,7 +4,6 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -143,23 +142,6 @@ def unprepared(prepared: Any) -> Any:
         drop_last=batches.drop_last,
         **{name: getattr(prepared, name) for name in KEPT_SETTINGS},
     )
-
-
-def refuse_accumulation() -> None:
-    """Make sure that accelerate does not accumulate the noisy gradients of several steps.
-
-    Raises:
-        BadInput: It does.
-    """
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None and accelerate.GradientState._shared_state:
-        steps = accelerate.GradientState().num_steps
-        if steps > 1:
-            raise BadInput(
-                f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
-                f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
-                "large, and make_private max_physical_batch_size="
-            )
 
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:

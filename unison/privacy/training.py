@@ -4,6 +4,7 @@ loader hands out ── (clipped sums)… ── last physical batch: intent in 
 division ── `.grad` ── the user's optimizer.step() ── commit in the ledger
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from unison.parallel import (
     find_shared,
     private_trainings,
 )
-from unison.privacy.arguments import refuse_accumulation
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
@@ -565,3 +565,20 @@ class PrivateTraining:
             self._key = Key.shared(self.owner.everyone.group)
             self.loader.renew(self._key)
         self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)
+
+
+def refuse_accumulation() -> None:
+    """Make sure that accelerate does not accumulate the noisy gradients of several steps.
+
+    Raises:
+        BadInput: It does.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.GradientState._shared_state:
+        steps = accelerate.GradientState().num_steps
+        if steps > 1:
+            raise BadInput(
+                f"Accelerator(gradient_accumulation_steps={steps}) would add up the noise of "
+                f"{steps} steps; leave it out, give the loader a batch size {steps} times as "
+                "large, and make_private max_physical_batch_size="
+            )
