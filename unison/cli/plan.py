@@ -414,7 +414,7 @@ def show(
     screen.print(
         f"{num_parameters:,} parameters on {scenario.world_size} GPUs: {kind}{scenario.shard}, "
         f"{scenario.precision}, {scenario.rows} rows of {scenario.row_length} tokens on each GPU, "
-        f"{scenario.passes} passes a step",
+        f"{scenario.passes} pass{'' if scenario.passes == 1 else 'es'} a step",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
