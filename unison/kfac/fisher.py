@@ -61,7 +61,7 @@ from unison.parallel.granules import (
 )
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
-from unison.torch_internals import DynamoBackend, machine_of
+from unison.torch_internals import DynamoBackend, has_values, machine_of
 
 ROW = 1 << 24  # tokens that a row could have
 BLOCK = 256  # classes whose probabilities are added up first
@@ -425,7 +425,8 @@ def warn_of_shifts(shifts: Sequence[Tensor], likelihood: str) -> None:
 
     No loss of class probabilities changes when one number is added to all logits of a token.
     """
-    if likelihood == "categorical" and any(float(each) > MOST_SHIFT for each in shifts):
+    is_asked = likelihood == "categorical" and has_values()
+    if is_asked and any(float(each) > MOST_SHIFT for each in shifts):
         warnings.warn(
             "likelihood='categorical' takes the outputs for logits of classes, and the loss is not "
             "one of class probabilities: it changes when one number is added to all outputs of a "

@@ -65,7 +65,7 @@ from unison.parallel.exchange import (
 )
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
-from unison.torch_internals import DynamoBackend, is_in_parts, machine_of
+from unison.torch_internals import DynamoBackend, has_values, is_in_parts, machine_of
 
 
 class KFAC:
@@ -256,7 +256,7 @@ class KFAC:
             return None
         sizes = torch.stack(largest_elements([each.gradient() for each in held]))
         is_finite = sizes.to(wide(sizes.dtype)).square().isfinite().tolist()  # Adam squares them
-        if all(is_finite):
+        if all(is_finite) or not has_values():
             return None
         name = held[is_finite.index(False)].name
         return f"the gradient of {name!r} on rank {self._adapter.ranks.rank} is not finite"
@@ -264,7 +264,8 @@ class KFAC:
     def _agreed(self, reason: str | None) -> str | None:
         """The first reason that any rank has; a collective."""
         ranks = self._adapter.ranks
-        if not largest(ranks, self._device, int(reason is not None))[0]:
+        is_any = largest(ranks, self._device, int(reason is not None))[0]
+        if not (is_any and has_values()):
             return None
         return next(each for each in gather_objects(ranks, reason) if each is not None)
 

@@ -157,7 +157,7 @@ def result_table(result: TrainResult, num_planned: int) -> Table:
             ("train loss", result.train_loss_before, result.train_loss_after),
             ("eval loss", result.eval_loss_before, result.eval_loss_after),
         ):
-            table.add_row(name, f"{before:.4f}", f"{after:.4f}")
+            table.add_row(name, *("" if x is None else f"{x:.4f}" for x in (before, after)))
         table.add_row("unigram entropy", f"{result.unigram_entropy:.4f}", "", style="dim")
         return table
     table = Table(box=box.ROUNDED, show_header=False)
