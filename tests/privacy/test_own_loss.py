@@ -1,5 +1,7 @@
 """Models of transformers in the user's loop: their own loss, and a loss of their logits."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,3 +117,29 @@ def test_a_loss_that_couples_samples_later_is_found_when_it_is_checked_again():
     assert runs[2] == runs[4] == 1  # but for passes 1, 2, 4, 8
     assert runs[1] == runs[3] == 1 + 6
     engine.detach()
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own loss", "loss of logits"])
+def test_a_check_leaves_no_logits_behind(is_own):
+    """They are the largest tensors there are, and must not wait for the garbage collector."""
+    _, module, optimizer, private = attach_gpt2("auto")
+
+    def count() -> int:
+        found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        return sum(each.numel() % VOCAB == 0 and each.shape[-1:] == (VOCAB,) for each in found)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for (ids,) in private:
+            optimizer.zero_grad()
+            if is_own:
+                module(input_ids=ids, labels=ids).loss.backward()
+            else:
+                losses(module, ids).mean().backward()
+            optimizer.step()
+        left = count()
+        gc.collect()
+        assert left == count()
+    finally:
+        gc.enable()

@@ -314,7 +314,7 @@ class Program:
             if type(value) is SlotRef:
                 return value.value if value.slot == EARLIER else env[value.slot]
             if isinstance(value, torch.Size):
-                return torch.Size([argument(each, of) for each in value])
+                return torch.Size([size(each, of) for each in value])
             if isinstance(value, Tensor):
                 if id(value) in terms:
                     return terms[id(value)]
@@ -323,6 +323,9 @@ class Program:
                 return convert(value[: left.num_rows] if is_by_row and left != rows else value)
             if is_double and isinstance(value, torch.dtype) and value.is_floating_point:
                 return torch.float64
+            return size(value, of)
+
+        def size(value: Any, of: Operation | None) -> Any:
             if left != rows and of is not None and self.is_size(value, of):
                 return left.num_rows if value == rows.num_rows else left.num_units
             return value
@@ -1031,6 +1034,11 @@ def _is_equal(a: Tensor, b: Any, tolerance: float = 0.0) -> bool:
 
 def _is_close(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
     tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
-    a, b = _whole(a).double(), _whole(b).double()
-    scale = float(torch.nan_to_num(b.abs(), posinf=0.0).max()) if b.numel() else 0.0
-    return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+    # In parts: logits in float64 would take four times the memory that they do.
+    parts = [_whole(each).reshape(-1).split(1 << 22) for each in (a, b)]
+    largest = [torch.nan_to_num(each.double().abs(), posinf=0.0).max() for each in parts[1]]
+    scale = float(torch.stack(largest).max()) if b.numel() else 0.0
+    return all(
+        torch.allclose(x.double(), y.double(), tolerance, tolerance * scale, equal_nan=True)
+        for x, y in zip(*parts, strict=True)
+    )
