@@ -12,7 +12,7 @@ from unison.plan.estimate import (
     is_inside,
 )
 from unison.plan.meter import CATEGORIES, Meter, Peak, Usage
-from unison.plan.program import Scenario, count_trained, measure, simulate
+from unison.plan.program import Scenario, count_trained, measure, simulate, stepper
 
 __all__ = [
     "CATEGORIES",
@@ -32,4 +32,5 @@ __all__ = [
     "is_inside",
     "measure",
     "simulate",
+    "stepper",
 ]

@@ -7,7 +7,7 @@ as on the meta device; `simulate` runs it there, for one rank of a world that ex
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -63,6 +63,7 @@ class Scenario:
         precision: bf16 gathers, computes and keeps activations in bfloat16; shards stay float32.
         clipping: How a private step clips; None for an ordinary one.
         kfac: Whether K-FAC preconditions the gradient.
+        lora: Rank of the adapters that are trained in the place of all else; 0 for none.
         checkpoint_activations: Whether blocks keep their inputs only, and compute again.
         offload: What lives in the host's memory.
     """
@@ -77,12 +78,14 @@ class Scenario:
     precision: str = "fp32"
     clipping: str | None = None
     kfac: bool = False
+    lora: int = 0
     checkpoint_activations: bool = False
     offload: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check.positive(world_size=self.world_size, rows=self.rows, row_length=self.row_length)
         check.positive(passes=self.passes, replicas=self.replicas)
+        check.not_negative(lora=self.lora)
         check.one_of(SHARDS, shard=self.shard)
         check.one_of(PRECISIONS, precision=self.precision)
         if self.clipping is not None:
@@ -149,9 +152,39 @@ def count_trained(build: Build) -> int:
 
 def measure(build: Build, scenario: Scenario, device: torch.device) -> Usage:
     """Run a few steps on this rank, and count what the last one takes; every rank must call it."""
+    meter = Meter(device.type)
+    with stepper(build, scenario, device, meter, meter.counting()) as step:
+        for _ in range(WARM_UP):
+            step(False)
+        meter.begin()
+        step(True)
+        return meter.finish()
+
+
+@contextmanager
+def stepper(
+    build: Build,
+    scenario: Scenario,
+    device: torch.device,
+    meter: Meter,
+    counting: AbstractContextManager[Any] | None = None,
+    num_steps: int = WARM_UP + 1,
+) -> Iterator[Callable[[bool], None]]:
+    """Give a function that takes one step, with or without all that leaves no memory behind.
+
+    Args:
+        build: Builds the model.
+        scenario: How a step is taken.
+        device: Where.
+        meter: Is told what is what, and where in the step we are.
+        counting: Entered once the model is sharded, before anything else is made.
+        num_steps: How many there are rows for.
+    """
     with ExitStack() as stack:
         with meta_init():  # no rank ever holds more than its part
             model = build()
+            if scenario.lora:
+                _add_lora(model, scenario.lora)
         blocks = find_blocks(model)
         if scenario.checkpoint_activations:
             for block in blocks:
@@ -161,7 +194,7 @@ def measure(build: Build, scenario: Scenario, device: torch.device) -> Usage:
         auto_shard(model, **_sharding(scenario, device))
         if device.type != "meta":
             materialize(model, seed=0, device=device)
-        meter = stack.enter_context(Meter(device.type).counting())
+        stack.enter_context(counting or nullcontext())
         is_hosted = bool(scenario.offload)
         meter.assign("parameters", model.buffers())
         meter.assign(OFFLOADED if is_hosted else "parameters", model.parameters())
@@ -170,21 +203,38 @@ def measure(build: Build, scenario: Scenario, device: torch.device) -> Usage:
         names = {module: name for name, module in model.named_modules()}
         for block in blocks:
             _mark_places(block, names[block], meter)
+        trained = [each for each in model.parameters() if each.requires_grad]
         if scenario.kfac:
-            optimizer: Optimizer = SGD(model.parameters(), lr=1e-3)
+            optimizer: Optimizer = SGD(trained, lr=1e-3)
         else:
-            optimizer = AdamW(model.parameters(), lr=1e-3)
-        step = stack.enter_context(_stepper(model, optimizer, scenario, device, meter))
-        for number in range(WARM_UP + 1):
-            is_counted = number == WARM_UP
-            if is_counted:
-                meter.begin()
-            step(is_counted)
+            optimizer = AdamW(trained, lr=1e-3)
+        run = stack.enter_context(_training(model, optimizer, scenario, device, meter, num_steps))
+
+        def step(is_counted: bool) -> None:
+            run(is_counted)
             for value in (value for each in optimizer.state.values() for value in each.values()):
                 if isinstance(value, Tensor):  # a count of steps is a scalar, and on the host
                     role = OFFLOADED if is_hosted else "optimizer"
                     meter.assign(role if value.ndim else HOST, [value])
-        return meter.finish()
+
+        yield step
+
+
+def _add_lora(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and give each linear layer of its blocks an adapter of peft's."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise BadInput("--lora needs peft: pip install peft") from error
+    inside = {id(layer) for block in find_blocks(model) for layer in block.modules()}
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if id(layer) in inside
+        and (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D")
+    ]
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_dropout=0.0, target_modules=names), model)
 
 
 def _sharding(scenario: Scenario, device: torch.device) -> dict[str, Any]:
@@ -222,16 +272,17 @@ def _mark_places(block: nn.Module, name: str, meter: Meter) -> None:
 
 
 @contextmanager
-def _stepper(
+def _training(
     model: nn.Module,
     optimizer: Optimizer,
     scenario: Scenario,
     device: torch.device,
     meter: Meter,
+    num_steps: int,
 ) -> Iterator[Callable[[bool], None]]:
-    """Give a function that takes one step, with or without all that leaves no memory behind."""
+    """Give a function that takes one step; see `stepper`."""
     num_rows = scenario.world_size * scenario.rows * scenario.passes
-    data = Rows(num_rows * (WARM_UP + 1), scenario)
+    data = Rows(num_rows * num_steps, scenario)
     kfac = KFAC(model, KFACConfig(), optimizer) if scenario.kfac else None
     engine, private = None, None
     if scenario.clipping is not None:
