@@ -115,12 +115,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "opt-1.3b": opt,
     "llama-7b-lora": lambda: with_lora(llama(4096, 32, 32, 32, 11008)),
     "tiny": lambda: llama(64, 2, 4, 2, 96),
+    "tiny-lora": lambda: with_lora(llama(64, 2, 4, 2, 96)),
 }
 
 
 def build(name: str, device: str) -> nn.Module:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    # CPUs, which only try a benchmark out, may be a thousand times slower in bfloat16.
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     try:
         with torch.device(device):
             return MODELS[name]().train()
