@@ -119,10 +119,17 @@ def _differ(first: Tensor, second: Tensor, tolerance: Tensor) -> Tensor:
     return ~(is_same | ((first - second).abs() <= tolerance))
 
 
-def _add_sketch(found: dict[str, Tensor], batch: int, name: str, record: Record | Streamed) -> None:
-    """Add the sketch of a record to those of each parameter [batch, sketches]."""
+def _add_sketch(
+    found: dict[str, Tensor],
+    dtypes: set[torch.dtype],
+    batch: int,
+    name: str,
+    record: Record | Streamed,
+) -> None:
+    """Add the sketch of a record to those of each parameter [batch, sketches]; note its dtype."""
     is_streamed = isinstance(record, Streamed)
     for samples, piece in record.first_chunks() if is_streamed else [(slice(None), record)]:
+        dtypes.add(piece.value.dtype if isinstance(piece, Dense) else piece.g.dtype)
         values, start = _sketch(piece), samples.start or 0
         if name not in found:
             found[name] = values.new_zeros(batch, _NUM_SKETCHES)
@@ -289,6 +296,8 @@ class MixingCheck:
             replacing rows, which changes with the seed, and no other numbers of rows. Where bits
             are known to differ, turns are taken at comparing in the model's dtype and in float64.
         is_rounded: Whether bits are known to differ, and need not be compared.
+        dtypes: Of gradients that passes have made. Sharded modules compute in others than their
+            parameters have.
     """
 
     module: nn.Module
@@ -304,6 +313,7 @@ class MixingCheck:
     seed: int = 0
     is_light: bool = False
     is_rounded: bool = False
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
     def report(self) -> MixingReport:
         """Run the passes, in float64 too where that is needed."""
@@ -311,7 +321,8 @@ class MixingCheck:
         found = self._compare_twice(rows, MixingCheck._compare, is_rounded=self.is_rounded)
         if found.mixing is None and not self.is_scalar and not self.is_light:
             # Kernels round differently for other shapes.
-            tolerance = NUM_LAST_PLACES * 8 * self._epsilon(rows)
+            epsilon = self._epsilon(rows)
+            tolerance = min(NUM_LAST_PLACES * 8 * epsilon, math.sqrt(epsilon))
             is_narrow = tolerance > 1e-4 and not self._is_sharded
             by_number = self._compare_twice(
                 rows, MixingCheck._compare_sizes, tolerance, is_rounded=is_narrow
@@ -556,7 +567,7 @@ class MixingCheck:
                 losses = self._run(rows, size)[0].detach().cpu().double()
                 return RowResults(losses.expand(size) if self.is_scalar else losses)
         sketches: dict[str, Tensor] = {}
-        versions, take = self.state.versions(), partial(_add_sketch, sketches, size)
+        versions, take = self.state.versions(), partial(_add_sketch, sketches, self.dtypes, size)
         capture = Capture(self.module, size, axes=self.axes, on_record=take, streams=True)
         with capture.installed(is_guarded=True), torch.enable_grad():
             with capture.following(rows):
@@ -686,7 +697,7 @@ class MixingCheck:
         return found
 
     def _epsilon(self, rows: Any) -> float:
-        found = {torch.float32, *self._dtypes(list(self.module.buffers()), rows)}
+        found = {torch.float32, *self.dtypes, *self._dtypes(list(self.module.buffers()), rows)}
         return max(torch.finfo(each).eps for each in found if each.itemsize > 1)
 
 

@@ -119,12 +119,14 @@ class Usage:
         peaks: The peak of every place of the step, in order; a place may come more than once.
         bytes_sent: What this rank sent, by collective and number of ranks in its group.
         flops: Of matrix products, convolutions and attention.
+        num_operations: How many operations were called that are not mere views.
         host_bytes: What the rank's share of the host holds, at most, of an offloaded model.
     """
 
     peaks: list[Peak] = field(default_factory=list)
     bytes_sent: Counter[tuple[str, int]] = field(default_factory=Counter)
     flops: int = 0
+    num_operations: int = 0
     host_bytes: int = 0
 
     @property
@@ -229,6 +231,7 @@ class Meter(TorchDispatchMode):
         if result is NotImplemented:
             result = func(*args, **kwargs)
         packet = func._overloadpacket
+        self.usage.num_operations += not func.is_view
         maker = _maker()
         if func.namespace == "c10d":
             self._count_collective(func, args)

@@ -123,9 +123,7 @@ def _subtrees(
     part: Tensor | None, placement: Placement, nodes: list[tuple[int, int, int | None]]
 ) -> Tensor:
     """Sums of squares over the subtrees that this rank holds, 0 for others [nodes]."""
-    sums = torch.zeros(
-        len(nodes), dtype=torch.float64, device=None if part is None else part.device
-    )
+    sums = torch.zeros(len(nodes), dtype=torch.float64, device=placement.device)
     own = [index for index, node in enumerate(nodes) if node[2] == placement.ranks.rank]
     if part is None or not own:
         return sums
