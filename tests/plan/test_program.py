@@ -40,7 +40,6 @@ LONG: dict[str, dict[str, Any]] = {
     },
     "ghost": {"clipping": "ghost"},
     "flash_fuse_bk": {"clipping": "flash_fuse_bk"},
-    "lora": {"lora": 4},
     "private lora": {"lora": 4, "clipping": "auto"},
     "kfac": {"kfac": True},
     "kfac, zero2": {"kfac": True, "shard": "zero2"},

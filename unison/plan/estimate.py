@@ -183,14 +183,15 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
             if scenario.offload
             else f"{gpu.memory_gb_per_s:g} GB/s"
         ),
-        "memory is that of plain torch code: torch.compile, and the kernels of unison that run on "
-        "GPUs instead of some of it, are not modelled",
-        "attention is one kernel that keeps no scores, unless it has a mask or dropout",
+        "memory is that of eager steps: torch.compile, and what unison's kernels for GPUs hold in "
+        "the place of torch's while samples are clipped, are not modelled",
+        "attention is one kernel that keeps no scores",
     ]
     if kind == "bf16":
         lines.append("bf16: parameters are gathered and computed with in bfloat16, shards float32")
     if scenario.clipping is not None:
         lines.append("the checks of a first private step are not counted")
+        lines.append("methods are chosen by rates (calibrate=False); one GPU alone times them")
     if scenario.offload:
         lines.append("the host's own optimizer step is taken to be no slower than the copies")
     return lines

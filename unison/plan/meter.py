@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from unison.shard import ShardedTensor
+from unison.torch_internals import machine_of
 
 ALLOCATION = 512  # bytes: what CUDA's allocator rounds a tensor up to
 
@@ -366,13 +367,18 @@ _COLLECTIVES = {
 
 
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    return sdpa_flop_count(q.shape, _of_heads(k, q), _of_heads(v, q))
 
 
 def _attention_backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    return sdpa_backward_flop_count(grad.shape, q.shape, _of_heads(k, q), _of_heads(v, q))
+
+
+def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
+    """The shape of keys or values that several heads share, once for each of them."""
+    return (*query.shape[:2], *shared.shape[2:])
 
 
 _FLOPS = {
@@ -392,8 +398,15 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run attention as one kernel, as CPUs and GPUs do; the meta device would write it out."""
-    if query.ndim == 4 and attn_mask is None and not dropout_p and key.shape[1] == query.shape[1]:
+    """Run attention as one kernel, as CPUs and GPUs do; the meta device would write it out.
+
+    Those of GPUs take masks, dropout and shared keys too, and none keeps scores.
+    """
+    is_plain = attn_mask is None and not dropout_p and key.shape[1] == query.shape[1]
+    is_gpu = machine_of(query.device) == "cuda" and not (
+        attn_mask is not None and attn_mask.requires_grad
+    )
+    if query.ndim == 4 and (is_plain or is_gpu):
         run = aten._scaled_dot_product_flash_attention_for_cpu
         return run(query, key, value, 0.0, is_causal, scale=scale)[0]
     math = aten._scaled_dot_product_attention_math

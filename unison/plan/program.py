@@ -299,6 +299,7 @@ def _training(
                 sampling=Shuffled(batch_size=num_rows, num_records=len(data)),
                 max_physical_batch_size=scenario.rows,
                 recheck=False,  # what counts is a step like most others
+                calibrate=False,  # timings are of a device, and no plan of several ranks has them
                 seed=0,
             )
         batches = iter(private)
