@@ -142,7 +142,7 @@ class Kfac:
             exact: all of them, for small vocabularies. forward: none, inputs only.
         graft: Whose step length is taken: adam, sgd, or none for K-FAC's own, best with --kl-clip.
         kl_clip: Shorten steps whose predicted change is larger.
-        max_factor_size: Matrices with a longer side get a diagonal.
+        max_factor_size: The longest side of a layer that is held as a matrix.
     """
 
     damping: float = 1e-3

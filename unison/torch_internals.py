@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -46,6 +47,24 @@ def has_values() -> bool:
 def machine_of(device: torch.device) -> str:
     """The kind of a device; of one without values, the kind that it stands for."""
     return _planned_for if _planned_for is not None and device.type == "meta" else device.type
+
+
+def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
+    """Copy a small tensor to the host while its device goes on; return what reads it there.
+
+    To read the tensor itself would wait for all that was queued after it, and a GPU that has
+    nothing queued stands still until the host has come to the next pass's kernels.
+    """
+    if not value.is_cuda:
+        return lambda: value
+    on_host, event = value.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+
+    def read() -> Tensor:
+        event.synchronize()
+        return on_host
+
+    return read
 
 
 # --- canonical parameter names: what wrappers add to a name is not part of it ---------------------

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unison.kfac.factors import assign, packed, source_of, triangle_size, unpacked
+from unison.kfac.factors import packed, triangle_size, unpacked
+from unison.kfac.layers import assign, source_of
 
 COSTS = st.lists(st.floats(0, 1e12), max_size=40)
 

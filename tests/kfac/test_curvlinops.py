@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kfac.common import CLASSES, Transformer, observed, relative, settings
-from unison.kfac.fisher import DRAWN
+from unison.kfac.labels import DRAWN
 from unison.rng import Key, Stream
 
 curvlinops = pytest.importorskip("curvlinops")

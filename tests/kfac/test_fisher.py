@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import unison
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput
-from unison.kfac import fisher
-from unison.kfac.fisher import COLUMNS, DRAWN, drawn_classes
+from unison.kfac import labels
+from unison.kfac.labels import COLUMNS, DRAWN, drawn_classes
 from unison.rng import Key, Stream
 
 STREAM = Stream(Key.from_seed(7), "labels", purpose="kfac")
@@ -110,14 +110,14 @@ def test_exact_is_exact_where_tokens_mix(has_function):
 
 
 def test_many_labels_of_a_row_cancel_on_average(monkeypatch):
-    monkeypatch.setattr(fisher, "MOST_EXACT", CLASSES)
+    monkeypatch.setattr(labels, "MOST_EXACT", CLASSES)
     torch.manual_seed(0)
     model, x = Transformer().double(), torch.randint(0, 11, (2, 4))
     expected = label_by_label(model, x)
     found = observed(model, x.repeat(400, 1), settings(fisher="exact")).factors()
     for name, wanted in expected.items():
         assert relative(found[name]["g"], wanted) < 0.12, name
-    monkeypatch.setattr(fisher, "uniform", lambda *_, **__: torch.ones(()))  # all the same signs
+    monkeypatch.setattr(labels, "uniform", lambda *_, **__: torch.ones(()))  # all the same signs
     found = observed(model, x, settings(fisher="exact")).factors()
     assert relative(found["v.weight"]["g"], expected["v.weight"]) > 0.5
 

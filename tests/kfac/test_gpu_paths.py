@@ -9,20 +9,21 @@ import unison
 from tests.kfac.common import Transformer, relative
 from tests.kfac.test_stacks import take_for_gpu
 from tests.kfac.test_step import batches, train
-from unison.kfac import KFACConfig, inverse, precondition
-from unison.kfac.inverse import full_float32, gram_of_lower, invert_lower_
+from unison.kfac import KFACConfig, linalg, precondition
+from unison.kfac.linalg import full_float32, gram_of_lower, invert_lower_
 from unison.kfac.precondition import Graft, multiply_all_
 
 
 @pytest.fixture
 def as_gpu(monkeypatch):
     take_for_gpu(monkeypatch, is_gpu=True)
-    monkeypatch.setattr(inverse, "LEAF", 128)
+    monkeypatch.setattr(linalg, "LEAF", 128)
+    monkeypatch.setattr(linalg, "LEAST_SPLIT", 64)
 
 
 @pytest.mark.parametrize("n", [1, 127, 129, 193, 400])
 def test_inverses_from_blocks(monkeypatch, n):
-    monkeypatch.setattr(inverse, "LEAF", 128)
+    monkeypatch.setattr(linalg, "LEAF", 128)
     u = torch.randn(n, 2 * n).double()
     matrix = u @ u.T / n + 0.1 * torch.eye(n).double()
     found = gram_of_lower(invert_lower_(torch.linalg.cholesky(matrix)))
@@ -44,7 +45,7 @@ def test_a_run_is_the_same(monkeypatch, fisher, graft):
 
     run(model)
     take_for_gpu(monkeypatch, is_gpu=True)
-    monkeypatch.setattr(inverse, "LEAF", 128)
+    monkeypatch.setattr(linalg, "LEAF", 128)
     monkeypatch.setattr(precondition, "BYTES_AT_ONCE", 2000)  # a few layers
     kfac = run(twin)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -65,7 +66,8 @@ def test_products_of_halves_are_those_of_wide_copies(monkeypatch):
     x = torch.randint(0, 11, (4, 5))
 
     def factors():
-        kfac = unison.KFAC(model, KFACConfig(min_layer_size=0, max_factor_size=8))
+        sizes = {"min_layer_size": 0, "max_factor_size": 8}
+        kfac = unison.KFAC(model, KFACConfig(**sizes, policy="small_only"))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model(x)
             kfac.sample(logits).backward()
@@ -132,20 +134,22 @@ def test_inverses_are_never_made_in_tf32():
 
 @pytest.mark.parametrize("n", [1, 7, 64, 129, 200, 400])
 def test_many_inverses_at_once(monkeypatch, as_gpu, n):
-    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
+    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
     u = torch.randn(3, n, 2 * n).double()
     matrices, dampings = list(u @ u.mT / n), [0.1, 1.0, 0.01]
-    found, is_right = inverse.inverses_of_positive(matrices, dampings)
+    matrices[1] = matrices[1][: n - 1, : n - 1]  # padded to the size of the others
+    found, is_right = linalg.inverses_of_positive(matrices, dampings, n + 3)
     assert is_right.tolist() == [True] * 3
     for own, matrix, damping in zip(found, matrices, dampings, strict=True):
-        damped = matrix + damping * torch.eye(n).double()
-        assert relative(own, torch.linalg.inv(damped)) <= 1e-11
+        damped = matrix + damping * torch.eye(len(matrix)).double()
+        assert own.shape == damped.shape
+        assert not damped.numel() or relative(own, torch.linalg.inv(damped)) <= 1e-11
 
 
 def test_one_of_many_without_an_inverse_is_told_apart(monkeypatch, as_gpu):
-    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
+    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
     matrices = [torch.eye(300), torch.diag(torch.tensor([1.0] * 299 + [-1.0])), torch.eye(300)]
-    found, is_right = inverse.inverses_of_positive(matrices, [1.0, 0.0, 0.0])
+    found, is_right = linalg.inverses_of_positive(matrices, [1.0, 0.0, 0.0], 300)
     assert is_right.tolist() == [True, False, True]
     assert relative(found[0], 0.5 * torch.eye(300)) <= 1e-6
     assert torch.equal(found[2], torch.eye(300))
@@ -153,12 +157,12 @@ def test_one_of_many_without_an_inverse_is_told_apart(monkeypatch, as_gpu):
 
 def test_rounding_of_many_inverses_is_that_of_one(as_gpu, monkeypatch):
     # A condition number of 1e5, and eigenvectors that no block shares.
-    monkeypatch.setattr(inverse, "BATCH_LEAF", 128)
+    monkeypatch.setattr(linalg, "BATCH_LEAF", 128)
     q = torch.linalg.qr(torch.randn(600, 600).double())[0]
     exact = q @ torch.diag(torch.logspace(0, -5, 600).double()) @ q.T
     expected = q @ torch.diag(torch.logspace(0, 5, 600).double()) @ q.T
-    alone, _ = inverse.inverse_of_positive(exact.float())
-    together, is_right = inverse.inverses_of_positive([exact.float()] * 2, [0.0, 0.0])
+    alone, _ = linalg.inverse_of_positive(exact.float())
+    together, is_right = linalg.inverses_of_positive([exact.float()] * 2, [0.0, 0.0], 600)
     assert is_right.all()
     assert relative(together[1].double(), expected) <= 3 * relative(alone.double(), expected)
 
@@ -181,3 +185,34 @@ def test_each_tensor_is_multiplied_with_its_number(shapes, where):
     multiply_all_(turned, 1 / scales)
     for value, scale, before in zip(values, scales, expected, strict=True):
         torch.testing.assert_close(value, before / scale)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def test_three_products_are_as_good_as_one(monkeypatch, where):
+    """A CPU multiplies the parts in float32: what is seen there is that they are the whole."""
+    take_for_gpu(monkeypatch, is_gpu=True)
+    left, right = (torch.randn(n, m, device=where) for n, m in ((700, 900), (900, 530)))
+    exact = left.double() @ right.double() - 1
+    found = linalg._multiply_into(-torch.ones(700, 530, device=where), left, right, beta=1)
+    with full_float32():
+        one = left @ right - 1
+    assert relative(found.double(), exact) <= 8 * relative(one.double(), exact)
+    high, low = linalg._split(left)
+    assert torch.equal(high + low, left)
+    assert not (high.view(torch.int32) & 0x1FFF).any()
+
+
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=ON_CUDA)])
+def test_a_step_without_an_update_reads_nothing_of_the_gpu(where):
+    model = Transformer(d=16, d_ff=24).to(where)
+    kfac = unison.KFAC(model, KFACConfig(update_every=10, burn_in=0, min_layer_size=0))
+    for number in range(4):
+        logits = model(torch.randint(0, 11, (4, 5), device=where))
+        if kfac.wants_statistics:
+            kfac.sample(logits).backward()
+        logits.logsumexp(-1).mean().backward()
+        torch.cuda.set_sync_debug_mode("error" if number == 3 else "default")
+        try:
+            kfac.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

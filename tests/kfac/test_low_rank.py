@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import unison
-from tests.harness import assert_close, run_on_ranks
+from tests.harness import World, assert_close, run_on_ranks
 from tests.kfac.common import CLASSES, Transformer, flat_gradient, loss, relative, settings
 from tests.kfac.sharded import difference, run
-from unison.kfac import KFACConfig, Method, NotInvertible, factors
-from unison.kfac.factors import forms_of, side_costs
+from unison.errors import BadInput
+from unison.kfac import KFACConfig, Method, NotInvertible, layers
 from unison.kfac.inverse import apply, fold, invert, join
+from unison.kfac.layers import Form, forms_of, side_costs
+from unison.kfac.ring import ring_apply, ring_factor
+from unison.shard.ranks import Ranks
 
 FORMS = ("pi", "factored", "joint")
 
@@ -163,16 +166,18 @@ def test_it_describes_itself():
 
 def test_policies_say_which_sides():
     def forms(policy: str, rows: int, columns: int, tokens: int, **changes: Any) -> Any:
-        found = forms_of(
-            rows, columns, tokens, KFACConfig(policy=policy, **changes), is_head=rows == 50
-        )
-        return found if isinstance(found, str) else tuple(found)
+        config = KFACConfig(policy=policy, **changes)
+        found = forms_of(rows, columns, tokens, config, is_head=rows == 50)
+        if isinstance(found, str):
+            return found
+        assert {form for form, _ in found.values()} <= {Form.COLUMNS}
+        return tuple(found)
 
     assert forms("auto", 6000, 65, 512) == ("g",)
     assert forms("auto", 65, 6000, 512) == ("a",)
     assert forms("auto", 9000, 65, 512) == ("g",)
-    assert forms("auto", 9000, 65, 100_000) == "a side above 8192"
     assert forms("auto", 3072, 769, 8192) == forms("auto", 64, 65, 8) == ()
+    assert forms("auto", 9000, 65, 100_000, damping_form="joint") == "a side above 8192"
     assert forms("auto", 6000, 65, 512, fisher="exact") == ()
     assert forms("auto", 6000, 65, 512, damping_form="joint") == ()
     assert forms("auto", 6000, 65, 512, damping_form="joint", decay=0.0) == ("g",)
@@ -182,14 +187,27 @@ def test_policies_say_which_sides():
     assert forms("hybrid", 2000, 3000, 512) == ("a", "g")
     assert forms("small_only", 6000, 65, 512) == ()
     assert forms("small_only", 9000, 65, 512) == "a side above 8192"
-    dense, low = side_costs(1280, 1280, 128, KFACConfig(decay=0.0))
-    assert low < dense
-    dense, low = side_costs(1280, 1280, 1024, KFACConfig(decay=0.0))
-    assert dense < low
+    few, many = (side_costs(1280, 1280, t, KFACConfig(decay=0.0)) for t in (128, 1024))
+    assert few[Form.COLUMNS] < few[Form.DENSE]
+    assert many[Form.DENSE] < many[Form.COLUMNS]
+
+
+def test_sides_that_are_too_long():
+    def forms(rows: int, tokens: int, machine: str = "cpu", **changes: Any) -> Any:
+        config = KFACConfig(**changes)
+        return forms_of(rows, 65, tokens, config, is_head=True, machine=machine)
+
+    assert forms(9000, 100_000)["g"] == (Form.BLOCKED, "G by 9 blocks of 1000 (longer than 8192)")
+    assert forms(9000, 512, "cuda")["g"][0] is Form.BLOCKED  # eigenvectors are slow there
+    assert forms(4096, 2048, "cuda") == {}
+    assert forms(50257, 8192)["g"] == (Form.IDENTITY, "G as the identity (longer than 8192)")
+    assert forms(2049, 100, policy="blocked")["g"][1] == "G by 3 blocks of 683 (policy blocked)"
+    both = forms_of(50_000, 50_000, 8192, KFACConfig(), is_head=False)
+    assert both == "both sides above 8192"
 
 
 def test_a_long_side_is_chosen_by_itself(monkeypatch):
-    monkeypatch.setattr(factors, "LONG_SIDE", 16)
+    monkeypatch.setattr(layers, "LONG_SIDE", 16)
     model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, CLASSES)).double()
     kfac = unison.KFAC(model, settings(policy="auto"))
     logits = model(torch.randn(6, 5).double())
@@ -213,7 +231,7 @@ def check_ranks(size: int, how: str, **case: Any) -> None:
     dense = run_on_ranks(1, run, {"how": "none", **case, "policy": "small_only"})[0]
     cut = {"shares": shares} if shares else {}
     for found in run_on_ranks(size, run, {"how": how, **case, **cut}):
-        assert [each["low_rank"] for each in found["layers"]].count(["g"]) > 5
+        assert [each["g_form"] for each in found["layers"]].count("columns") > 5
         for name, value in dense["parameters"].items():
             assert relative(found["parameters"][name], value) <= 1e-12
         assert found["layers"] == alone["layers"]
@@ -250,3 +268,38 @@ def test_ordered_is_the_same_bits():
 def test_ordered_is_the_same_bits_everywhere(size, how):
     for form in FORMS:
         check_bits(size, how, counts=(8, 8), max_rank=8, damping_form=form)
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+def check_ring(world: World, counts: list[int]) -> None:
+    """The corrected ring is the inverse on every rank; the note's own is a product of inverses."""
+    n, damping = 12, 0.1
+    gen = world.generator()
+    parts = [torch.randn(t, n, generator=gen, dtype=torch.float64) / 3 for t in counts]
+    y = torch.randn(n, 3, generator=gen, dtype=torch.float64)
+    ranks, own = Ranks.of(None), parts[world.rank]
+    u, eye = torch.cat(parts), torch.eye(n, dtype=torch.float64)
+    expected = torch.linalg.solve(u.T @ u + damping * eye, y)
+    factor = ring_factor(ranks, own, damping)
+    assert factor.shape == own.shape
+    assert relative(ring_apply(ranks, factor, y, damping), expected) <= 1e-12
+    in_turn = y
+    for part in parts:
+        in_turn = torch.linalg.solve(part.T @ part / damping + eye, in_turn)
+    is_caught = relative(in_turn / damping, expected) > 0.1
+    assert is_caught == (sum(map(bool, counts)) > 1)
+    with pytest.raises(BadInput, match="damping"):
+        ring_factor(ranks, own, 0.0)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [4, 0, 7],
+        *(pytest.param(each, marks=pytest.mark.full) for each in ([5], [3, 20], [0, 6, 1, 30])),
+    ],
+)
+def test_the_corrected_ring_is_the_inverse(counts):
+    run_on_ranks(len(counts), check_ring, counts)

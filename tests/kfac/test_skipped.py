@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import unison
 from tests.harness import World, run_on_ranks
 from tests.kfac.common import CLASSES, loss, settings
+from tests.kfac.test_stacks import take_for_gpu
 from unison.errors import BadInput
 from unison.shard.digest import full_parameters
 from unison.shard.sharded_tensor import local_part
@@ -110,6 +111,18 @@ def check_everything(world: World, how: str) -> None:
 @pytest.mark.parametrize(("size", "how"), [(1, "none"), (3, "units")])
 def test_later_steps_are_those_of_a_run_without_the_bad_one(size, how):
     run_on_ranks(size, check_everything, how)
+
+
+def check_on_a_gpu(world: World) -> None:
+    """Here on a CPU that is taken for one: the device leaves the step out, the host asks later."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_for_gpu(patch, is_gpu=True)
+        check_everything(world, "none")
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_gpu_is_not_waited_for(size):
+    run_on_ranks(size, check_on_a_gpu)
 
 
 @pytest.mark.full

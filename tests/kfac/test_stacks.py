@@ -8,12 +8,12 @@ from torch import nn
 
 import unison
 from tests.kfac.common import CLASSES, loss, relative, settings
-from unison.kfac import KFACConfig, inverse, precondition
+from unison.kfac import KFACConfig, inverse, kfac, linalg, precondition
 from unison.kfac.precondition import Preconditioner
 
 
 def take_for_gpu(monkeypatch, is_gpu: bool) -> None:
-    for module in (inverse, precondition):
+    for module in (inverse, kfac, linalg, precondition):
         monkeypatch.setattr(module, "is_gpu", lambda value: is_gpu)
 
 

@@ -11,7 +11,7 @@ from tests.train.private_runs import SMALL, TARGET, config_of
 from unison.config import Kfac, MechanismConfig, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.kfac import KFACConfig
-from unison.kfac.fisher import MOST_EXACT as KNOWN_MOST_EXACT
+from unison.kfac.labels import MOST_EXACT as KNOWN_MOST_EXACT
 from unison.train import TrainResult, resumed_config, run_on_local_ranks, train
 from unison.train.checkpoint import check_hash, read_state, write_state
 from unison.train.loop import MOST_EXACT, check_before_launch

@@ -17,7 +17,12 @@ from unison.errors import BadInput, UnsupportedOperation
 
 _CHOICES = {
     "reduction": ("auto", "factor"),
-    "policy": ("auto", "all", "hybrid", "small_only", "kronecker", "diagonal", "identity"),
+    "policy": (
+        *("auto", "all", "hybrid", "small_only", "blocked", "kronecker", "diagonal", "identity"),
+    ),
+    "head": ("sampled", "exact"),
+    "storage_device": ("auto", "cuda", "cpu"),
+    "storage_dtype": ("auto", "float32", "bfloat16", "float16"),
     "likelihood": ("categorical", "gaussian", "bernoulli"),
     "sharing": ("expand", "reduce"),
     "inverse": ("auto", "eigen", "cholesky"),
@@ -37,7 +42,7 @@ _WRONG = {
     ),
 }
 
-_WITHOUT_EFFECT = ("reduction", "owner_fraction")  # on any result
+_WITHOUT_EFFECT = ("reduction", "owner_fraction", "storage_device")  # on any result
 _TUNED = (  # which a state does not depend on, only what comes after it
     *("damping", "max_condition_number", "update_every", "invert_every"),
     *("burn_in", "decay", "kl_clip"),
@@ -49,7 +54,7 @@ Every = int | Callable[[int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class KFACConfig:
-    """Settings of `KFAC`. All of them change the result but `reduction` and `owner_fraction`.
+    """Settings of `KFAC`: all change the result but `reduction` and where things are computed.
 
     Attributes:
         damping: λ, added to the curvature before it is inverted; 0 or more. A pair (λ_A, λ_G) with
@@ -75,12 +80,15 @@ class KFACConfig:
             squared error).
         sharing: How tokens that share a weight count: `"expand"`, each for itself, or `"reduce"`,
             one per sample.
+        head: G of the layer that makes the outputs: `"sampled"` like that of any other, or
+            `"exact"`, the mean of diag(p) - pp' over tokens, whatever labels are.
         policy: What of a layer is factored, and which sides are held as the columns of tokens
             (low rank, inverted by Woodbury's identity) rather than as a matrix. `"auto"` takes
-            whatever costs least, and a diagonal where both are too large; `"all"` holds G of every
-            layer as columns; `"hybrid"` holds long sides and the head so; `"small_only"` none,
-            with a diagonal for long sides; `"kronecker"` makes matrices of all sides;
-            `"diagonal"` factors nothing; `"identity"` leaves everything to the grafted optimizer.
+            whatever costs least; where a side is too long for both, blocks on its diagonal, or the
+            identity; `"all"` holds G of every layer as columns; `"hybrid"` holds long sides and the
+            head so; `"small_only"` none, with a diagonal for layers with a long side; `"blocked"`
+            cuts long sides into blocks; `"kronecker"` makes matrices of all sides; `"diagonal"`
+            factors nothing; `"identity"` leaves everything to the grafted optimizer.
         min_layer_size: Matrices of fewer elements get a diagonal, but under `"kronecker"`.
         max_factor_size: The longest side that is held as a matrix, but under `"kronecker"`.
         max_rank: Columns that a low-rank side keeps over updates. With `decay`, more are compressed
@@ -96,6 +104,10 @@ class KFACConfig:
         reduction: How ranks add their factors up: `"factor"` (and `"auto"`, which is that today).
         owner_fraction: Share of the ranks that invert and apply each layer: 0 for one rank each, 1
             for all of them.
+        storage_device: Where factors lie between updates: `"auto"`, with the model; `"cpu"`, in the
+            host's memory, pinned if there is a GPU; `"cuda"`.
+        storage_dtype: And in which dtype; `"auto"` for that of the sums. Values are divided by the
+            largest one first: float16 has no room for small ones. An approximation.
         seed: Of the labels that `"mc"` draws.
 
     Raises:
@@ -113,6 +125,7 @@ class KFACConfig:
     fisher: str = "mc"
     likelihood: str = "categorical"
     sharing: str = "expand"
+    head: str = "sampled"
     policy: str = "auto"
     min_layer_size: int = 64
     max_factor_size: int = 8192
@@ -124,6 +137,8 @@ class KFACConfig:
     loss_reduction: str = "mean"
     reduction: str = "auto"
     owner_fraction: float = 0.0
+    storage_device: str = "auto"
+    storage_dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -140,6 +155,7 @@ class KFACConfig:
         for name, choices in _CHOICES.items():
             check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()
+        self._check_head()
         check_curvature(self)
         for name in ("update_every", "invert_every"):
             value = getattr(self, name)
@@ -152,6 +168,18 @@ class KFACConfig:
         check.probability(owner_fraction=self.owner_fraction)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(f"betas must be two numbers in [0, 1), found {self.betas!r}")
+
+    def _check_head(self) -> None:
+        if self.head != "exact":
+            return
+        needed = {"likelihood": ("categorical",), "sharing": ("expand",)}
+        needed["fisher"] = ("mc", "empirical", "exact")
+        for name, choices in needed.items():
+            if (found := getattr(self, name)) not in choices:
+                raise BadInput(
+                    f"head='exact' is of class probabilities, one for each token: pass {name}="
+                    f"{' or '.join(map(repr, choices))}, found {found!r}"
+                )
 
     def _check_damping(self) -> None:
         if isinstance(self.damping, tuple | list):

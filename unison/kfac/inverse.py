@@ -7,50 +7,36 @@
 | diagonal | D + λ | Y / (D + λ) |
 | columns W of a side, G say | U'U + d I = (I - W'W)⁻¹ d | (Y - W'WY) / d |
 | columns B of both | G ⊗ A + λI | Y / λ - B_G ((B_G' Y B_A) ∘ C) B_A' |
+| blocks of a side | G + d_G I, without what lies between blocks | block by block |
+| a diagonal D less columns U | D - U'U = (D⁻¹ + V'V)⁻¹ | D⁻¹Y + V'VY |
 
 where S = 1 / (s_G + d_G)(s_A + d_A) or 1 / (s_G s_A + λ), entry by entry. With `forward` there is
-no G: the identity stands in its place, and A alone is damped with λ.
+no G: the identity stands in its place, and A alone is damped with λ; a side that is the identity
+likewise.
 
 [Note: Woodbury] With S = U U' + d I = LL', which has a row per token, and W = L⁻¹ U, the inverse of
 U'U + d I is (I - W'W) / d. Damped jointly: with the eigenvectors U U' = V s V' and B = U'V, the
 inverse of BB' ⊗ B_A B_A' + λI is 1 / λ less B ⊗ B_A scaled by C = 1 / λ(λ + s s_A); a side that is
 a matrix has B = Q√s. S and all that is made of it is float64: an error of S would be divided by d.
-Columns that are averaged over updates are kept orthogonal (`join`), and their S is diagonal.
+Columns that are averaged over updates are kept orthogonal (`join`), and their S is diagonal; as
+orthogonal as their dtype has digits, which makes up to 8 times the rounding errors of a matrix.
+
+[Note: the true head] The Fisher matrix of a softmax is the mean over tokens of diag(p) - pp', with
+the damping D - U'U where D = diag(p̄) + d I and U has a row p / √T per token. With
+S = I - UD⁻¹U' = LL' and V = L⁻¹UD⁻¹ its inverse is D⁻¹ + V'V. S is positive for every d > 0, since
+U'U is never more than diag(p̄). That holds for any part of the tokens too, as long as U is divided
+by the number of all of them; divided by their own number, D - U'U was indefinite 20 times of 20. S
+is added up in float64 over blocks of classes, in order.
 
 [Note: what may fail] A factor that is not finite, or not positive definite after damping. The first
 is an overflow in the model. The second is rounding: Cholesky tries again in float64, then with a
 growing jitter; what is left raises with the layer, the smallest eigenvalue and what to do.
-
-What is done otherwise on a GPU, and why:
-
-* Sizes that are no multiple of 8 make products several times slower there: pad them.
-* bfloat16 and float16 numbers have exact products in float32, which its matrix units add up in
-  float32: as exact as products of wide copies, and ten times as fast.
-* One factorisation leaves most of it idle: matrices go round several streams, or side by side.
-
-Each matrix is inverted by itself and in the same way, whatever others a rank has: its bits do not
-depend on who inverts it. On a GPU it is put together from products, which are faster than solves:
-
-    M = LL',  L = [P 0; Q R],  X = L⁻¹ = [P⁻¹ 0; -R⁻¹ Q P⁻¹ R⁻¹],  M⁻¹ = X'X
-
-with only the blocks of X that are not zero. All products are in full float32, also where torch may
-round the factors of others (TF32): an error of 1e-3 of the largest eigenvalue of an inverse can be
-more than all of its smallest one.
-
-Where bits need not be those of several ranks, matrices of one size go side by side, block by block,
-so that almost all is products of batches:
-
-    M = [A B'; B C],  A = PP',  Q = BP'⁻¹,  C - QQ' = RR',  L = [P 0; Q R]
-
-Only blocks of up to `BATCH_LEAF` rows are factorised and inverted as such, and Q is found with the
-inverses of those alone: with the inverse of the whole P, rounding would grow with its condition.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -58,28 +44,36 @@ from torch import Tensor
 
 from unison.errors import Diverged
 from unison.kfac.config import KFACConfig
+from unison.kfac.linalg import (
+    full_float32,
+    inverse_of_positive,
+    inverses_of_positive,
+    is_gpu,
+    joint_sizes,
+    largest_elements,
+    padding_of,
+    side_by_side,
+)
 
+HEAD_ROWS = 4096  # classes of a softmax that are computed with in float64 at a time
 FIRST_JITTER, MOST_JITTERS = 1e-10, 6  # of the largest diagonal entry; each 10 times the last
-ALIGNED = 8  # elements that matrix units load at once
-LEAF = 1024  # rows up to which a triangle is solved whole
-BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
-NUM_STREAMS = 8
 
 Factors = Mapping[str, Tensor]
 """A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
 
 A side that is held as columns is `u_a` or `u_g` [columns, n], and `t_a` or `t_g` [] the multiple of
-the identity that stands for columns which were left out.
+the identity that stands for columns which were left out; with `p_g` [n] they are taken from a
+diagonal. Blocks of a side are `blocks_a` or `blocks_g` [n, rows of a block], one after the other.
 """
 
 Inverse = dict[str, Tensor]
 """`a` (padded) and `g`, or eigenvectors `q_a` and `q_g` with `scale`, or the `scale` of a diagonal.
 
 Of a side that is held as columns, `w_a` or `w_g` with 1 / d as `s_a` or `s_g` [1, 1]; where both
-are damped jointly, `b_a`, `b_g`, `c`, and 1 / λ as `s`. Without any of G's the identity is meant.
+are damped jointly, `b_a`, `b_g`, `c`, and 1 / λ as `s`. Of blocks, `blocks_a` or `blocks_g`
+[blocks, rows, rows]; of a diagonal less columns, `v_g` and `d_g` [n, 1]. Without any of a side's
+the identity is meant.
 """
-
-T = TypeVar("T")
 
 
 class NotInvertible(Diverged):
@@ -97,6 +91,12 @@ def apply(inverse: Inverse, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
         y: The gradient [..., d_out, d_in], or as wide as a padded `a`, with zeros after d_in.
         columns: How many each part has; others that are left at the end are left out.
     """
+    ends = list(itertools.accumulate(columns, initial=0))
+    if "a" in inverse and "g" not in inverse:
+        # Each part by itself is in one piece afterwards.
+        a = inverse["a"][..., : y.shape[-1]]
+        parts = [y @ a[..., low:high, :].mT for low, high in itertools.pairwise(ends)]
+        return _by_g(inverse, parts)
     if "a" in inverse:
         # As A⁻¹Y', transposed: both are symmetric, and so both products have the sum over the
         # contiguous dimension of both sides, the one layout that is fast in TF32.
@@ -111,16 +111,34 @@ def apply(inverse: Inverse, y: Tensor, columns: Sequence[int]) -> list[Tensor]:
         y = y @ inverse["q_a"].mT
     elif "w_a" in inverse:
         y = (y - (y @ inverse["w_a"].mT) @ inverse["w_a"]) * inverse["s_a"]
+    elif "blocks_a" in inverse:
+        y = _by_blocks(inverse["blocks_a"], y.mT).mT
     elif "b_a" in inverse:
         middle = (inverse["b_g"].mT @ y @ inverse["b_a"]) * inverse["c"]
         y = y * inverse["s"] - inverse["b_g"] @ middle @ inverse["b_a"].mT
-    else:
+    elif "scale" in inverse:
         y = y * inverse["scale"]
-    parts = list(y[..., : sum(columns)].split(list(columns), dim=-1))
+    return _by_g(inverse, list(y[..., : ends[-1]].split(list(columns), dim=-1)))
+
+
+def _by_g(inverse: Inverse, parts: list[Tensor]) -> list[Tensor]:
+    """Multiply columns of gradients [..., d_out, any] with what stands for G."""
     if "w_g" in inverse:
         w = inverse["w_g"]
         return [(part - w.mT @ (w @ part)) * inverse["s_g"] for part in parts]
+    if "v_g" in inverse:
+        v = inverse["v_g"]
+        return [part * inverse["d_g"] + v.mT @ (v @ part) for part in parts]
+    if "blocks_g" in inverse:
+        return [_by_blocks(inverse["blocks_g"], part) for part in parts]
     return [torch.matmul(inverse["g"], part) for part in parts] if "g" in inverse else parts
+
+
+def _by_blocks(blocks: Tensor, y: Tensor) -> Tensor:  # [..., blocks, b, b], [..., n, m]
+    """The product of blocks on a diagonal with y, of which the last one may have fewer rows."""
+    count, size = blocks.shape[-3:-1]
+    rows = F.pad(y, (0, 0, 0, count * size - y.shape[-2])).unflatten(-2, (count, size))
+    return (blocks @ rows).flatten(-3, -2)[..., : y.shape[-2], :]
 
 
 def align(matrix: Tensor) -> Tensor:
@@ -159,7 +177,9 @@ def invert(
         NotInvertible: Naming a layer, the smallest eigenvalue and the remedy.
     """
     found: dict[str, Inverse] = {name: {} for name in curvatures}
-    sides, factors, dampings = [], [], []  # of those that Cholesky inverts
+    sides: list[tuple[str, str]] = []  # of those that Cholesky inverts; a block is one
+    factors: list[Tensor] = []
+    dampings: list[float] = []
     stats = _stats_of(curvatures, config)
     for name, own in curvatures.items():
         _refuse_not_finite(name, stats[name])
@@ -167,26 +187,42 @@ def invert(
             found[name] = _of_diagonal(name, own["d"], stats[name]["d"], config)
             continue
         damping = _dampings({side: mean for side, (_, mean, *_) in stats[name].items()}, config)
-        has_columns = any(key.startswith("u_") for key in own)
-        if has_columns and config.damping_form == "joint" and len(stats[name]) == 2:
+        is_plain = "a" in own and own.keys() <= {"a", "g"}
+        if not is_plain and config.damping_form == "joint" and len(stats[name]) == 2:
             found[name] = _joint_by_columns(name, own, stats[name], config)
             continue
-        if (config.inverse == "eigen" or config.damping_form == "joint") and not has_columns:
+        if (config.inverse == "eigen" or config.damping_form == "joint") and is_plain:
             found[name] = _by_eigen(name, own, damping, config)
             continue
         for side, (*_, largest) in stats[name].items():
             added = max(damping[side], _least_damping(largest, config))
-            if side in own:
-                sides.append((name, side))
-                factors.append(own[side])
-                dampings.append(added)
+            if side in own or f"blocks_{side}" in own:
+                matrices = [own[side]] if side in own else blocks_of(own[f"blocks_{side}"])
+                sides += [(name, side)] * len(matrices)
+                factors += matrices
+                dampings += [added] * len(matrices)
+            elif f"p_{side}" in own:
+                found[name] |= _by_softmax(name, own, added)
             else:
                 is_orthogonal = config.has_rank
                 found[name] |= _by_columns(name, side, own, added, is_orthogonal=is_orthogonal)
     inverses = _by_cholesky(sides, factors, dampings, is_together=is_together)
-    for (name, side), inverse in zip(sides, inverses, strict=True):
-        found[name][side] = align(inverse) if side == "a" else inverse
+    of_sides: dict[tuple[str, str], list[Tensor]] = {}
+    for key, inverse in zip(sides, inverses, strict=True):
+        of_sides.setdefault(key, []).append(inverse)
+    for (name, side), own in of_sides.items():
+        if side in curvatures[name]:
+            found[name][side] = align(own[0]) if side == "a" else own[0]
+        else:
+            last = len(own[0]) - len(own[-1])
+            own[-1] = F.pad(own[-1], (0, last, 0, last))
+            found[name][f"blocks_{side}"] = torch.stack(own)
     return found
+
+
+def blocks_of(rows: Tensor) -> list[Tensor]:  # [n, b] -> [b, b] each, the last one smaller
+    """The blocks on the diagonal of a side."""
+    return [block[:, : len(block)] for block in rows.split(rows.shape[1])]
 
 
 def _stats_of(
@@ -215,14 +251,20 @@ def _stats_of(
         all_sides, largest_elements([factor for _, factor in all_sides]), strict=True
     ):
         smallest = largest = zero
+        if side.startswith("blocks_"):
+            mean = sum(block.diagonal().sum() for block in blocks_of(factor)) / len(factor)
+            if is_bounded:
+                largest = factor.abs().sum(dim=1).max()
+            rows.append(torch.stack([size, torch.as_tensor(mean), smallest, largest]))
+            continue
         if side.startswith("u_"):
             mean = factor.square().sum() / factor.shape[1]
             if factor.numel() and is_bounded:
                 largest = (factor @ factor.T).abs().sum(dim=1).max()
             rows.append(torch.stack([size, mean, smallest, largest]))
             continue
-        diagonal = factor if side == "d" else factor.diagonal()
-        if factor.numel() and side == "d":
+        diagonal = factor if side in ("d", "p_g") else factor.diagonal()
+        if factor.numel() and side in ("d", "p_g"):
             smallest, largest = factor.min(), factor.max()
         elif factor.numel() and is_bounded:
             largest = factor.abs().sum(dim=1).max()
@@ -235,6 +277,11 @@ def _stats_of(
             size, mean, smallest, largest = stats.pop(side)
             tail = float(own[f"t_{side[2:]}"])  # of the host
             stats[side[2:]] = [size, mean + tail, smallest, largest + tail]
+        if "p_g" in stats:
+            columns, of_diagonal = stats.pop("g"), stats.pop("p_g")
+            size, mean = columns[0] + of_diagonal[0], of_diagonal[1] - columns[1]
+            stats["g"] = [size, mean, 0.0, of_diagonal[3]]
+        stats = {side.removeprefix("blocks_"): each for side, each in stats.items()}
         found[name] = dict(sorted(stats.items()))
     return found
 
@@ -273,8 +320,8 @@ def _of_diagonal(
 
 def _dampings(means: Mapping[str, float], config: KFACConfig) -> dict[str, float]:
     """What is added to the diagonal of each side, from the means of their diagonals."""
-    if "g" not in means:
-        return {"a": config.joint_damping, "g": 0.0}
+    if len(means) == 1:  # the other one is the identity
+        return {"a": 0.0, "g": 0.0, next(iter(means)): config.joint_damping}
     on_a, on_g = config.dampings
     if config.damping_form == "pi":
         mean_a, mean_g = means["a"], means["g"]
@@ -339,7 +386,9 @@ def fold(rows: Tensor) -> Tensor:
     return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
 
 
-def join(before: Tensor | None, rows: Tensor, max_rank: int) -> tuple[Tensor, float]:
+def join(
+    before: Tensor | None, rows: Tensor, max_rank: int, *, has_tail: bool = True
+) -> tuple[Tensor, float]:
     """At most `max_rank` rows V for the sum of products U'U of two sets of rows, orthogonal.
 
     The largest eigenvalues are kept, and the mean of the others over the directions that are left,
@@ -349,6 +398,7 @@ def join(before: Tensor | None, rows: Tensor, max_rank: int) -> tuple[Tensor, fl
         before: What this returned the last time [rows, n]; None at first.
         rows: Further rows [rows, n].
         max_rank: Most rows to return.
+        has_tail: Whether there is a t; else what is left out is left out.
 
     Returns:
         V, and t; 0.0 if nothing was left out.
@@ -356,16 +406,17 @@ def join(before: Tensor | None, rows: Tensor, max_rank: int) -> tuple[Tensor, fl
     rows = fold(rows)
     old = rows[:0] if before is None else before
     joined, k = torch.cat([old, rows]), len(old)
-    gram = rows.new_zeros(len(joined), len(joined), dtype=torch.float64)
+    gram = rows.new_zeros(len(joined), len(joined))
     gram[k:] = rows @ joined.T  # the old ones are orthogonal: a third of the products is known
     gram[:k, k:] = gram[k:, :k].T
     gram.diagonal()[:k] = old.square().sum(dim=1)
     values, vectors = torch.linalg.eigh(gram)  # ascending
-    values = values.clamp(min=0.0)
+    values = values.double().clamp(min=0.0)
     n = rows.shape[1]
     num_kept = min(max_rank, len(joined), n)
     left_out, kept = values.split([len(joined) - num_kept, num_kept])
-    tail = float(left_out.sum()) / (n - num_kept) if len(joined) > num_kept < n else 0.0
+    is_cut = has_tail and len(joined) > num_kept < n
+    tail = float(left_out.sum()) / (n - num_kept) if is_cut else 0.0
     # A kept eigenvalue is not below the mean of the others, but for rounding.
     scale = ((kept - tail).clamp(min=0.0) / kept.clamp(min=1e-300)).sqrt()
     turned = (scale * vectors[:, len(joined) - num_kept :]).to(rows.dtype)
@@ -391,6 +442,24 @@ def _by_columns(
         raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
     w = torch.linalg.solve_triangular(lower, wide, upper=False).to(u.dtype)
     return {f"w_{side}": w, f"s_{side}": scale}
+
+
+def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
+    """The inverse of diag(p) + d I - U'U; see [Note: the true head]."""
+    u, diagonal = own["u_g"], own["p_g"].double() + damping
+    blocks = [slice(low, low + HEAD_ROWS) for low in range(0, u.shape[1], HEAD_ROWS)]
+    s = torch.eye(len(u), dtype=torch.float64, device=u.device)
+    for own_rows in blocks:
+        part = u[:, own_rows].double()
+        s -= (part / diagonal[own_rows]) @ part.T
+    lower, info = torch.linalg.cholesky_ex(s)
+    if int(info) or not float(diagonal.min()) > 0:
+        raise NotInvertible(_not_positive(f"G of the head {name!r}", float(diagonal.min())))
+    v = torch.empty_like(u)
+    for own_rows in blocks:
+        part = u[:, own_rows].double() / diagonal[own_rows]
+        v[:, own_rows] = torch.linalg.solve_triangular(lower, part, upper=False).to(u.dtype)
+    return {"v_g": v, "d_g": diagonal.reciprocal().to(u.dtype)[:, None]}
 
 
 def _joint_by_columns(
@@ -433,9 +502,10 @@ def _by_cholesky(
     if not factors:
         return []
     groups: dict[object, list[int]] = {}
+    sizes = joint_sizes([len(each) + padding_of(len(each), each) for each in factors])
     for number, factor in enumerate(factors):
         goes_along = is_together and is_gpu(factor) and len(factor) > 0
-        groups.setdefault(len(factor) if goes_along else (number,), []).append(number)
+        groups.setdefault(sizes[number] if goes_along else (number,), []).append(number)
     # The largest first: small ones fill what is idle at the end.
     places = sorted(groups.values(), key=lambda own: -len(factors[own[0]]))
 
@@ -444,7 +514,8 @@ def _by_cholesky(
             inverse, is_right = _try(factors[own[0]], dampings[own[0]])
             return [inverse], is_right.reshape(1)
         matrices = [factors[number] for number in own]
-        inverses, is_right = inverses_of_positive(matrices, [dampings[number] for number in own])
+        added = [dampings[number] for number in own]
+        inverses, is_right = inverses_of_positive(matrices, added, sizes[own[0]])
         # Copies, since layers keep them: one of them must not keep all the others.
         return [each.clone() for each in inverses], is_right
 
@@ -491,234 +562,3 @@ def _not_positive(what: str, smallest: float) -> str:
         f"{what} cannot be inverted: its smallest eigenvalue is {smallest:.3g}. Raise damping, set "
         "max_condition_number, or collect more tokens per update"
     )
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-def is_gpu(value: Tensor) -> bool:
-    """Whether a tensor is on a GPU."""
-    return value.is_cuda
-
-
-def padding_of(size: int, like: Tensor) -> int:
-    """Rows or columns of zeros with which products of this size are fast; none on a CPU."""
-    return -size % ALIGNED if is_gpu(like) else 0
-
-
-def is_half(value: Tensor) -> bool:
-    """Whether `wide_product` takes a tensor as it is."""
-    return is_gpu(value) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def wide_product(left: Tensor, right: Tensor) -> Tensor:  # [..., n, k], [..., k, m] -> [..., n, m]
-    """The float32 product of matrices of halves, or of batches of them."""
-    if not left.is_cuda:
-        return left.float() @ right.float()
-    product = torch.mm if left.ndim == 2 else torch.bmm
-    return product(left, right, out_dtype=torch.float32)
-
-
-def side_by_side(jobs: Sequence[Callable[[], T]], where: torch.device) -> list[T]:
-    """Do independent jobs, on a GPU in several streams; what they made can be used afterwards.
-
-    Both ends wait for each other, so that memory of one end that the other has used is free when it
-    is used again.
-    """
-    if where.type != "cuda":
-        return [job() for job in jobs]
-    main = torch.cuda.current_stream(where)
-    streams = _streams(where)[: max(1, len(jobs))]
-    for stream in streams:
-        stream.wait_stream(main)
-    found = []
-    for number, job in enumerate(jobs):
-        with torch.cuda.stream(streams[number % len(streams)]):
-            found.append(job())
-    for stream in streams:
-        main.wait_stream(stream)
-    return found
-
-
-@functools.cache
-def _streams(where: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """The same ones every time: each keeps memory of its own."""
-    return tuple(torch.cuda.Stream(where) for _ in range(NUM_STREAMS))
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """No TF32 inside, whoever allowed it."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if before != "tf32":
-        yield
-        return
-    try:
-        matmul.fp32_precision = "ieee"
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-# --- one matrix -----------------------------------------------------------------------------------
-
-
-def inverse_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:  # [n, n] -> [n, n], []
-    """The inverse, and whether there is one, without waiting for the answer.
-
-    Args:
-        matrix: Symmetric; not needed afterwards.
-    """
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if is_gpu(matrix):
-        inverse = gram_of_lower(invert_lower_(lower))
-    elif int(info) == 0:
-        inverse = torch.cholesky_inverse(lower)
-    else:
-        return matrix, torch.tensor(data=False)
-    return inverse, (info == 0) & torch.isfinite(largest_elements([inverse])[0])
-
-
-def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
-    """Of each tensor, the size of its largest element; finite only if all are; 0 for none.
-
-    One pass over all of them: `isfinite(...).all()` is five, for each by itself.
-    """
-    some = [value if value.numel() else value.new_zeros(1) for value in values]
-    return list(torch._foreach_norm(some, torch.inf))
-
-
-def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether all elements of some tensors are, and their squares; a GPU is waited for."""
-    return all(math.isfinite(float(each.square())) for each in largest_elements(list(values)))
-
-
-def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]
-    """The inverse of a lower triangle, in its place; what is above the diagonal is zero."""
-    n = len(lower)
-    if n <= LEAF:
-        return lower.copy_(_inverse_of_lower(lower))
-    k = _half(n)
-    invert_lower_(lower[:k, :k])
-    invert_lower_(lower[k:, k:])
-    _join_(lower, k)
-    return lower
-
-
-def _inverse_of_lower(lower: Tensor) -> Tensor:  # [..., n, n] -> [..., n, n]
-    """The inverse of a small lower triangle."""
-    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    return torch.linalg.solve_triangular(lower, eye, upper=False)
-
-
-def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
-    """From [P⁻¹ 0; Q R⁻¹] to the inverse of [P 0; Q R], where P has k rows."""
-    first, last, between = lower[..., :k, :k], lower[..., k:, k:], lower[..., k:, :k]
-    _multiply_into(between, last, between @ first, alpha=-1)
-
-
-def gram_of_lower(
-    x: Tensor, leaf: int | None = None, out: Tensor | None = None
-) -> Tensor:  # [..., n, n] -> [..., n, n]
-    """X'X of a lower triangle, in `out` or new memory; up to `leaf` rows at once."""
-    n = x.shape[-1]
-    found = torch.empty_like(x) if out is None else out
-    if n <= (leaf or LEAF):
-        return _multiply_into(found, x.mT, x)
-    k = _half(n)
-    first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
-    gram_of_lower(first, leaf, found[..., :k, :k])
-    _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
-    _multiply_into(found[..., k:, :k], last.mT, between)
-    found[..., :k, k:] = found[..., k:, :k].mT
-    gram_of_lower(last, leaf, found[..., k:, k:])
-    return found
-
-
-def _multiply_into(
-    out: Tensor, left: Tensor, right: Tensor, alpha: float = 1, beta: float = 0
-) -> Tensor:
-    """Put alpha left·right + beta out in the place of `out`, a block of one matrix or of many.
-
-    `out[...] = left @ right` would make the product elsewhere and copy it.
-    """
-    add = out.addmm_ if out.ndim == 2 else out.baddbmm_
-    return add(left, right, alpha=alpha, beta=beta)
-
-
-def _half(n: int) -> int:
-    """About half of n, such that blocks begin where a GPU likes to load."""
-    return n // 2 // 64 * 64
-
-
-# --- many matrices of one size --------------------------------------------------------------------
-
-Leaves = dict[int, tuple[Tensor, Tensor]]
-"""By the first row of a block on the diagonal: the inverses of its factors, and which failed."""
-
-
-def inverses_of_positive(matrices: list[Tensor], dampings: list[float]) -> tuple[Tensor, Tensor]:
-    """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
-
-    Args:
-        matrices: Symmetric, of one size n.
-        dampings: Of each matrix.
-
-    Returns:
-        The inverses [batch, n, n]; whether each is right [batch].
-    """
-    n = len(matrices[0])
-    size = n + padding_of(n, matrices[0])
-    whole = matrices[0].new_zeros(len(matrices), size, size)
-    for place, matrix, damping in zip(whole, matrices, dampings, strict=True):
-        place[:n, :n].copy_(matrix)
-        place.diagonal()[:n].add_(damping)
-    whole.diagonal(dim1=1, dim2=2)[:, n:].fill_(1.0)
-    leaves: Leaves = {}
-    _factorise_(whole, 0, size, leaves)
-    whole.tril_()
-    _invert_factors_(whole, 0, size, leaves)
-    found = gram_of_lower(whole, BATCH_LEAF)[:, :n, :n]
-    is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
-    largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
-    return found, is_right & torch.isfinite(largest)
-
-
-def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
-    """Put the factors of the rows and columns [low, high) of [batch, n, n] in their place."""
-    block = whole[:, low:high, low:high]
-    if high - low <= BATCH_LEAF:
-        lower, info = torch.linalg.cholesky_ex(block)
-        leaves[low] = _inverse_of_lower(lower), info
-        block.copy_(lower)
-        return
-    middle = low + _half(high - low)
-    between = whole[:, middle:high, low:middle]
-    _factorise_(whole, low, middle, leaves)
-    _divide_(between, whole, low, middle, leaves)
-    whole[:, middle:high, middle:high].baddbmm_(between, between.mT, alpha=-1)
-    _factorise_(whole, middle, high, leaves)
-
-
-def _divide_(rows: Tensor, whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
-    """Multiply rows [batch, any, high - low] with the inverse of the factors there, transposed."""
-    if high - low <= BATCH_LEAF:
-        rows.copy_(rows @ leaves[low][0].mT)
-        return
-    middle = low + _half(high - low)
-    first, last = rows[:, :, : middle - low], rows[:, :, middle - low :]
-    _divide_(first, whole, low, middle, leaves)
-    last.baddbmm_(first, whole[:, middle:high, low:middle].mT, alpha=-1)
-    _divide_(last, whole, middle, high, leaves)
-
-
-def _invert_factors_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
-    """Put the inverse of the factors' rows and columns [low, high) in their place."""
-    if high - low <= BATCH_LEAF:
-        whole[:, low:high, low:high].copy_(leaves[low][0])
-        return
-    middle = low + _half(high - low)
-    _invert_factors_(whole, low, middle, leaves)
-    _invert_factors_(whole, middle, high, leaves)
-    _join_(whole[:, low:high, low:high], middle - low)

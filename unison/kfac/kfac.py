@@ -7,7 +7,7 @@ ranks, inverses on their owners, then gradients to owners, steps, steps back.
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,28 +26,11 @@ from unison.kfac.config import (
     refuse_adaptive,
     watch_optimizers,
 )
-from unison.kfac.factors import (
-    Layer,
-    Method,
-    assign,
-    cost,
-    describe,
-    layers_of,
-    phase,
-    vector_size,
-)
-from unison.kfac.fisher import (
-    Collector,
-    CompiledStatistics,
-    Pass,
-    PassRecorder,
-    Sampled,
-    refuse_missing,
-    refuse_private,
-    warn_of_shifts,
-    wide,
-)
-from unison.kfac.inverse import all_finite, largest_elements
+from unison.kfac.factors import phase, vector_size
+from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
+from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts, wide
+from unison.kfac.layers import Layer, Method, assign, cost, describe, layers_of
+from unison.kfac.linalg import all_finite, is_gpu, largest_elements
 from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
 from unison.parallel import (
     ParallelAdapter,
@@ -65,7 +48,15 @@ from unison.parallel.exchange import (
 )
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
 from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
-from unison.torch_internals import DynamoBackend, has_values, is_in_parts, machine_of
+from unison.torch_internals import (
+    DynamoBackend,
+    has_values,
+    is_in_parts,
+    machine_of,
+    sent_to_host,
+)
+
+MOST_HEAD_TOKENS = 2048  # of an update, about, whose probabilities make columns
 
 
 class KFAC:
@@ -130,6 +121,11 @@ class KFAC:
         if not self._adapter.params:
             raise BadInput(f"{type(module).__name__} has no parameters to train")
         self._device = self._adapter.device
+        if config.storage_device == "cuda" and self._device.type == "cpu":
+            raise BadInput(
+                "storage_device='cuda' keeps factors on a GPU, and the module is on the CPU: pass "
+                "storage_device='auto'"
+            )
         self._shapes = {each.name: each.shape for each in self._adapter.params}
         self.layers: list[Layer] = []
         self.num_steps = self.skipped = 0
@@ -240,34 +236,63 @@ class KFAC:
         scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
         with torch.autocast(machine_of(self._device), enabled=False):
-            reason = self._agreed(self._overflow()) or self._update(scale)
+            # A GPU leaves a bad step out by itself, and the host asks when it has queued all of it;
+            # but an update is begun only if gradients are known to be finite.
+            is_overflow, find_overflow = self._overflow()
+            is_known = self._has_update or not is_gpu(is_overflow)
+            reason = (find_overflow() if is_known else None) or self._update(scale)
             if reason is None:
-                self._precondition()
+                self._precondition(None if is_known else is_overflow)
+                reason = None if is_known else find_overflow()
+            if reason is None:
                 self.num_steps += 1
             else:
                 self._skip(reason)
+                if not is_known:
+                    self._graft.uncount()
         self._passes = []
         self._recorder.forget()
 
-    def _overflow(self) -> str | None:
-        """Why this rank's gradients cannot be used; None if they can. A GPU is waited for."""
+    @property
+    def _has_update(self) -> bool:
+        """Whether this step changes factors or inverses."""
+        every = self.config.invert_every
+        is_inverted = every is not None and self._is_due(every, self._last_inverse)
+        return self.wants_statistics or not self.layers or is_inverted
+
+    def _overflow(self) -> tuple[Tensor, Callable[[], str | None]]:
+        """Whether any rank's gradients cannot be used [], 1.0 or 0.0; a collective.
+
+        Returns:
+            Beside it, what waits for that and finds out why, a collective; None if they can.
+        """
+        ranks = self._adapter.ranks
         held = [each for each in self._adapter.params if each.parameter.grad is not None]
-        if not held:
-            return None
-        sizes = torch.stack(largest_elements([each.gradient() for each in held]))
-        is_finite = sizes.to(wide(sizes.dtype)).square().isfinite().tolist()  # Adam squares them
-        if all(is_finite) or not has_values():
-            return None
-        name = held[is_finite.index(False)].name
-        return f"the gradient of {name!r} on rank {self._adapter.ranks.rank} is not finite"
+        sizes = largest_elements([each.gradient() for each in held])
+        largest_of = torch.stack(sizes) if held else torch.zeros(1, device=self._device)
+        # Squares, since Adam takes them.
+        is_finite = largest_of.to(wide(largest_of.dtype)).square().isfinite()
+        is_overflow = ranks.max_((~is_finite).any().float())
+        on_host = sent_to_host(torch.cat([is_overflow.view(1), is_finite.float()]))
+
+        def find() -> str | None:
+            if not has_values() or not (values := on_host().tolist())[0]:
+                return None
+            bad = [each.name for each, own in zip(held, values[1:], strict=False) if not own]
+            own = [f"the gradient of {name!r} on rank {ranks.rank} is not finite" for name in bad]
+            return self._first(own[0] if own else None)
+
+        return is_overflow, find
 
     def _agreed(self, reason: str | None) -> str | None:
         """The first reason that any rank has; a collective."""
-        ranks = self._adapter.ranks
-        is_any = largest(ranks, self._device, int(reason is not None))[0]
-        if not (is_any and has_values()):
-            return None
-        return next(each for each in gather_objects(ranks, reason) if each is not None)
+        is_any = largest(self._adapter.ranks, self._device, int(reason is not None))[0]
+        return self._first(reason) if is_any and has_values() else None
+
+    def _first(self, reason: str | None) -> str:
+        """The first reason of any rank, where one has some; a collective."""
+        reasons = gather_objects(self._adapter.ranks, reason)
+        return next(each for each in reasons if each is not None)
 
     def _skip(self, reason: str) -> None:
         self.skipped += 1
@@ -294,10 +319,21 @@ class KFAC:
             self._take_layers(layers_of({}, self._shapes, self.config))
         return None
 
-    def _precondition(self) -> None:
+    def _precondition(self, is_overflow: Tensor | None) -> None:
+        """Put steps in the gradients' place.
+
+        Args:
+            is_overflow: 1.0 if gradients are not finite [], and nothing is to be remembered of
+                them; None if they are known to be.
+        """
         with phase("gradients"):
             gradients = self._routes.gradients()
-        steps = self._preconditioner.steps(gradients, is_together=self._is_together)
+        steps = self._preconditioner.steps(
+            gradients,
+            is_together=self._is_together,
+            is_overflow=is_overflow,
+            is_free=self.config.kl_clip is None,
+        )
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)
         with phase("write"):
@@ -331,6 +367,12 @@ class KFAC:
         if self.config.fisher == "empirical":
             for part in (part for each in passes for part in each.parts):
                 part.scale /= scale
+        if self.config.head == "exact":  # all ranks choose the same tokens, whoever has them
+            parts = [part for each in passes for part in each.parts]
+            labels = torch.tensor(sum(each.num_terms for each in parts), device=self._device)
+            share = MOST_HEAD_TOKENS / max(int(ranks.sum_(labels)), 1)
+            for part in parts:
+                part.head_share = share
         self._recorder.is_paused = True
         try:
             with ExitStack() as undo:
@@ -346,8 +388,7 @@ class KFAC:
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
-                has_g = self.config.fisher != "forward"
-                sizes = [vector_size(each, has_g=has_g) for each in self.layers]
+                sizes = [vector_size(each, self.config) for each in self.layers]
                 sums = OwnerSums(sizes, self._owners, ranks, like, edges)
                 compiled = None
                 if backend is not None and not is_plain:  # on any rank
@@ -440,7 +481,7 @@ class KFAC:
         self._owners = assign(costs, ranks.size, self.config.owner_fraction)
         self._routes = Routes(self._adapter, layers, self._owners)
         self._states = {
-            index: LayerState(layer, self.config, self._graft)
+            index: LayerState(layer, self.config, self._graft, self._routes.like)
             for index, layer in enumerate(layers)
             if ranks.rank in self._owners[index]
         }

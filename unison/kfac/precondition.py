@@ -23,6 +23,7 @@ them and nobody was promised the bits of several; elsewhere each is a stack of i
 same code.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,8 +34,10 @@ from torch import Tensor
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kfac.config import KFACConfig
-from unison.kfac.factors import Layer, Method, phase, source_of, triangle_size, unpacked
-from unison.kfac.inverse import Inverse, align, apply, fold, invert, is_gpu, join, stack
+from unison.kfac.factors import phase, side_shape, unpacked
+from unison.kfac.inverse import Inverse, align, apply, fold, invert, join, stack
+from unison.kfac.layers import Form, Layer, Method, source_of
+from unison.kfac.linalg import is_gpu, largest_elements
 from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
 from unison.parallel.exchange import buckets, swap
 
@@ -52,16 +55,19 @@ class LayerState:
         layer: The layer.
         config: For the decay of averages.
         graft: The optimizer that is grafted, with what it remembers of all layers.
+        like: Of the dtype and on the device that factors are computed in.
 
     Attributes:
         layer: The layer.
         inverse: Of the damped curvature; None before the first, and for a layer without curvature.
     """
 
-    def __init__(self, layer: Layer, config: KFACConfig, graft: "Graft") -> None:
+    def __init__(self, layer: Layer, config: KFACConfig, graft: "Graft", like: Tensor) -> None:
         self.layer, self._decay, self._graft = layer, config.decay, graft
+        self._config, self._like = config, like
         self._max_rank = config.max_rank if config.has_rank else None
         self._averages: dict[str, Tensor] = {}  # as `Factors`, not yet divided by the weight
+        self._scales: dict[str, float] = {}  # of those that are stored in a narrow dtype
         self._weight = 0.0
         self.inverse: Inverse | None = None
 
@@ -83,34 +89,64 @@ class LayerState:
             sums = {"d": vector[:-1]}
         else:
             for side in ("a", "g"):
-                if len(rest) and side not in layer.low_rank:
-                    size = triangle_size(layer.side(side))
-                    sums[side], rest = unpacked(rest[:size], layer.side(side)), rest[size:]
+                shape = side_shape(layer, side, self._config)
+                own, rest = rest[: math.prod(shape)], rest[math.prod(shape) :]
+                match layer.form(side):
+                    case _ if not len(own):
+                        pass
+                    case Form.BLOCKED:
+                        sums[f"blocks_{side}"] = own.view(shape)
+                    case Form.SOFTMAX:
+                        sums[f"p_{side}"] = own
+                    case _:
+                        sums[side] = unpacked(own, layer.side(side))
         # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
         shares = dict.fromkeys("gd", (1 - self._decay) / num_labels)
         shares["a"] = (1 - self._decay) / max(num_tokens, 1.0)
-        for side, value in sums.items():
-            before = self._averages.get(side)
+        for key, value in sums.items():
+            before, share = self._read(key), shares[key[-1]]
             if before is None:
-                self._averages[side] = value * shares[side]
+                self._write(key, value * share)
             else:
-                before.mul_(self._decay).add_(value, alpha=shares[side])
+                self._write(key, before.mul_(self._decay).add_(value, alpha=share))
         for side, rows in columns.items():
             self._add_columns(side, rows * shares[side] ** 0.5)
         self._weight = self._decay * self._weight + (1 - self._decay)
 
     def _add_columns(self, side: str, rows: Tensor) -> None:
         """Average columns in: a sum of products is the product of all of them, side by side."""
-        before = self._averages.get(f"u_{side}")
+        before = self._read(f"u_{side}")
         before = None if before is None or not self._decay else before * self._decay**0.5
         tail = self._decay * float(self._averages.get(f"t_{side}", 0.0))
         if self._max_rank is not None:
-            rows, more = join(before, rows, self._max_rank)
+            # A diagonal less fewer columns is the larger one, and positive without any tail.
+            has_tail = self.layer.form(side) is not Form.SOFTMAX
+            rows, more = join(before, rows, self._max_rank, has_tail=has_tail)
             tail += more
         else:
             rows = fold(rows if before is None else torch.cat([before, rows]))
-        self._averages[f"u_{side}"] = rows
+        self._write(f"u_{side}", rows)
         self._averages[f"t_{side}"] = torch.tensor(tail, dtype=torch.float64)
+
+    def _read(self, key: str) -> Tensor | None:
+        """An average as it is computed with; None before the first."""
+        value = self._averages.get(key)
+        if value is None or key.startswith("t_"):
+            return value
+        value = value.to(self._like, non_blocking=True)
+        return value * self._scales[key] if key in self._scales else value
+
+    def _write(self, key: str, value: Tensor) -> None:
+        """Keep an average as it is stored."""
+        dtype, device = self._config.storage_dtype, self._config.storage_device
+        if dtype != "auto":
+            # A power of two, so that nothing else is rounded; see `largest_elements` for none.
+            scale = 2.0 ** math.frexp(float(largest_elements([value])[0]))[1]
+            self._scales[key] = scale
+            value = (value / scale).to(getattr(torch, dtype))
+        if device == "cpu" and is_gpu(value):
+            value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+        self._averages[key] = value
 
     @property
     def factors(self) -> dict[str, Tensor]:
@@ -130,6 +166,8 @@ class LayerState:
     def tensors(self) -> dict[str, Tensor]:
         """Everything it remembers, by name; without padding."""
         found = {f"average.{side}": value for side, value in self._averages.items()}
+        for key, scale in self._scales.items():
+            found[f"scale.{key}"] = torch.tensor(scale, dtype=torch.float64)
         for key, value in (self.inverse or {}).items():
             d_in = self.layer.d_in
             found[f"inverse.{key}"] = value[:d_in, :d_in] if key == "a" else value
@@ -139,13 +177,19 @@ class LayerState:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`; the values are taken over."""
-        groups: dict[str, dict[str, Tensor]] = {"average": {}, "inverse": {}, "graft": {}}
+        kinds = ("average", "inverse", "graft", "scale")
+        groups: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for key, value in tensors.items():
             kind, _, rest = key.partition(".")
             if rest:
                 groups[kind][rest] = align(value) if key == "inverse.a" else value
         self._weight = float(tensors["weight"])
         self._averages = groups["average"]
+        self._scales = {key: float(value) for key, value in groups["scale"].items()}
+        if self._config.storage_device == "cpu":
+            for key, value in self._averages.items():
+                if is_gpu(value):
+                    self._averages[key] = value.cpu().pin_memory()
         self.inverse = groups["inverse"] or None
         self._graft.load(groups["graft"])
 
@@ -172,7 +216,7 @@ def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_togeth
 
 def _factors_of(states: Sequence[LayerState]) -> list[dict[str, Tensor]]:
     """The factors of some layers; on a GPU few launches for all of them."""
-    averages = [value for state in states for value in state._averages.values()]
+    averages = [state._read(key) for state in states for key in state._averages]
     weights = [
         state._weight ** (0.5 if key.startswith("u_") else 1.0)
         for state in states
@@ -200,9 +244,19 @@ class Graft:
         self._counts: dict[str, int] = {}
         self._m: Values = {}
         self._v: Values = {}
+        self._last: list[str] = []  # the parameters of the last step
 
-    def step(self, gradients: Mapping[str, Tensor]) -> tuple[Values | None, Values]:
-        """Its own step (None for none), and what is to be preconditioned."""
+    def step(
+        self, gradients: Mapping[str, Tensor], is_overflow: Tensor | None = None
+    ) -> tuple[Values | None, Values]:
+        """Its own step (None for none), and what is to be preconditioned.
+
+        Args:
+            gradients: By parameter.
+            is_overflow: 1.0 on a GPU [] if moments are to stay as they are, whatever is returned;
+                `uncount` is to be called then.
+        """
+        self._last = list(gradients)
         if self._kind != "adam":
             values = dict(gradients)
             return (values if self._kind == "sgd" else None), values
@@ -218,11 +272,21 @@ class Graft:
         for count, names in by_count.items():
             own = [gradients[name] for name in names]
             m, v = [self._m[name] for name in names], [self._v[name] for name in names]
-            adam = self._fused if is_gpu(own[0]) else self._foreach
-            of_names, mean = adam(own, m, v, count)
+            if is_gpu(own[0]):
+                of_names, mean = self._fused(own, m, v, count, is_overflow)
+            else:
+                assert is_overflow is None
+                of_names, mean = self._foreach(own, m, v, count)
             averages.update(zip(names, mean, strict=True))
             steps.update(zip(names, of_names, strict=True))
         return steps, averages
+
+    def uncount(self) -> None:
+        """Count the last step as none: its gradients were not finite."""
+        for name in self._last if self._kind == "adam" else ():
+            self._counts[name] -= 1
+            if self._counts[name] == 0:
+                del self._counts[name], self._m[name], self._v[name]
 
     def _foreach(
         self, own: list[Tensor], m: list[Tensor], v: list[Tensor], count: int
@@ -238,7 +302,12 @@ class Graft:
         return torch._foreach_div(mean, scale), mean
 
     def _fused(
-        self, own: list[Tensor], m: list[Tensor], v: list[Tensor], count: int
+        self,
+        own: list[Tensor],
+        m: list[Tensor],
+        v: list[Tensor],
+        count: int,
+        is_overflow: Tensor | None,
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The same in one pass over memory, by torch's own Adam: steps of rate -1 from zeros.
 
@@ -249,6 +318,7 @@ class Graft:
         number = torch.full((), float(count), dtype=torch.float32, device=own[0].device)
         betas = {"beta1": self._beta1, "beta2": self._beta2, "eps": self._eps}
         others = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
+        others |= {"found_inf": is_overflow}
         counts = [number] * len(steps)
         torch._fused_adam_(steps, own, m, v, [], counts, lr=-1.0, **betas, **others)
         return steps, m
@@ -300,7 +370,14 @@ class Preconditioner:
         self._planned_for: list[Any] = []
         self.stacks: list[tuple[list[Layer], Inverse]] = []
 
-    def steps(self, gradients: Mapping[str, Tensor], *, is_together: bool) -> Values:
+    def steps(
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        is_together: bool,
+        is_overflow: Tensor | None = None,
+        is_free: bool = False,
+    ) -> Values:
         """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
 
         A layer without curvature takes the grafted optimizer's own step, to the bit.
@@ -309,9 +386,12 @@ class Preconditioner:
             gradients: Of the layers' parameters, whole; a layer that is missing has none on any
                 rank.
             is_together: Whether layers of equal shape share a product; see the note above.
+            is_overflow: See `Graft.step`.
+            is_free: Whether the gradients are not needed afterwards, so that steps may be made
+                where they are: that is where they go, and saves a copy.
         """
         with phase("graft"):
-            own, source = self._graft.step(gradients)
+            own, source = self._graft.step(gradients, is_overflow)
         with phase("apply"):
             states = [each for each in self._states if each.layer.name in gradients]
             self.plan(states, is_together=is_together)
@@ -319,7 +399,7 @@ class Preconditioner:
             steps = {name: values[name] for name in self._uncurved}
             directions = self._directions(source)
             if own is not None:
-                self._stretch_(directions, own)
+                self._stretch_(directions, own, gradients if is_free else {})
         return steps | directions
 
     def plan(self, states: Sequence[LayerState], *, is_together: bool) -> None:
@@ -385,8 +465,8 @@ class Preconditioner:
             found.update(zip(self._diagonals, scaled, strict=True))
         return found
 
-    def _stretch_(self, directions: Values, others: Values) -> None:
-        """Make each layer's direction, in its place, as long as another step; zeros stay zeros.
+    def _stretch_(self, directions: Values, others: Values, free: Mapping[str, Tensor]) -> None:
+        """Make each layer's direction as long as another step; zeros stay zeros.
 
         Norms are added up in float64. What is computed of one layer does not depend on the others:
         roots, products and sums of two numbers are rounded in one way only.
@@ -394,6 +474,7 @@ class Preconditioner:
         Args:
             directions: Of the layers with an inverse, by parameter.
             others: Of each, what to be as long as.
+            free: By parameter, memory to put it in, as good as its own; nothing for its own.
         """
         names = self._weights + self._biases
         if not names:
@@ -407,7 +488,10 @@ class Preconditioner:
         lengths, wanted = squares.index_add(1, self._places_of_biases, of_biases).sqrt()
         scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
         scales = torch.cat([scales, scales[self._places_of_biases]])
-        multiply_all_(own, scales.to(own[0].dtype))
+        pairs = zip(names, own, strict=True)
+        outs = [free[name].reshape(each.shape) for name, each in pairs] if free else own
+        found = multiply_all_(own, scales.to(own[0].dtype), outs)
+        directions.update(zip(names, found, strict=True))
 
 
 def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
@@ -427,13 +511,24 @@ def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
     return found
 
 
-def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
-    """Multiply each tensor, in its place, with its number of `scales` [tensors]."""
-    flat = [value.view(1, -1) for value in values if value.is_contiguous()]
-    if len(flat) == len(values) and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
-        multi_tensor.combine(flat, scales[:, None], flat)  # one launch for all
-    else:
-        torch._foreach_mul_(list(values), list(scales.unbind()))
+def multiply_all_(
+    values: Sequence[Tensor], scales: Tensor, outs: Sequence[Tensor] | None = None
+) -> Sequence[Tensor]:
+    """Multiply each tensor with its number of `scales` [tensors]; return where the products are.
+
+    Args:
+        values: Not needed afterwards.
+        scales: Of each.
+        outs: Where the products may be as well, of the same shapes; None for their own places.
+    """
+    outs = values if outs is None else outs
+    is_flat = all(each.is_contiguous() for each in (*values, *outs))
+    flat = [value.view(1, -1) for value in values] if is_flat else []
+    if is_flat and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
+        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in outs])  # one launch
+        return outs
+    torch._foreach_mul_(list(values), list(scales.unbind()))
+    return values
 
 
 # --- gradients to owners, steps back --------------------------------------------------------------

@@ -177,6 +177,8 @@ def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:
         for each, value in pairs:
             if each.parameter.grad is not None:
                 part = local_part(each.parameter.grad.detach())
+                if part.data_ptr() == value.data_ptr() and part.dtype == value.dtype:
+                    continue  # it was made there
                 parts.append(part)
                 values.append(value.reshape(part.shape))
         if parts:

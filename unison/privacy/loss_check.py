@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -49,29 +49,11 @@ from unison.privacy.loss_tape import (
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import has_values, is_in_parts
+from unison.torch_internals import has_values, is_in_parts, sent_to_host
 
 # --- losses that a model makes itself -------------------------------------------------------------
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out, unless told otherwise
-
-
-def sent_to_host(flag: Tensor) -> Callable[[], bool]:
-    """Copy a truth to the host while its device goes on; return what reads it there.
-
-    To read the tensor itself would wait for all that was queued after it, and a GPU that has
-    nothing queued stands still until the host has come to the next pass's kernels.
-    """
-    if not flag.is_cuda:
-        return partial(bool, flag)
-    on_host, event = flag.to("cpu", non_blocking=True), torch.cuda.Event()
-    event.record()
-
-    def read() -> bool:
-        event.synchronize()
-        return bool(on_host)
-
-    return read
 
 
 def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
@@ -84,7 +66,7 @@ def label_check(inputs: Sequence[Tensor]) -> Callable[[], None]:
         Raises UnsupportedOperation if samples have different numbers of labels that count. It is
         to be called when the backward pass has ended: until then a GPU goes on with it.
     """
-    is_uneven: list[Callable[[], bool]] = []
+    is_uneven: list[Callable[[], Tensor]] = []
     for labels in inputs:
         if not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool):
             is_counted = (labels != IGNORED).unsqueeze(-1).flatten(1)  # [batch, tokens]
@@ -456,7 +438,7 @@ class LossCheck:
         self._taken: dict[tuple, tuple[int, Sequence[float]]] = {}
         self._checked: dict[tuple, tuple[int, Sequence[float], Gradients, Gradients]] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(0x5E9A)
-        self._pending: list[tuple[Callable[[], bool], Operation, str]] = []
+        self._pending: list[tuple[Callable[[], Tensor], Operation, str]] = []
         self.num_checks = 0
         self.has_terms = False
 

@@ -1,0 +1,545 @@
+"""What K-FAC does with each parameter: its layer, how each side is held and why, and who owns it.
+
+Layers are found from one small pass under the capture, not from classes of modules: a matrix is
+what was multiplied with. Every rank runs such a pass; what the first one finds counts for all.
+Then `assign` says which ranks invert and apply which layer.
+
+[Note: columns] A side of a layer is a matrix [n, n], or what it is the product of: one row of n per
+token, U with A = U'U / T. Where there are fewer tokens than about half of n, those are less to send
+and, by Woodbury's identity, less to invert. Which of both is decided once, from sizes that every
+rank knows: `forms_of`. Rows come to the owner in the order of granules. A side that fits as neither
+is cut into blocks, or left out.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from unison.errors import BadInput
+from unison.kfac.config import KFACConfig
+from unison.ops import Dense, Lookup, Product, Record
+
+LONG_SIDE = 1024  # rows from which on it matters how a side is held
+MOST_COLUMNS = 4096  # tokens of an update for which low rank is thought of
+MOST_BLOCKED = 1 << 25  # elements of a side that is held as blocks
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class Method(Enum):
+    """How a layer's curvature is held."""
+
+    KRONECKER = "kronecker"
+    DIAGONAL = "diagonal"
+    IDENTITY = "identity"  # none: the grafted optimizer's own step
+
+
+class Form(Enum):
+    """How a side of a layer, A or G, is held."""
+
+    DENSE = "matrix"
+    EXACT = "matrix of the true Fisher"  # of the head
+    BLOCKED = "blocks"  # on the diagonal: a matrix without what lies between them
+    COLUMNS = "columns"  # of tokens: low rank
+    SOFTMAX = "diagonal less columns"  # the true Fisher of the head
+    IDENTITY = "identity"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter, with the bias that is added to what it makes.
+
+    Attributes:
+        name: The parameter's canonical name, and the layer's.
+        bias: The bias's; None without one.
+        method: How its curvature is held.
+        shape: The parameter's own shape.
+        rows: d_out, or the number of elements where it is not factored.
+        columns: d_in without the bias; 1 where it is not factored.
+        is_transposed: Whether the parameter is laid out [d_in, d_out].
+        why: In words, why it is not factored; else what is left out, and why it is held so.
+        a_form: How A is held.
+        g_form: How G is held.
+    """
+
+    name: str
+    bias: str | None
+    method: Method
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    is_transposed: bool
+    why: str = ""
+    a_form: Form = Form.DENSE
+    g_form: Form = Form.DENSE
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return (self.name,) if self.bias is None else (self.name, self.bias)
+
+    @property
+    def d_in(self) -> int:
+        """Side of A: inputs, and 1 for the bias."""
+        return self.columns + (self.bias is not None)
+
+    @property
+    def d_out(self) -> int:
+        """Side of G."""
+        return self.rows
+
+    def side(self, which: str) -> int:
+        """Side of A (`"a"`) or of G (`"g"`)."""
+        return self.d_in if which == "a" else self.d_out
+
+    def form(self, which: str) -> Form:
+        """How A (`"a"`) or G (`"g"`) is held."""
+        return self.a_form if which == "a" else self.g_form
+
+    @property
+    def low_rank(self) -> tuple[str, ...]:
+        """The sides that are held as columns: `"a"`, `"g"`, both or none."""
+        return tuple(s for s in "ag" if self.form(s) in (Form.COLUMNS, Form.SOFTMAX))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the layer's gradient."""
+        return self.d_in * self.d_out
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        forms = {"a_form": self.a_form.value, "g_form": self.g_form.value}
+        return {**asdict(self), "method": self.method.value, "shape": list(self.shape), **forms}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Layer":
+        """The inverse of `as_dict`."""
+        forms = {key: Form(values[key]) for key in ("a_form", "g_form") if key in values}
+        found = {"method": Method(values["method"]), "shape": tuple(values["shape"])}
+        return cls(**{**values, **found, **forms})
+
+
+def layers_of(
+    uses: Mapping[str, Sequence[Record]],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: KFACConfig,
+    num_rows: int = 0,
+    num_outputs: int = 0,
+    machine: str = "cpu",
+) -> list[Layer]:
+    """Return every parameter's layer, in the order of `shapes`.
+
+    Args:
+        uses: The records of one pass, by parameter.
+        shapes: Of all parameters.
+        config: What to factor.
+        num_rows: Rows of an update, of all ranks.
+        num_outputs: Outputs of a label: the head is the layer that makes them.
+        machine: What it is computed on, `"cpu"` or `"cuda"`.
+
+    Raises:
+        BadInput: If `head="exact"` and no matrix makes the outputs.
+    """
+    sides = {
+        name: _sides_of(name, uses.get(name, ()), config, num_rows, num_outputs, machine)
+        for name in shapes
+    }
+    forms = {form for own in sides.values() if isinstance(own, dict) for form, _ in own.values()}
+    if uses and config.head == "exact" and not forms & {Form.EXACT, Form.SOFTMAX}:
+        raise BadInput(
+            "head='exact' takes G of the matrix whose product is the module's output, and no "
+            "parameter is used so: pass head='sampled', or return that product from the module"
+        )
+    reasons = {name: own if isinstance(own, str) else "" for name, own in sides.items()}
+    pairs = bias_names(shapes)
+    biases = {
+        name: pairs[name]
+        for name, reason in reasons.items()
+        if not reason and name in pairs and _belongs(uses[name], uses.get(pairs[name], ()))
+    }
+    joined = set(biases.values())
+    found = []
+    for name, shape in shapes.items():
+        why, own = reasons[name], sides[name]
+        if not isinstance(own, str):
+            use = next(each for each in uses[name] if isinstance(each, Product))
+            notes = [why for _, why in own.values()]
+            if any(isinstance(each, Lookup) for each in uses[name]):
+                notes.insert(0, "as a matrix; its use as a table is left out")
+            of_use = use.g.shape[-1], use.a.shape[-1], use.is_transposed
+            about = Method.KRONECKER, shape, *of_use, "; ".join(notes)
+            of_sides = [own.get(side, (Form.DENSE, ""))[0] for side in "ag"]
+            found.append(Layer(name, biases.get(name), *about, *of_sides))
+        elif name not in joined:
+            is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
+            method = Method.IDENTITY if is_left else Method.DIAGONAL
+            found.append(Layer(name, None, method, shape, math.prod(shape), 1, False, why))
+    return found
+
+
+def _sides_of(
+    name: str,
+    uses: Sequence[Record],
+    config: KFACConfig,
+    num_rows: int,
+    num_outputs: int,
+    machine: str,
+) -> dict[str, tuple[Form, str]] | str:
+    """How the sides of a parameter are held, see `forms_of`; in words, why it is not factored."""
+    products = [use for use in uses if isinstance(use, Product)]
+    if config.policy in ("identity", "diagonal"):
+        return f"policy {config.policy}"
+    if not uses:
+        return "not used"
+    if not products:
+        is_table = all(isinstance(use, Lookup) for use in uses)
+        return "a table" if is_table else "not a matrix product"
+    if any(not isinstance(use, Product | Lookup) for use in uses):
+        return "used in other ways than as a matrix"
+    sides = {(use.g.shape[-1], use.a.shape[-1], use.is_transposed) for use in products}
+    if len(sides) > 1:
+        return "used as matrices of different shapes"
+    (rows, columns, _) = sides.pop()
+    is_exact_head = config.head == "exact" and _makes_outputs(products, num_outputs)
+    if config.policy == "kronecker":
+        return {"g": (Form.EXACT, "its true Fisher matrix")} if is_exact_head else {}
+    if rows * columns < config.min_layer_size and not is_exact_head:
+        return f"fewer than {config.min_layer_size} elements"
+    tokens = 1 if config.sharing == "reduce" else sum(use.g.shape[1] for use in products)
+    return forms_of(
+        rows,
+        columns + 1,
+        num_rows * tokens,
+        config,
+        is_head=rows == num_outputs,
+        is_exact_head=is_exact_head,
+        machine=machine,
+    )
+
+
+def _makes_outputs(products: Sequence[Product], num_outputs: int) -> bool:
+    """Whether a matrix's only product is the model's output, which ones were sent back from."""
+    g = products[0].g
+    return len(products) == 1 and g.shape[-1] == num_outputs and bool((g == 1).all())
+
+
+def forms_of(
+    rows: int,
+    columns: int,
+    num_tokens: int,
+    config: KFACConfig,
+    *,
+    is_head: bool,
+    is_exact_head: bool = False,
+    machine: str = "cpu",
+) -> dict[str, tuple[Form, str]] | str:
+    """Decide how the two sides of a layer are held; arithmetic on what every rank knows.
+
+    Args:
+        rows: Side of G.
+        columns: Side of A, with the bias.
+        num_tokens: Of an update, of all ranks.
+        config: Policy, schedule and sizes.
+        is_head: Whether the layer makes as many outputs as the model has.
+        is_exact_head: Whether G is the true Fisher matrix of the model's own outputs.
+        machine: What it is computed on, `"cpu"` or `"cuda"`.
+
+    Returns:
+        The sides that are not held as a matrix, each with the reason; or why the layer is not
+        factored.
+    """
+    found: dict[str, tuple[Form, str]] = {}
+    for side, n, other in (("a", columns, rows), ("g", rows, columns)):
+        if side == "g" and config.fisher == "forward":
+            continue
+        costs = side_costs(n, other, num_tokens, config, machine)
+        # Of all labels there are as many columns as labels: more than n soon.
+        if (side == "g" and config.fisher == "exact") or config.policy == "small_only":
+            costs[Form.COLUMNS] = math.inf
+        form, why = _form_of(side, n, num_tokens, costs, config, is_head=is_head)
+        if side == "g" and is_exact_head:
+            is_low = form is not Form.DENSE
+            if is_low and config.damping_form == "joint":
+                raise BadInput(
+                    f"head='exact' with {n} classes is a diagonal less few columns, which joint "
+                    "damping has no inverse for: pass damping_form='pi' or 'factored', or "
+                    "head='sampled'"
+                )
+            form, why = Form.SOFTMAX if is_low else Form.EXACT, "its true Fisher matrix"
+        match form:
+            case None:
+                return f"a side above {config.max_factor_size}"
+            case Form.DENSE:
+                continue
+            case Form.COLUMNS:
+                kept = f", at most {config.max_rank} kept" if config.has_rank else ""
+                text = f"by {num_tokens} columns{kept}"
+            case Form.SOFTMAX:
+                text = f"by a diagonal less {config.max_rank} columns at most"
+            case Form.EXACT:
+                text = "as a matrix"
+            case Form.BLOCKED:
+                text = "by {} blocks of {}".format(*block_shape(n, config))
+            case Form.IDENTITY:
+                text = "as the identity"
+        found[side] = form, f"{side.upper()} {text} ({why})"
+    if len(found) == 2 and all(form is Form.IDENTITY for form, _ in found.values()):
+        return f"both sides above {config.max_factor_size}"
+    return found
+
+
+def _form_of(
+    side: str,
+    n: int,
+    num_tokens: int,
+    costs: Mapping[Form, float],
+    config: KFACConfig,
+    *,
+    is_head: bool,
+) -> tuple[Form | None, str]:
+    """How a side is held by the policy, and why; None where the layer is not to be factored."""
+    dense, low = costs[Form.DENSE], costs[Form.COLUMNS]
+    is_long = n >= LONG_SIDE and num_tokens <= MOST_COLUMNS
+    if config.policy == "all" and side == "g" and low < math.inf:
+        return Form.COLUMNS, "policy all"
+    if config.policy == "hybrid" and low < math.inf:
+        if is_long:
+            return Form.COLUMNS, "policy hybrid, a long side"
+        if side == "g" and is_head:
+            return Form.COLUMNS, "policy hybrid, the head"
+    if config.policy == "blocked" and n > LONG_SIDE and config.damping_form != "joint":
+        return Form.BLOCKED, "policy blocked"
+    # Compressed columns and joint damping do not go together.
+    is_joint = config.damping_form == "joint"
+    if config.policy != "auto" or not is_long or (is_joint and config.decay > 0):
+        low = math.inf
+    if dense < math.inf:
+        compared = f"{low / 1e9:.3g} Gflop an update instead of {dense / 1e9:.3g}"
+        return (Form.DENSE, "") if dense <= low else (Form.COLUMNS, compared)
+    # Too long for a matrix. Blocks leave out what lies between them, the identity all of it.
+    blocked = math.inf if is_joint else costs[Form.BLOCKED]
+    why = f"longer than {config.max_factor_size}"
+    if low <= blocked and low < math.inf:
+        return Form.COLUMNS, why
+    if is_joint or config.policy == "small_only":
+        return None, why
+    return (Form.BLOCKED if blocked < math.inf else Form.IDENTITY), why
+
+
+# What an operation costs in flops of float32 products: n³ of an inverse, a row of it, n³ of
+# eigenvectors, a row of them, and float64. Measured on one core of a CPU; of a GPU only the first
+# two are, and rows are what it waits for.
+INVERSE, INVERSE_ROW, EIGEN, EIGEN_ROW, WIDE = range(5)
+COSTS = {"cpu": (3.0, 0.0, 15.0, 4e6, 3.0), "cuda": (3.0, 1e8, 100.0, 1.4e9, 1.0)}
+
+
+def side_costs(
+    n: int, other: int, num_tokens: int, config: KFACConfig, machine: str = "cpu"
+) -> dict[Form, float]:
+    """What a side costs from one update to the next, in flops, by how it is held.
+
+    | | made | inverted | applied, at each step |
+    |---|---|---|---|
+    | matrix | T n² | c n³ | 2 n² m |
+    | blocks of b | 2 T n b | c n b² | 2 n b m |
+    | columns of one update | – | w (3 T² n + T³) | 4 T n m |
+    | columns averaged | 2 (r + T) T n + e (r + T)³ + 2 (r + T) r n | – | 4 r n m |
+
+    where m is the other side, r is `max_rank`, and c, e and w are in `COSTS`. Infinite for what
+    does not fit.
+    """
+    every, t, cost = config.update_every, min(num_tokens, n), COSTS.get(machine, COSTS["cuda"])
+    period = every(0) if callable(every) else every
+    dense = 1.0 * num_tokens * n**2 + cost[INVERSE] * n**3 + cost[INVERSE_ROW] * n
+    dense += 2.0 * period * n**2 * other
+    count, b = block_shape(n, config)
+    blocked = 2.0 * num_tokens * n * b + cost[INVERSE] * n * b**2 + cost[INVERSE_ROW] * b
+    blocked += 2.0 * period * n * b * other
+    if config.has_rank:
+        rank = min(config.max_rank, n)
+        joined = rank + t
+        low = 2.0 * joined * t * n + cost[EIGEN] * joined**3 + cost[EIGEN_ROW] * joined
+        low += 2.0 * joined * rank * n
+    else:
+        rank = t
+        low = cost[WIDE] * (3.0 * t**2 * n + t**3) + cost[INVERSE_ROW] * t
+    low += 4.0 * period * rank * n * other
+    return {
+        Form.DENSE: dense if n <= config.max_factor_size else math.inf,
+        Form.COLUMNS: low,
+        Form.BLOCKED: blocked if count * b * b <= MOST_BLOCKED else math.inf,
+    }
+
+
+def block_shape(n: int, config: KFACConfig) -> tuple[int, int]:
+    """How many blocks a side of n rows has, and the rows of each; the last one may be shorter.
+
+    >>> block_shape(9000, KFACConfig())
+    (9, 1000)
+    """
+    count = -(-n // min(LONG_SIDE, config.max_factor_size))
+    return count, -(-n // count)
+
+
+def _belongs(uses: Sequence[Record], of_bias: Sequence[Record]) -> bool:
+    """Whether a bias was added to every product of a weight, and to nothing else."""
+    products = [use for use in uses if isinstance(use, Product)]
+    added = [use for use in of_bias if isinstance(use, Dense)]
+    if not len(products) == len(added) == len(of_bias):
+        return False
+    return all(_is_sum(use.value, each.g) for each, use in zip(products, added, strict=True))
+
+
+def _is_sum(added: Tensor, g: Tensor) -> bool:
+    """Whether a bias's gradients [batch, d_out] are the sums over tokens of g, but for rounding."""
+    added, g = added.flatten(1).double(), g.double()
+    if added.shape != (len(g), g.shape[-1]):
+        return False
+    rounding = 1e-2 * float(g.abs().sum(dim=1).max()) if g.numel() else 0.0
+    return bool(((added - g.sum(dim=1)).abs() <= rounding).all())
+
+
+def plain_record(record: Any) -> Record:
+    """A record in one of the three forms; one that is made while it is read is made whole."""
+    return record if isinstance(record, Product | Lookup | Dense) else record.as_product()
+
+
+def bias_names(names: Iterable[str]) -> dict[str, str]:
+    """The bias that may belong to each weight, by its name: `c_fc.weight` has `c_fc.bias`.
+
+    >>> bias_names(["a.weight", "a.bias", "in_proj_weight", "in_proj_bias", "b.weight"])
+    {'a.weight': 'a.bias', 'in_proj_weight': 'in_proj_bias'}
+    """
+    known = set(names)
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        bias = f"{path}.{own.replace('weight', 'bias')}".lstrip(".")
+        if "weight" in own and bias in known:
+            found[name] = bias
+    return found
+
+
+_FISHER = {
+    "mc": "the Fisher matrix with one label drawn from the model for each output",
+    "empirical": "the empirical Fisher matrix of the training labels",
+    "exact": "the Fisher matrix in expectation over all labels",
+    "forward": "inputs alone (G = I)",
+}
+_FORM = {
+    "pi": "split over A and G by the ratio of their mean eigenvalues",
+    "factored": "as its square root on A and on G",
+    "joint": "added to A ⊗ G",
+}
+_FORMS = {
+    Form.BLOCKED: "A long side was held as blocks on its diagonal, which is an approximation",
+    Form.IDENTITY: "A side was too long, and taken as the identity",
+    Form.EXACT: "G of the head is its true Fisher matrix",
+    Form.SOFTMAX: "G of the head is its true Fisher matrix, a diagonal less columns of tokens",
+}
+_GRAFT = {
+    "adam": "each layer's step has the length of Adam's (betas {betas}, eps {eps:g}), whose "
+    "averaged gradient is preconditioned",
+    "sgd": "each layer's step has the length of its gradient",
+    "none": "steps have their own length",
+}
+
+
+def describe(config: KFACConfig, layers: Sequence[Layer], num_steps: int, skipped: int) -> str:
+    """Describe in a paragraph what was used, for a paper."""
+    every = config.update_every
+    when = "by a schedule" if callable(every) else f"every {every} steps"
+    early = f" (more often in the first {config.burn_in})" if config.burn_in else ""
+    damping = config.damping if isinstance(config.damping, tuple) else f"{config.damping:g}"
+    sentences = [
+        "Gradients were preconditioned with K-FAC: A ⊗ G for each matrix, of "
+        f"{_FISHER[config.fisher]} under a {config.likelihood} likelihood (weight sharing: "
+        f"{config.sharing}), summed over the tokens of all ranks and divided once by their number.",
+        f"Factors were updated {when}{early} and averaged with decay {config.decay:g}; damping "
+        f"{damping}, {_FORM[config.damping_form]}.",
+    ]
+    if layers:
+        by_method = {each: [x for x in layers if x.method is each] for each in Method}
+        low = [each for each in by_method[Method.KRONECKER] if each.low_rank]
+        text = (
+            f"{len(by_method[Method.KRONECKER])} matrices were factored, "
+            f"{len(by_method[Method.DIAGONAL])} parameters had an exact diagonal, "
+            f"{len(by_method[Method.IDENTITY])} none."
+        )
+        others = {form: [x.name for x in layers if form in (x.a_form, x.g_form)] for form in Form}
+        for form, words in _FORMS.items():
+            if others[form]:
+                text += f" {words}: {', '.join(others[form][:3])}"
+                text += ", …." if len(others[form]) > 3 else "."
+        if low:
+            names = ", ".join(each.name for each in low[:3]) + (", …" if len(low) > 3 else "")
+            text += f" Of {len(low)} ({names}), a side was inverted by Woodbury's identity on "
+            text += "columns of tokens"
+            if config.has_rank:
+                text += (
+                    f", compressed to the {config.max_rank} largest eigenvalues with the mean of "
+                    "the others in the damping, which is an approximation"
+                )
+            text += "."
+        sentences.append(text)
+    graft = _GRAFT[config.graft].format(betas=config.betas, eps=config.eps)
+    clip = "" if config.kl_clip is None else f", with a KL clip of {config.kl_clip:g}"
+    sentences.append(f"{graft[0].upper()}{graft[1:]}{clip}.")
+    left_out = f"; {skipped} were left out for values that were not finite" if skipped else ""
+    return " ".join([*sentences, f"{num_steps} steps were taken{left_out}."])
+
+
+# --- owners of layers -----------------------------------------------------------------------------
+#
+# One number goes from one owner per layer (least memory) to all ranks (least traffic). All of it is
+# arithmetic on sizes that every rank knows, so that all come to the same answer.
+
+
+def cost(layer: Layer) -> float:
+    """What its owner computes for it, roughly: inverses and one step's products, in flops."""
+    if layer.method is Method.KRONECKER:
+        m, n = layer.d_in, layer.d_out
+        is_whole = {s: layer.form(s) in (Form.DENSE, Form.EXACT) for s in "ag"}
+        sizes = [layer.side(s) if is_whole[s] else min(layer.side(s), LONG_SIDE) for s in "ag"]
+        inverses = sum(layer.side(s) * r**2 for s, r in zip("ag", sizes, strict=True))
+        return float(inverses + 2 * m * n * sum(sizes))
+    return float(layer.numel)
+
+
+def assign(costs: Sequence[float], num_ranks: int, owner_fraction: float) -> list[tuple[int, ...]]:
+    """Give each layer its owners, the dearest layers first, each to the ranks with least to do.
+
+    Args:
+        costs: Of each layer.
+        num_ranks: How many ranks there are.
+        owner_fraction: Share of them that own a layer: 0 for one, 1 for all.
+
+    Returns:
+        For each layer, its ranks; the first one adds up what all ranks send.
+
+    >>> assign([4.0, 1.0, 3.0], num_ranks=2, owner_fraction=0.0)
+    [(0,), (1,), (1,)]
+    """
+    num_owners = min(num_ranks, max(1, round(owner_fraction * num_ranks)))
+    load = [(0.0, rank) for rank in range(num_ranks)]
+    heapq.heapify(load)
+    owners: list[tuple[int, ...]] = [()] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+        chosen = [heapq.heappop(load) for _ in range(num_owners)]
+        # The first owner adds up the factors; let it not always be the same rank.
+        turn = index % num_owners
+        ranks = sorted(rank for _, rank in chosen)
+        owners[index] = (*ranks[turn:], *ranks[:turn])
+        for busy, rank in chosen:
+            heapq.heappush(load, (busy + costs[index], rank))
+    return owners
+
+
+def source_of(owners: Sequence[int], rank: int) -> int:
+    """From whom a rank gets a layer's step: itself where it owns it."""
+    return rank if rank in owners else owners[rank % len(owners)]

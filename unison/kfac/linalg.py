@@ -1,0 +1,319 @@
+"""Inverses of positive matrices, one by one or many side by side, and what makes them fast.
+
+What is done otherwise on a GPU, and why:
+
+* Sizes that are no multiple of 8 make products several times slower there: pad them.
+* bfloat16 and float16 numbers have exact products in float32, which its matrix units add up in
+  float32: as exact as products of wide copies, and ten times as fast.
+* One factorisation leaves most of it idle: matrices go round several streams, or side by side.
+
+Each matrix is inverted by itself and in the same way, whatever others a rank has: its bits do not
+depend on who inverts it. On a GPU it is put together from products, which are faster than solves:
+
+    M = LL',  L = [P 0; Q R],  X = L⁻¹ = [P⁻¹ 0; -R⁻¹ Q P⁻¹ R⁻¹],  M⁻¹ = X'X
+
+with only the blocks of X that are not zero. All products are in full float32, also where torch may
+round the factors of others (TF32): an error of 1e-3 of the largest eigenvalue of an inverse can be
+more than all of its smallest one.
+
+[Note: three products] An H200 multiplies float32 matrices at 47 Tflop/s, and such that are rounded
+to the 11 bits of TF32 at 370. With x = h + l, h of 11 bits, the product of two matrices is
+hh' + hl' + lh' but for parts of 2⁻²¹, and each of the three is exact in TF32 but for the rounding
+of l: as good as float32, at two and a half times the speed.
+
+Where bits need not be those of several ranks, matrices of one size go side by side, block by block,
+so that almost all is products of batches:
+
+    M = [A B'; B C],  A = PP',  Q = BP'⁻¹,  C - QQ' = RR',  L = [P 0; Q R]
+
+Only blocks of up to `BATCH_LEAF` rows are factorised and inverted as such, and Q is found with the
+inverses of those alone: with the inverse of the whole P, rounding would grow with its condition.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+ALIGNED = 8  # elements that matrix units load at once
+LEAF = 1024  # rows up to which a triangle is solved whole
+BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
+LEAST_SPLIT = 512  # rows and columns from which on three products in TF32 are faster than one
+NUM_STREAMS = 8
+
+T = TypeVar("T")
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def is_gpu(value: Tensor) -> bool:
+    """Whether a tensor is on a GPU."""
+    return value.is_cuda
+
+
+def padding_of(size: int, like: Tensor) -> int:
+    """Rows or columns of zeros with which products of this size are fast; none on a CPU."""
+    return -size % ALIGNED if is_gpu(like) else 0
+
+
+def is_half(value: Tensor) -> bool:
+    """Whether `wide_product` takes a tensor as it is."""
+    return is_gpu(value) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:  # [..., n, k], [..., k, m] -> [..., n, m]
+    """The float32 product of matrices of halves, or of batches of them."""
+    if not left.is_cuda:
+        return left.float() @ right.float()
+    product = torch.mm if left.ndim == 2 else torch.bmm
+    return product(left, right, out_dtype=torch.float32)
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], where: torch.device) -> list[T]:
+    """Do independent jobs, on a GPU in several streams; what they made can be used afterwards.
+
+    Both ends wait for each other, so that memory of one end that the other has used is free when it
+    is used again.
+    """
+    if where.type != "cuda":
+        return [job() for job in jobs]
+    main = torch.cuda.current_stream(where)
+    streams = _streams(where)[: max(1, len(jobs))]
+    for stream in streams:
+        stream.wait_stream(main)
+    found = []
+    for number, job in enumerate(jobs):
+        with torch.cuda.stream(streams[number % len(streams)]):
+            found.append(job())
+    for stream in streams:
+        main.wait_stream(stream)
+    return found
+
+
+@functools.cache
+def _streams(where: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """The same ones every time: each keeps memory of its own."""
+    return tuple(torch.cuda.Stream(where) for _ in range(NUM_STREAMS))
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """No TF32 inside, whoever allowed it."""
+    is_rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    with _precision("ieee") if is_rounded else nullcontext():
+        yield
+
+
+@contextmanager
+def _precision(name: str) -> Iterator[None]:
+    """How float32 matrices are multiplied on a GPU inside."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = name
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+# --- one matrix -----------------------------------------------------------------------------------
+
+
+def inverse_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:  # [n, n] -> [n, n], []
+    """The inverse, and whether there is one, without waiting for the answer.
+
+    Args:
+        matrix: Symmetric; not needed afterwards.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if is_gpu(matrix):
+        inverse = gram_of_lower(invert_lower_(lower))
+    elif int(info) == 0:
+        inverse = torch.cholesky_inverse(lower)
+    else:
+        return matrix, torch.tensor(data=False)
+    return inverse, (info == 0) & torch.isfinite(largest_elements([inverse])[0])
+
+
+def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
+    """Of each tensor, the size of its largest element; finite only if all are; 0 for none.
+
+    One pass over all of them: `isfinite(...).all()` is five, for each by itself.
+    """
+    some = [value if value.numel() else value.new_zeros(1) for value in values]
+    return list(torch._foreach_norm(some, torch.inf))
+
+
+def all_finite(values: Iterable[Tensor]) -> bool:
+    """Whether all elements of some tensors are, and their squares; a GPU is waited for."""
+    return all(math.isfinite(float(each.square())) for each in largest_elements(list(values)))
+
+
+def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]
+    """The inverse of a lower triangle, in its place; what is above the diagonal is zero."""
+    n = len(lower)
+    if n <= LEAF:
+        return lower.copy_(_inverse_of_lower(lower))
+    k = _half(n)
+    invert_lower_(lower[:k, :k])
+    invert_lower_(lower[k:, k:])
+    _join_(lower, k)
+    return lower
+
+
+def _inverse_of_lower(lower: Tensor) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """The inverse of a small lower triangle."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(lower, eye, upper=False)
+
+
+def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
+    """From [P⁻¹ 0; Q R⁻¹] to the inverse of [P 0; Q R], where P has k rows."""
+    first, last, between = lower[..., :k, :k], lower[..., k:, k:], lower[..., k:, :k]
+    product = _multiply_into(torch.empty_like(between), between, first)
+    _multiply_into(between, last, product, alpha=-1)
+
+
+def gram_of_lower(
+    x: Tensor, leaf: int | None = None, out: Tensor | None = None
+) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """X'X of a lower triangle, in `out` or new memory; up to `leaf` rows at once."""
+    n = x.shape[-1]
+    found = torch.empty_like(x) if out is None else out
+    if n <= (leaf or LEAF):
+        return _multiply_into(found, x.mT, x)
+    k = _half(n)
+    first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
+    gram_of_lower(first, leaf, found[..., :k, :k])
+    _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
+    _multiply_into(found[..., k:, :k], last.mT, between)
+    found[..., :k, k:] = found[..., k:, :k].mT
+    gram_of_lower(last, leaf, found[..., k:, k:])
+    return found
+
+
+def _multiply_into(
+    out: Tensor, left: Tensor, right: Tensor, alpha: float = 1, beta: float = 0
+) -> Tensor:
+    """Put alpha left·right + beta out in the place of `out`, a block of one matrix or of many.
+
+    `out[...] = left @ right` would make the product elsewhere and copy it. See [Note: three
+    products] for large ones.
+    """
+    add = out.addmm_ if out.ndim == 2 else out.baddbmm_
+    is_large = min(*left.shape[-2:], right.shape[-1]) >= LEAST_SPLIT
+    if not (is_large and is_gpu(left) and left.dtype == torch.float32):
+        return add(left, right, alpha=alpha, beta=beta)
+    (high_left, low_left), (high_right, low_right) = _split(left), _split(right)
+    with _precision("tf32"):
+        add(low_left, high_right, alpha=alpha, beta=beta)
+        add(high_left, low_right, alpha=alpha, beta=1)
+        return add(high_left, high_right, alpha=alpha, beta=1)
+
+
+def _split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 numbers as those of 11 bits nearest to them, which TF32 takes as they are, and rest.
+
+    >>> high, low = _split(torch.tensor([1.0001, -3.0]))
+    >>> (high + low).tolist() == torch.tensor([1.0001, -3.0]).tolist(), high[0].item()
+    (True, 1.0)
+    """
+    high = ((value.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return high, value - high
+
+
+def _half(n: int) -> int:
+    """About half of n, such that blocks begin where a GPU likes to load."""
+    return n // 2 // 64 * 64
+
+
+# --- many matrices of one size --------------------------------------------------------------------
+
+Leaves = dict[int, tuple[Tensor, Tensor]]
+"""By the first row of a block on the diagonal: the inverses of its factors, and which failed."""
+
+
+def joint_sizes(sizes: Sequence[int]) -> list[int]:
+    """What to pad sizes to so that few are left: those with and without a bias are a batch.
+
+    >>> joint_sizes([768, 776, 3072, 3080, 2304])
+    [776, 776, 3080, 3080, 2304]
+    """
+    found: dict[int, int] = {}
+    for size in sorted(set(sizes), reverse=True):
+        larger = found.get(size + ALIGNED)
+        found[size] = size + ALIGNED if larger == size + ALIGNED else size
+    return [found[size] for size in sizes]
+
+
+def inverses_of_positive(
+    matrices: list[Tensor], dampings: list[float], size: int
+) -> tuple[list[Tensor], Tensor]:
+    """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
+
+    Args:
+        matrices: Symmetric [n, n].
+        dampings: Of each matrix.
+        size: What to pad all of them to, n or more.
+
+    Returns:
+        The inverses [n, n]; whether each is right [batch].
+    """
+    whole = matrices[0].new_zeros(len(matrices), size, size)
+    for place, matrix, damping in zip(whole, matrices, dampings, strict=True):
+        n = len(matrix)
+        place[:n, :n].copy_(matrix)
+        place.diagonal()[:n].add_(damping)
+        place.diagonal()[n:].fill_(1.0)
+    leaves: Leaves = {}
+    _factorise_(whole, 0, size, leaves)
+    whole.tril_()
+    _invert_factors_(whole, 0, size, leaves)
+    found = gram_of_lower(whole, BATCH_LEAF)
+    is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
+    largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
+    inverses = [each[: len(own), : len(own)] for each, own in zip(found, matrices, strict=True)]
+    return inverses, is_right & torch.isfinite(largest)
+
+
+def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Put the factors of the rows and columns [low, high) of [batch, n, n] in their place."""
+    block = whole[:, low:high, low:high]
+    if high - low <= BATCH_LEAF:
+        lower, info = torch.linalg.cholesky_ex(block)
+        leaves[low] = _inverse_of_lower(lower), info
+        block.copy_(lower)
+        return
+    middle = low + _half(high - low)
+    between = whole[:, middle:high, low:middle]
+    _factorise_(whole, low, middle, leaves)
+    _divide_(between, whole, low, middle, leaves)
+    _multiply_into(whole[:, middle:high, middle:high], between, between.mT, alpha=-1, beta=1)
+    _factorise_(whole, middle, high, leaves)
+
+
+def _divide_(rows: Tensor, whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Multiply rows [batch, any, high - low] with the inverse of the factors there, transposed."""
+    if high - low <= BATCH_LEAF:
+        rows.copy_(rows @ leaves[low][0].mT)
+        return
+    middle = low + _half(high - low)
+    first, last = rows[:, :, : middle - low], rows[:, :, middle - low :]
+    _divide_(first, whole, low, middle, leaves)
+    _multiply_into(last, first, whole[:, middle:high, low:middle].mT, alpha=-1, beta=1)
+    _divide_(last, whole, middle, high, leaves)
+
+
+def _invert_factors_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+    """Put the inverse of the factors' rows and columns [low, high) in their place."""
+    if high - low <= BATCH_LEAF:
+        whole[:, low:high, low:high].copy_(leaves[low][0])
+        return
+    middle = low + _half(high - low)
+    _invert_factors_(whole, low, middle, leaves)
+    _invert_factors_(whole, middle, high, leaves)
+    _join_(whole[:, low:high, low:high], middle - low)
