@@ -308,7 +308,7 @@ def inverse_errors(side: Side) -> dict[str, float]:
     """How far inverses of the first block are from those of the same factors in float64."""
     kfac, found = side.kfac, {}
     assert kfac is not None
-    for state in list(kfac._states.values())[:8]:
+    for state in list(kfac._states.values())[:14]:
         own = state.factors
         if "a" not in own or "g" not in own or state.inverse is None:
             continue

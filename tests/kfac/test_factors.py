@@ -13,7 +13,7 @@ from tests.harness import per_sample_gradients
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput
 from unison.kfac import Method
-from unison.kfac.factors import token_weights
+from unison.kfac.factors import _gram, packed, token_weights
 from unison.rng import Key, draws_by_sample
 
 EXACT = 1e-12
@@ -333,3 +333,10 @@ def test_detaching_leaves_nothing_behind():
     assert not model._forward_pre_hooks
     assert set(model.__dict__) == set(nn.Linear(6, CLASSES).__dict__)
     torch.optim.Adam(model.parameters()).step()
+
+
+def test_half_of_a_large_gram_matrix_is_made():
+    x = torch.randn(2, 7, 1301).double()
+    rows = x.flatten(0, 1)
+    assert relative(packed(_gram(x)), packed(rows.T @ rows)) <= EXACT
+    assert not _gram(x)[600:, :500].any()

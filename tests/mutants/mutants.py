@@ -194,7 +194,7 @@ _RNG = [
 ]
 _KFAC = [
     ("LayerState.update", "max(num_tokens, 1.0)", "num_labels"),
-    ("LayerState._add_columns", "before * self._decay**0.5", "before * self._decay"),
+    ("LayerState._add_columns", "* self._decay**0.5", "* self._decay"),
     ("join", "(kept - tail)", "kept"),
     ("_by_softmax", "(part / diagonal[own_rows]) @ part.T", "part @ part.T"),
     ("PartSums.take_head", "p.sum(dim=0).diag() - _gram(p)", "p.sum(dim=0).diag()"),

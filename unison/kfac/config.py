@@ -172,9 +172,8 @@ class KFACConfig:
     def _check_head(self) -> None:
         if self.head != "exact":
             return
-        needed = {"likelihood": ("categorical",), "sharing": ("expand",)}
-        needed["fisher"] = ("mc", "empirical", "exact")
-        for name, choices in needed.items():
+        fisher = ("fisher", ("mc", "empirical", "exact"))
+        for name, choices in (("likelihood", ("categorical",)), ("sharing", ("expand",)), fisher):
             if (found := getattr(self, name)) not in choices:
                 raise BadInput(
                     f"head='exact' is of class probabilities, one for each token: pass {name}="

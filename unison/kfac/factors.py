@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from unison.errors import BadInput
 from unison.kfac.config import KFACConfig
 from unison.kfac.layers import Form, Layer, Method, block_shape, plain_record
-from unison.kfac.linalg import is_half, padding_of, wide_product
+from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
 from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
@@ -171,7 +171,7 @@ def _gram(value: Tensor) -> Tensor:  # [batch, tokens, d] -> [d, d]
     if is_half(rows):
         rows = F.pad(rows, (0, padding_of(n, rows)))
     product = wide_product if is_half(rows) else torch.matmul
-    if n < 2 * GRAM_ROWS:
+    if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
         return product(rows.T, rows)[:n, :n]
     found = rows.new_zeros(n, n, dtype=torch.promote_types(rows.dtype, torch.float32))
     for low in range(0, n, GRAM_ROWS):

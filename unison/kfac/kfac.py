@@ -406,7 +406,7 @@ class KFAC:
             totals = sums.finish()
             rows = self._gather_columns(pieces, like)
             # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
-            largest_of = largest_elements(list(totals.values())) if totals else []
+            largest_of = largest_elements(list(totals.values()))
             ends = [
                 torch.cat([total[-2:], size.view(1)])
                 for total, size in zip(totals.values(), largest_of, strict=True)

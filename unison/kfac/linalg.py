@@ -145,7 +145,7 @@ def largest_elements(values: Sequence[Tensor]) -> list[Tensor]:  # -> [] each
     One pass over all of them: `isfinite(...).all()` is five, for each by itself.
     """
     some = [value if value.numel() else value.new_zeros(1) for value in values]
-    return list(torch._foreach_norm(some, torch.inf))
+    return list(torch._foreach_norm(some, torch.inf)) if some else []
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:

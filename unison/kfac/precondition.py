@@ -104,19 +104,21 @@ class LayerState:
         shares = dict.fromkeys("gd", (1 - self._decay) / num_labels)
         shares["a"] = (1 - self._decay) / max(num_tokens, 1.0)
         for key, value in sums.items():
-            before, share = self._read(key), shares[key[-1]]
-            if before is None:
-                self._write(key, value * share)
-            else:
+            share = shares[key[-1]]
+            if key in self._averages:
+                before = self._read(key)
                 self._write(key, before.mul_(self._decay).add_(value, alpha=share))
+            else:
+                self._write(key, value * share)
         for side, rows in columns.items():
             self._add_columns(side, rows * shares[side] ** 0.5)
         self._weight = self._decay * self._weight + (1 - self._decay)
 
     def _add_columns(self, side: str, rows: Tensor) -> None:
         """Average columns in: a sum of products is the product of all of them, side by side."""
-        before = self._read(f"u_{side}")
-        before = None if before is None or not self._decay else before * self._decay**0.5
+        before = None
+        if self._decay and f"u_{side}" in self._averages:
+            before = self._read(f"u_{side}") * self._decay**0.5
         tail = self._decay * float(self._averages.get(f"t_{side}", 0.0))
         if self._max_rank is not None:
             # A diagonal less fewer columns is the larger one, and positive without any tail.
@@ -128,10 +130,10 @@ class LayerState:
         self._write(f"u_{side}", rows)
         self._averages[f"t_{side}"] = torch.tensor(tail, dtype=torch.float64)
 
-    def _read(self, key: str) -> Tensor | None:
-        """An average as it is computed with; None before the first."""
-        value = self._averages.get(key)
-        if value is None or key.startswith("t_"):
+    def _read(self, key: str) -> Tensor:
+        """An average as it is computed with."""
+        value = self._averages[key]
+        if key.startswith("t_"):  # of the host
             return value
         value = value.to(self._like, non_blocking=True)
         return value * self._scales[key] if key in self._scales else value
