@@ -1,6 +1,7 @@
 """Plans beside the steps that they are plans of, on one GPU: peaks, and times.
 
-    python -m bench.plan_gpu            # bench/results/plan-gpu.json
+    python -m bench.plan_gpu                          # bench/results/plan-gpu.json
+    python -m bench.plan_gpu --beside plan-gpu.json   # plan again, beside steps of earlier runs
 
 Each case is planned on the host (`unison.plan.simulate`, in processes of their own) and then run on
 the GPU by the same program (`unison.plan.stepper`). The peak is that of `max_memory_allocated`
@@ -9,6 +10,7 @@ during one step, less what was allocated before the model; the time is the media
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -16,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,6 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", help="all of them unless some are named")
     parser.add_argument("--small", action="store_true", help="cases that a CPU can run")
+    parser.add_argument("--beside", nargs="+", default=[], help="result files; needs no GPU")
     parser.add_argument("--name", default="plan-gpu")
     parser.add_argument("--directory", default="bench/results")
     options = parser.parse_args()
@@ -156,11 +160,19 @@ def main() -> int:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     figures: dict[str, Any] = {"limit": LIMIT, "time_limit": TIME_LIMIT}
-    with ProcessPoolExecutor(8, get_context("spawn")) as pool:
+    earlier: dict[str, Any] = {}
+    for each in (json.loads(Path(path).read_text()) for path in options.beside):
+        of = {"commit": each["commit"], "date": each["date"]}
+        earlier |= {
+            name: each["figures"][name]["real"] | of for name in each["figures"] if name in names
+        }
+    names = list(earlier or names)
+    workers = 1 if earlier else 8
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         plans = {name: pool.submit(predict, name) for name in names}
         for name in names:
             try:
-                real = run(name, device)
+                real = earlier.get(name) or run(name, device)
             except Exception as error:  # the other cases count all the same
                 real = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             plan = plans[name].result()

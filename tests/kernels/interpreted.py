@@ -108,7 +108,7 @@ def as_on_cuda() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (bounds, measured, multi_tensor, factored):
             stack.enter_context(mock.patch.object(module, "takes", takes))
-        stack.enter_context(mock.patch.object(multi_tensor, "_is_on_cuda", return_value=True))
+        stack.enter_context(mock.patch.object(multi_tensor, "is_on_gpu", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
         yield
 

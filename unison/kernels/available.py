@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from unison.torch_internals import has_values, machine_of
+from unison.torch_internals import machine_of
 
 TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # float64 goes through plain torch
 
@@ -41,12 +41,12 @@ def loads_tiles(device: torch.device) -> bool:
 
 def takes(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels take these tensors: on CUDA, and no wider than float32."""
-    return has_triton() and all(each.is_cuda and is_suited(each) for each in tensors)
+    return has_triton() and all(is_on_gpu(each) and is_suited(each) for each in tensors)
 
 
-def would_take(x: Tensor) -> bool:
-    """Return whether the Triton kernels take a tensor, or would where a plan is of a GPU."""
-    return takes(x) or (not has_values() and machine_of(x.device) == "cuda" and is_suited(x))
+def is_on_gpu(x: Tensor) -> bool:
+    """Return whether a tensor is on CUDA, or would be where a plan is of a GPU."""
+    return x.is_cuda or (x.is_meta and machine_of(x.device) == "cuda")
 
 
 def is_suited(x: Tensor) -> bool:

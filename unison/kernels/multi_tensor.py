@@ -20,14 +20,13 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unison.errors import UnsupportedOperation
-from unison.kernels.available import has_triton, num_per_tile, spans, takes
+from unison.kernels.available import has_triton, is_on_gpu, num_per_tile, spans, takes
 from unison.kernels.random import ROUND_MAGIC, Recipe, fill_rows
 
 # --- one parameter --------------------------------------------------------------------------------
@@ -131,12 +130,10 @@ KINDS = {
     torch.int64: LONG,
 }
 
-_is_on_cuda = attrgetter("is_cuda")
-
 
 def is_fast(values: Sequence[Tensor]) -> bool:
     """Return whether the kernels take tensors: on CUDA, a dtype in KINDS, samples contiguous."""
-    if not values or not all(map(_is_on_cuda, values)) or not has_triton():
+    if not values or not all(map(is_on_gpu, values)) or not has_triton():
         return False
     return all(each.dtype in KINDS and is_dense(each) for each in values)
 

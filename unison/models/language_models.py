@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from unison import check, schema
 from unison.errors import BadInput
-from unison.kernels.available import would_take
+from unison.kernels.available import takes
 from unison.kernels.cross_entropy import (
     IGNORE_INDEX,
     linear_cross_entropy,
@@ -649,7 +649,7 @@ def token_loss_sums(
 def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     # A compiler makes one kernel of what is below. Without one, ours reads the logits once, where
     # torch would copy them to float32 and keep a copy of their logarithms besides.
-    if not torch.compiler.is_compiling() and type(logits) is Tensor and would_take(logits):
+    if not torch.compiler.is_compiling() and type(logits) is Tensor and takes(logits):
         return statistics(logits.flatten(0, 1), labels.flatten(), ignore_index)[1].view_as(labels)
     precise = torch.promote_types(logits.dtype, torch.float32)  # a sum of many: never in bf16
     losses = F.cross_entropy(

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from unison.kernels.available import has_triton
 from unison.shard import ShardedTensor
 from unison.torch_internals import machine_of
 
@@ -218,6 +219,8 @@ class Meter(TorchDispatchMode):
                 stack.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
                 kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
                 kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+                if has_triton():
+                    stack.enter_context(_launching_nothing())
             stack.enter_context(self)
             yield self
 
@@ -413,6 +416,22 @@ def _fused_attention(
     return math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    """Let Triton kernels take tensors without values: what is made for them counts, no more."""
+    launcher = import_module("triton.runtime.jit").KernelInterface
+    interpreted = import_module("triton.runtime.interpreter").InterpretedFunction
+
+    def launch(*_: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+    with (
+        patch.object(launcher, "__getitem__", launch),
+        patch.object(interpreted, "__getitem__", launch),
+    ):
+        yield
 
 
 @contextmanager
