@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from unison.kernels.available import has_triton
 from unison.shard import ShardedTensor
 from unison.torch_internals import machine_of
 
@@ -219,7 +219,7 @@ class Meter(TorchDispatchMode):
                 stack.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
                 kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
                 kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
-                if has_triton():
+                if find_spec("triton") is not None:
                     stack.enter_context(_launching_nothing())
             stack.enter_context(self)
             yield self
