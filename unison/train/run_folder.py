@@ -83,16 +83,25 @@ def _replaced_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def settle(folder: Path) -> None:
+def settle(folder: Path, *, within: float = 0.0) -> None:
     """Undo, or end, a replacement that a killed process left; and see that no other goes on.
+
+    Args:
+        folder: The run.
+        within: Seconds that another process has to let go of it.
 
     Raises:
         BadInput: If another process writes to the folder.
     """
-    replaced = _replaced_of(folder)
-    if folder.is_dir() and (folder / LOCK_FILE).is_file():
-        with locked(folder):
-            pass
+    replaced, deadline = _replaced_of(folder), time.monotonic() + within
+    while folder.is_dir() and (folder / LOCK_FILE).is_file():
+        try:
+            with locked(folder):
+                break
+        except BadInput:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
     if not replaced.is_dir():
         return
     if (folder / RESULT_FILE).is_file():
