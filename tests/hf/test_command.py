@@ -1,6 +1,7 @@
 """`unison finetune`, `generate` and `export`: from a folder to a folder that others can load."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.cli.conftest import unison as unison_fixture
+from tests.fuzz.test_no_pickle import Evil, unpickled
 from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokenizer
 from unison.errors import BadInput
-from unison.hf.command import _row, read_records
+from unison.hf.command import _load, _row, read_records
 from unison.models import ModelConfig, build, save
 
 unison = unison_fixture
@@ -79,6 +82,23 @@ def test_a_classifier_is_fine_tuned_and_exported(tmp_path, unison):
     code, _, error = unison("finetune", *given, *PLAN)
     assert code == 2
     assert "choose another --out" in error
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin"])
+def test_pickled_weights_are_not_loaded(tmp_path, name):
+    base, hacked = folder_of_model(tmp_path / "base", llama()), tmp_path / "hacked"
+    folder = base
+    if name.startswith("adapter"):
+        folder = tmp_path / "adapter"
+        tokenizer().save_pretrained(folder)
+        LoraConfig(base_model_name_or_path=str(base), task_type="CAUSAL_LM").save_pretrained(folder)
+    else:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Evil(hacked)))
+    with unpickled() as names, pytest.raises(BadInput, match=r"cannot be loaded.*safetensors"):
+        _load(folder, AutoModelForCausalLM)
+    assert names == []
+    assert not hacked.exists()
 
 
 @pytest.mark.parametrize("family", ["decoder", "gpt2"])

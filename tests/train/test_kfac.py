@@ -1,6 +1,7 @@
 """Runs with K-FAC: they learn, do not depend on the ranks, and go on where they stopped."""
 
 import json
+import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from unison.config import Kfac, MechanismConfig, TrainConfig
 from unison.errors import BadInput, Diverged
 from unison.kfac import KFACConfig
 from unison.kfac.labels import MOST_EXACT as KNOWN_MOST_EXACT
-from unison.train import TrainResult, resumed_config, run_on_local_ranks, train
-from unison.train.checkpoint import check_hash, read_state, write_state
+from unison.train import TrainResult, checkpoint, resumed_config, run_on_local_ranks, train
+from unison.train.checkpoint import read_state, write_state
 from unison.train.loop import MOST_EXACT, check_before_launch
 from unison.train.run_folder import read_metrics
 from unison.train.step import ADAM_BETAS, settings_of
@@ -134,30 +135,37 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(text, tmp_path, stopped, kfac, n
     straight = train(config_with(tmp_path / "straight", text, kfac, **ORDERED))
     run, asked = tmp_path / "run", stopped(kfac, **ORDERED)
     files = sorted(path.name for path in (run / "checkpoints").iterdir())
-    kept = [f"curvature-00000{step}.safetensors" for step in (2, 3)]
-    assert files == [*kept, "step-000002", "step-000003"]
+    assert files == ["step-000002", "step-000003"]
     config = resumed_config(run, asked, given=set())
     assert config.mechanism.kfac == kfac
     resumed = train(config) if num_ranks == 1 else train_on(num_ranks, config)
     assert figures(resumed) == figures(straight)
 
 
-def test_what_does_not_go_on_with_its_own_curvature_is_refused(stopped):
+def test_what_does_not_go_on_with_its_own_curvature_is_refused(stopped, monkeypatch):
+    threads = []
+
+    def write(path: Path, state) -> None:
+        threads.append(threading.current_thread().name)
+        write_state(path, state)
+
+    monkeypatch.setattr(checkpoint, "write_state", write)
     asked = stopped()
+    assert threads == ["checkpoint"] * 3  # no step waits for the file
     run = Path(asked.output.folder)
     with pytest.raises(BadInput, match=r"damping from 0.001 to 0.1, kfac from True to False; "):
         resumed_config(run, asked, set(), {"damping": 0.1, "kfac": False})
     assert resumed_config(run, asked, {"owner_fraction"}, {"kfac": True, "damping": 1e-3})
-    files = [*run.glob("checkpoints/curvature-*")]
-    assert run / "checkpoints/curvature-000003.safetensors" in files
+    files = [*run.glob("checkpoints/step-*/curvature.safetensors")]
+    assert run / "checkpoints/step-000003/curvature.safetensors" in files
     for file in files:
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     config = resumed_config(run, asked, given=set())
-    with pytest.raises(BadInput, match=r"curvature-000003.* its hash differs"):
+    with pytest.raises(BadInput, match=r"step-000003/curvature.* its hash differs"):
         train(config)
     for file in files:
         file.unlink()
-    with pytest.raises(BadInput, match=r"curvature-000003.safetensors is missing"):
+    with pytest.raises(BadInput, match=r"step-000003 .*curvature.safetensors is missing"):
         train(config)
 
 
@@ -169,10 +177,9 @@ def test_a_state_comes_back_as_it_was(tmp_path):
         "layers": [{"of": {"shape": [2, 3]}, "tensors": {"a": matrix.t(), "b": matrix}}],
         "count": torch.tensor(7),
     }
-    path = tmp_path / "new" / "state.safetensors"
-    check_hash(path, write_state(path, state))
+    path = tmp_path / "state.safetensors"
+    write_state(path, state)
     found = read_state(path)
-    assert [each.name for each in path.parent.iterdir()] == ["state.safetensors"]
     tensors = found["layers"][0]["tensors"]
     assert torch.equal(tensors["a"], matrix.t())
     assert (tensors["a"].stride(), tensors["b"].stride()) == ((1, 3), (3, 1))

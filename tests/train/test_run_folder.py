@@ -1,6 +1,8 @@
 """Run folders: nothing half-written, nothing lost."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +149,43 @@ def test_metrics_come_back_and_are_drawn(tmp_path, tensorboard):
     assert (tmp_path / "tensorboard").exists() == tensorboard
     plot_losses(records, tmp_path / "loss.png", unigram_entropy=3.0)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    with open_run_folder(link, overwrite=False):
+        (link / "config.json").write_text('"first"')
+    with open_run_folder(link, overwrite=True):
+        (link / "config.json").write_text('"second"')
+    with pytest.raises(Diverged):
+        run_until(Diverged("nan"), link, overwrite=True)
+    assert link.readlink().name == "real"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+    assert json.loads((tmp_path / "real" / "config.json").read_text()) == "second"
+
+
+@pytest.mark.parametrize("target", ["link", "nowhere"])
+def test_a_link_to_nothing_is_refused_or_followed(tmp_path, target):
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    if target == "link":
+        with pytest.raises(BadInput, match="cannot use"):
+            check_free(link, overwrite=False)
+        return
+    check_free(link, overwrite=False)
+    with open_run_folder(link, overwrite=False):
+        (link / "config.json").write_text("{}")
+    assert (tmp_path / "nowhere" / "config.json").exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_used_and_left_empty(tmp_path, monkeypatch):
+    """A volume that is mounted there."""
+    monkeypatch.setattr(Path, "rmdir", lambda path: os.rmdir("/proc"))
+    (tmp_path / "run").mkdir()
+    number = (tmp_path / "run").stat().st_ino
+    with pytest.raises(Diverged):
+        run_until(Diverged("nan"), tmp_path / "run", overwrite=False)
+    assert [*(tmp_path / "run").iterdir()] == []
+    assert (tmp_path / "run").stat().st_ino == number

@@ -94,6 +94,39 @@ def test_a_signal_to_one_rank_ends_all(text, tmp_path):
     assert go_on(run, text).digest == straight.digest
 
 
+def train_signalled_in(config: TrainConfig, place: str, rank: int) -> TrainResult:
+    """Train, and send a rank a signal when it calls a function of the loop for the first time."""
+    owner, _, name = place.rpartition(".")
+    owner = getattr(loop, owner) if owner else loop
+    original = getattr(owner, name)
+
+    def signalled(*args, **kwargs):
+        patch.undo()
+        if os.environ["RANK"] == str(rank):
+            kill(signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        return train(config)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [("plan_model", 1), ("build_rows", 0), ("Run.prepare", 0), ("mean_loss", 1)],
+)
+def test_a_signal_to_one_rank_before_the_first_step_ends_all(text, tmp_path, place, rank):
+    run = tmp_path / "run"
+    config = config_of(run, text, SEEDED, **SMALL, shard="full")
+    work = partial(train_signalled_in, place=place, rank=rank)
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM before its next step$") as caught:
+        run_on_local_ranks(work, config, num_ranks=2)
+    assert caught.value.number == signal.SIGTERM
+    assert not run.exists()
+
+
 def fail(error: BaseException) -> None:
     raise error
 

@@ -7,6 +7,7 @@ The folder of a run holds the ledger, the fine-tuned model (or its adapter) with
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,20 +263,24 @@ def _chat(tokenizer: Any, messages: Sequence[Any], *, is_asked: bool) -> str:
 
 
 def _load(folder: Path, kind: Any) -> tuple[Any, Any]:
-    """The tokenizer and the model of a folder, an adapter merged into its base."""
+    """The tokenizer and the model of a folder, an adapter merged into its base; never a pickle."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is no folder with a model in transformers' format")
+    open_model = partial(kind.from_pretrained, local_files_only=True, use_safetensors=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if (folder / _ADAPTER_FILE).is_file():
             from peft import PeftModel
+            from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
+            if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would take a pickle then
+                raise OSError(f"it has no {SAFETENSORS_WEIGHTS_NAME}")
             settings = json.loads((folder / _ADAPTER_FILE).read_text())
             base = settings["base_model_name_or_path"]
-            model = kind.from_pretrained(base, local_files_only=True)
+            model = open_model(base)
             model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         else:
-            model = kind.from_pretrained(folder, local_files_only=True)
+            model = open_model(folder)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
     return tokenizer, model

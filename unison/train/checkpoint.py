@@ -6,16 +6,13 @@ They are copies of a moment between two steps, written by a thread while trainin
 a step takes, the dropout masks and the learning rate are functions of the step, so that only the
 parameters, the optimizer's state and the step itself need to be kept.
 
-What K-FAC has learned lies in RUN/checkpoints/curvature-000100.safetensors. It is written before
-the checkpoint, which holds its hash: a checkpoint that is there is complete. Its tensors come back
-as they were, to the order of their elements in memory: a product with a matrix that lies otherwise
-may have other bits.
+What K-FAC has learned is a further file of the checkpoint, whose tensors come back as they were, to
+the order of their elements in memory: a product with a matrix that lies otherwise may have other
+bits.
 """
 
-import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import wait
@@ -39,13 +36,19 @@ from unison.run_files import (
     read_config,
 )
 from unison.schema import build, cut, is_a, parse, read_json, short
-from unison.shard import MANIFEST_FILE, CheckpointFailed, load_checkpoint, save_checkpoint
+from unison.shard import (
+    MANIFEST_FILE,
+    CheckpointFailed,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
 from unison.train.run_folder import checkpoints_of, num_counted_steps, settle
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
 
-CURVATURE = "curvature"  # what the files of K-FAC's state begin with
+CURVATURE_FILE = "curvature.safetensors"  # of a checkpoint: what K-FAC has learned
 _TENSOR = "__tensor__"  # marks the place of one in such a state
 
 
@@ -90,16 +93,19 @@ def save_newest(run: "Run", progress: Progress) -> None:
         scheduler=run.scheduler.state_dict(),
         regime=run.regime.state_dict(),
     )
-    curvature = run.transform.state_dict()  # whole, on every rank
-    if curvature is not None:
-        write = partial(write_state, _curvature_of(folder), curvature)
-        written, *_ = world.agree(write, when=world.is_main)
-        extra = replace(extra, curvature=written)
+    files, curvature = {}, run.transform.state_dict()  # a copy, whole, on every rank
+    if curvature is not None and world.is_main:
+        files[CURVATURE_FILE] = partial(write_state, state=curvature)
     if run.background is None and not run.config.execution.guard:
         # Not under a guard, which takes the thread's collectives for the program's.
         run.background = dist.new_group(backend="gloo")  # type: ignore[assignment]
     run.written = save_checkpoint(
-        folder, run.model, run.optimizer, extra=asdict(extra), background=run.background
+        folder,
+        run.model,
+        run.optimizer,
+        extra=asdict(extra),
+        files=files,
+        background=run.background,
     )
 
 
@@ -130,10 +136,6 @@ def prune(root: Path, num_kept: int) -> None:
         # The manifest first: what is left if this is cut short is no checkpoint.
         (old / MANIFEST_FILE).unlink()
         shutil.rmtree(old)
-    kept = {_curvature_of(each) for each in checkpoints_of(root)}
-    for file in (root / CHECKPOINTS_FOLDER).glob(f"{CURVATURE}-*"):
-        if file not in kept:
-            file.unlink()
     for left in (root / CHECKPOINTS_FOLDER).glob("step-*"):
         if left.name[5:].isdecimal() and not (left / MANIFEST_FILE).exists():
             shutil.rmtree(left)
@@ -147,13 +149,11 @@ class Extra:
         progress: How far the run had come.
         scheduler: The state of its learning rate.
         regime: That of what draws its rows, and the position in the ledger.
-        curvature: The hash of K-FAC's file; None without one.
     """
 
     progress: Progress
     scheduler: dict[str, Any]
     regime: dict[str, Any]
-    curvature: str | None = None
 
 
 def load_newest(run: "Run") -> tuple[Extra, dict[str, Any] | None] | None:
@@ -190,19 +190,20 @@ def _load(run: "Run", folder: Path) -> tuple[Extra, dict[str, Any] | None]:
     # Before the model changes: every rank looks at the file itself.
     extra = run.world.agree(lambda: _extra_of(run, source))[run.world.rank]
     assert extra is not None
-    curvature = None
-    if extra.curvature is not None:
-        check = partial(check_hash, _curvature_of(folder), extra.curvature)
-        run.world.agree(check, when=run.world.is_main)
-        curvature = read_state(_curvature_of(folder))
     load_checkpoint(folder, run.model, run.optimizer, verify=True)
     run.scheduler.load_state_dict(extra.scheduler)
+    if run.config.mechanism.kfac is None:
+        return extra, None
+    curvature: dict[str, Any] = {}
+    run.world.agree(lambda: curvature.update(read_state(folder / CURVATURE_FILE)))
     return extra, curvature
 
 
 def _extra_of(run: "Run", source: Path) -> Extra:
-    content = build(dict[str, Any], read_json(source), source)
-    extra = build(Extra, content.get("extra"), source, field="extra")
+    manifest = read_manifest(source.parent)
+    extra = build(Extra, manifest.extra, source, field="extra")
+    if run.config.mechanism.kfac is not None and CURVATURE_FILE not in manifest.files:
+        raise BadInput(f"{source} lists no {CURVATURE_FILE}; a run with K-FAC needs it to go on")
     require_like(run.scheduler.state_dict(), extra.scheduler, source, "extra.scheduler")
     if not 0 < extra.progress.step < run.config.mechanism.steps:
         raise BadInput(
@@ -235,21 +236,11 @@ def require_like(own: Any, found: Any, source: object, field: str) -> None:
             build(type(own), found, source, field=field)
 
 
-def _curvature_of(checkpoint: Path) -> Path:
-    """The file beside a checkpoint that holds the state of a preconditioner."""
-    return checkpoint.with_name(f"{CURVATURE}-{checkpoint.name[5:]}.safetensors")
-
-
 # ---- nested state in one file: safetensors, with the rest as JSON in their metadata --------------
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> str:
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state of dictionaries, lists, plain values and tensors on the CPU.
-
-    The file is on the disk, complete, when this returns.
-
-    Returns:
-        The file's hash.
 
     Raises:
         CheckpointFailed: If it could not be written.
@@ -259,31 +250,10 @@ def write_state(path: Path, state: Mapping[str, Any]) -> str:
 
     tensors: dict[str, Tensor] = {}
     metadata = {"state": json.dumps(_taken_out(state, tensors))}
-    part = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, part, metadata)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-        return _hash(path)
-    except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # what it makes of a full disk
         raise CheckpointFailed(f"{path} could not be written: {error}") from error
-
-
-def check_hash(path: Path, expected: str) -> None:
-    """Refuse a file that is not what `write_state` wrote.
-
-    Raises:
-        BadInput: If it is missing, or its hash is another than expected.
-    """
-    if not path.is_file():
-        raise BadInput(f"{path} is missing; the checkpoint beside it cannot be used without it")
-    if _hash(path) != expected:
-        raise BadInput(
-            f"{path} is not what was written: its hash differs; use an earlier checkpoint"
-        )
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -332,11 +302,6 @@ def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return [_put_back(each, tensors) for each in value]
         case _:
             return value
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- going on ------------------------------------------------------------------------------------

@@ -101,12 +101,13 @@ def train(config: TrainConfig, *, on_stderr: bool = False) -> TrainResult:
     """
     with (
         join_world(config.execution.device) as world,
-        StopSignals() as signals,  # until ranks have met, a signal ends them as any process
+        # Until ranks have met, a signal ends them as any process.
+        StopSignals(is_alone=world.size == 1) as signals,
         running_out_of_room(world),
     ):
         # In a frame of its own: models and units hold process groups, and must go before the ranks
         # part.
-        return _train_in(world, config, signals, on_stderr=on_stderr)
+        return _train_in(replace(world, signals=signals), config, on_stderr=on_stderr)
 
 
 @contextmanager
@@ -131,9 +132,7 @@ def running_out_of_room(world: World) -> Iterator[None]:
         ) from error
 
 
-def _train_in(
-    world: World, config: TrainConfig, signals: StopSignals, *, on_stderr: bool
-) -> TrainResult:
+def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainResult:
     mechanism, output, folder = config.mechanism, config.output, Path(config.output.folder)
     with ExitStack() as stack:
         config.check_parts()
@@ -151,7 +150,9 @@ def _train_in(
             if goes_on:
                 check_resumable(folder)
             elif was_launched() and (folder / CONFIG_FILE).is_file():
-                settle(folder)
+                # Ranks that this launch started before may be about to end.
+                is_ours = is_same_launch(read_config(folder).launch)
+                settle(folder, within=GRACE_SECONDS if is_ours else 0.0)
                 saved = read_config(folder)
                 goes_on = is_same_launch(saved.launch)
                 if goes_on and saved.mechanism != mechanism:
@@ -181,7 +182,7 @@ def _train_in(
             model = build(model_config, device="meta")
         sizes = count_parameters(model), row_length
         world.agree(partial(check_memory, config, model_config, *sizes, world))
-        run = Run(config, model, *rows, world, signals)
+        run = Run(config, model, *rows, world)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
 
@@ -247,9 +248,9 @@ class Run:
         unigram_entropy: The loss of the best model that ignores context. In a private run that of
             the held-out rows: of the others it would be a figure that no ε covers.
         world: The ranks.
-        signals: Those that ask it to stop.
 
     Attributes:
+        signals: Those that ask it to stop.
         progress: How far it has come.
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
@@ -269,11 +270,10 @@ class Run:
         eval_rows: RowDataset,
         unigram_entropy: float,
         world: World,
-        signals: StopSignals | None = None,
     ) -> None:
         mechanism, execution = config.mechanism, config.execution
         self.config, self.model, self.world = config, model, world
-        self.signals = signals or StopSignals()
+        self.signals = world.signals or StopSignals()
         self.train_rows, self.eval_rows = train_rows, eval_rows
         self.unigram_entropy = unigram_entropy
         self.num_parameters = count_parameters(model)  # before a rank keeps only its part
@@ -343,6 +343,7 @@ class Run:
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
         with closing(self.regime.passes(range(progress.step, mechanism.steps))) as passes:
+            self.world.agree(lambda: None)  # of a signal that came since they last did
             self.signals.is_stepping = True
             try:
                 budget_sentence = self.take_steps(passes, started)

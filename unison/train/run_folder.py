@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         BadInput: If something is there and may not be replaced, is not a run, or is written to.
     """
     try:
+        folder = _real(folder)
         settle(folder)
         if not os.path.lexists(folder):
             parent = next(part for part in folder.absolute().parents if part.exists())
@@ -68,7 +69,10 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         if folder.is_dir() and not {path.name for path in folder.iterdir()} - BEFORE_CONFIG:
             return
         is_run = (folder / CONFIG_FILE).is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL in it
+    # A name that is too long, or has a NUL in it; a link to itself.
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, UnisonError):
+            raise
         raise BadInput(f"cannot use {str(folder)!r} as --out: {error}") from None
     if not is_run:
         raise BadInput(f"{folder} exists and is not the folder of a run; choose another --out")
@@ -78,21 +82,36 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         )
 
 
+def _real(folder: Path) -> Path:
+    """The folder itself, where a link to one was named: links stay as they are."""
+    return folder.resolve() if folder.is_symlink() else folder
+
+
 def _replaced_of(folder: Path) -> Path:
     """Where a run lies while the one that is to replace it goes on."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def settle(folder: Path) -> None:
+def settle(folder: Path, *, within: float = 0.0) -> None:
     """Undo, or end, a replacement that a killed process left; and see that no other goes on.
+
+    Args:
+        folder: The run.
+        within: Seconds that another process has to let go of it.
 
     Raises:
         BadInput: If another process writes to the folder.
     """
-    replaced = _replaced_of(folder)
-    if folder.is_dir() and (folder / LOCK_FILE).is_file():
-        with locked(folder):
-            pass
+    folder = _real(folder)
+    replaced, deadline = _replaced_of(folder), time.monotonic() + within
+    while folder.is_dir() and (folder / LOCK_FILE).is_file():
+        try:
+            with locked(folder):
+                break
+        except BadInput:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
     if not replaced.is_dir():
         return
     if (folder / RESULT_FILE).is_file():
@@ -147,6 +166,7 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
 
     With `resume` a run goes on in its folder, and a failure leaves that as it is.
     """
+    folder = _real(folder)
     replaced = _replaced_of(folder)
     with ExitStack() as stack:
         if not resume:
@@ -154,17 +174,19 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
             folder.parent.mkdir(parents=True, exist_ok=True)
             if folder.exists():
                 stack.enter_context(locked(folder))
-                if not (folder / CONFIG_FILE).exists():
-                    shutil.rmtree(folder)
-                elif replaced.exists():  # of a run that was killed, which has something to keep
-                    _keep_or_remove(folder, is_name_free=False)
-                else:
-                    folder.rename(replaced)
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                raise BadInput(f"another run has begun in {folder}; choose another --out") from None
-            stack.enter_context(locked(folder))
+                if (folder / CONFIG_FILE).exists():
+                    if replaced.exists():  # of a run that was killed, which has something to keep
+                        _keep_or_remove(folder, is_name_free=False)
+                    else:
+                        folder.rename(replaced)
+            if not folder.exists():
+                try:
+                    folder.mkdir()
+                except FileExistsError:
+                    raise BadInput(
+                        f"another run has begun in {folder}; choose another --out"
+                    ) from None
+                stack.enter_context(locked(folder))
         try:
             yield folder
         except BaseException as error:  # Ctrl-C and a full disk too: what was replaced comes back
@@ -183,7 +205,10 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
 def _keep_or_remove(folder: Path, *, is_name_free: bool) -> Path | None:
     """Remove a failed run unless it has something that must stay; returns where it is kept."""
     if not checkpoints_of(folder) and not num_counted_steps(folder):
-        shutil.rmtree(folder)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        with suppress(OSError):  # a volume that is mounted there stays
+            folder.rmdir()
         return None
     if is_name_free:
         return folder

@@ -45,6 +45,7 @@ class World:
         local_rank: Index among the processes on this machine.
         node: Index of this machine.
         device: Where this rank computes.
+        signals: Those that ask it to stop; None where nobody listens.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class World:
     local_rank: int
     node: int
     device: torch.device
+    signals: "StopSignals | None" = None
 
     @property
     def is_main(self) -> bool:
@@ -74,20 +76,20 @@ class World:
 
         An error that a user can mend, a full disk among them, is raised on *all* ranks, with the
         same message, if any rank met it: nobody is left waiting in a collective for a rank that has
-        gone.
+        gone. So is `Stopped`, if a signal came to any rank before the first step.
 
         Returns:
             Each rank's result, in rank order (None where `when` did not hold).
         """
         result: T | None = None
         error: UnisonError | None = None
-        if when:
-            try:
-                result = work()
-            except UnisonError as met:
-                error = met
-            except OSError as met:
-                error = OutOfRoom(f"a file could not be written: {met}; what was complete stays")
+        try:
+            with self.signals.heard() if self.signals else nullcontext():
+                result = work() if when else None
+        except UnisonError as met:
+            error = met
+        except OSError as met:
+            error = OutOfRoom(f"a file could not be written: {met}; what was complete stays")
         outcomes: list[tuple[T | None, UnisonError | None]] = [(None, None)] * self.size
         dist.all_gather_object(outcomes, (result, error))
         for _, met in outcomes:
@@ -182,22 +184,40 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 30  # as Slurm and torchrun give a process between SIGTERM and SIGKILL
 # A launcher passes a signal on to ranks that the terminal has sent it to as well.
 ECHO_SECONDS = 1.0
+BEFORE_STEPS = "before its next step"
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: a request that is honoured after the step at hand. A context manager.
+    """SIGTERM and Ctrl-C: a request that all ranks honour together. A context manager.
 
-    Outside of steps there is nothing to wait for, and the first signal raises `Stopped`. A second
-    one raises `KeyboardInterrupt`, and so do GRACE_SECONDS.
+    While steps are taken that is after the step at hand. Before, one process has nothing to wait
+    for, and the first signal raises `Stopped`; of several ranks the one that got it must not leave
+    the others waiting, so that it raises within `heard`, whose errors ranks share. A second signal
+    raises `KeyboardInterrupt`, and so do GRACE_SECONDS.
+
+    Args:
+        is_alone: Whether there is one rank.
 
     Attributes:
         number: The signal that came; 0 for none.
         is_stepping: Whether steps are being taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = True) -> None:
         self.number, self.is_stepping, self._since = 0, False, 0.0
+        self._may_raise = is_alone
         self._before: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Raise `Stopped` for a signal that comes here, or has come, unless steps are taken."""
+        before, self._may_raise = self._may_raise, True
+        try:
+            if self.number and not self.is_stepping:
+                raise self.stopped(BEFORE_STEPS, self.number)
+            yield
+        finally:
+            self._may_raise = before
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # no other one may have handlers
@@ -222,8 +242,8 @@ class StopSignals:
         if self.number:
             raise KeyboardInterrupt
         self.number, self._since = number, now
-        if not self.is_stepping:
-            raise self.stopped("before its next step", number)
+        if self._may_raise and not self.is_stepping:
+            raise self.stopped(BEFORE_STEPS, number)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._take)
         signal.alarm(GRACE_SECONDS)
 

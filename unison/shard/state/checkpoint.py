@@ -304,6 +304,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def data_file(path: Path) -> DataFile:
+    """What a manifest says of a file, which is on the disk, not only on its way there, then."""
+    sync(path)
+    return DataFile(path.stat().st_size, sha256_of(path))
+
+
 def write_folder(
     folder: Path,
     parts: dict[str, FlatPart],
@@ -312,6 +318,7 @@ def write_folder(
     *,
     optimizer: dict[str, Any] | None,
     extra: dict[str, Any],
+    files: Mapping[str, Callable[[Path], None]] | None = None,
 ) -> None:
     """Write a checkpoint's folder, which appears when everything is on the disk; a collective.
 
@@ -322,9 +329,13 @@ def write_folder(
         ranks: Who takes part.
         optimizer: The manifest's.
         extra: The manifest's, as JSON can hold it.
+        files: Further ones by name, and what writes them; called on rank 0.
     """
 
-    def on_written(chunks: dict[str, list[FileChunk]], files: dict[str, DataFile]) -> None:
+    def on_written(chunks: dict[str, list[FileChunk]], written: dict[str, DataFile]) -> None:
+        for name, write in (files or {}).items():
+            write(partial_of(folder) / name)
+            written[name] = data_file(partial_of(folder) / name)
         try:
             version = metadata.version("unison")
         except metadata.PackageNotFoundError:
@@ -335,7 +346,7 @@ def write_folder(
                 key: replace(each, chunks=tuple(chunks.get(key, ())))
                 for key, each in tensors.items()
             },
-            files=files,
+            files=written,
             optimizer=optimizer,
             extra=extra,
             written_by={"unison": version, "torch": torch.__version__},
@@ -365,6 +376,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    files: Mapping[str, Callable[[Path], None]] | None = None,
     background: dist.ProcessGroup | None = None,
 ) -> "Future[None]":
     """Write the state of a model and its optimizer, each rank its part; a collective.
@@ -378,6 +390,8 @@ def save_checkpoint(
         optimizer: Its elementwise optimizer, if its state is to be saved.
         extra: Whatever else a run needs to go on (step, position of the loader), as JSON can hold
             it; that of rank 0 is written.
+        files: Further files of the folder by name, and what writes them to a path; those of rank 0
+            are written, where and when all others are. What they read must not change meanwhile.
         background: A group of the same ranks that nobody else uses, on the CPU (`dist.new_group(
             backend="gloo")`): the state is copied, and written by a thread while training goes on.
 
@@ -409,7 +423,7 @@ def save_checkpoint(
             del parts[key]
     written: Future[None] = Future()
     if background is None:
-        write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra)
+        write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra, files=files)
         written.set_result(None)
         return written
     if dist.get_world_size(background) != ranks.size:
@@ -425,7 +439,9 @@ def save_checkpoint(
     def write() -> None:
         try:
             everyone = Ranks(background)
-            write_folder(folder, parts, tensors, everyone, optimizer=saved, extra=extra)
+            write_folder(
+                folder, parts, tensors, everyone, optimizer=saved, extra=extra, files=files
+            )
             written.set_result(None)
         except BaseException as error:  # it is raised where somebody waits
             written.set_exception(error)

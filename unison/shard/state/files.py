@@ -45,7 +45,7 @@ from torch.futures import Future
 
 from unison.errors import BadInput, UnisonError
 from unison.shard.ranks import Ranks
-from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, sha256_of, sync
+from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, data_file
 from unison.shard.state.entries import CheckpointFailed, FlatPart
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
@@ -315,5 +315,4 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> DataFile:
         save_file(tensors, path)
     except SafetensorError as error:  # what it makes of a full disk or a missing folder
         raise CheckpointFailed(f"could not write {path}: {error}") from None
-    sync(path)
-    return DataFile(path.stat().st_size, sha256_of(path))
+    return data_file(path)

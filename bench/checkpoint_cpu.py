@@ -1,0 +1,110 @@
+"""What do checkpoints in the background cost?
+
+    python -m bench.checkpoint_cpu           # writes bench/results/checkpoint-cpu.json
+
+Two gloo ranks train a sharded model of GPT-2's shape with AdamW. Blocks of five steps begin with a
+checkpoint, which must be on the disk when the block ends, or wait for it, or do without. They are
+timed side by side, in an order that rotates.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import unison
+from bench.runner import ratio_of, write_result
+from unison.models import ModelConfig, build
+from unison.train import run_on_local_ranks
+from unison.train.world import join_world
+
+CONFIG = ModelConfig(
+    family="gpt2",
+    vocab_size=4096,
+    context_length=128,
+    d_model=384,
+    num_layers=6,
+    num_heads=6,
+    d_ff=1536,
+    tie_head=True,
+)
+STEPS = 5  # from one checkpoint to the next
+LIMIT = 1.10  # that the ratio to steps without checkpoints must stay under
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    rounds: int
+    batch_size: int
+    folder: str
+
+
+def measure(settings: Settings) -> dict[str, list[float]]:
+    """Run on every rank; the seconds of blocks of each kind, round by round."""
+    with join_world("cpu") as world:
+        torch.set_num_threads(1)
+        model = unison.auto_shard(build(CONFIG))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        group = dist.new_group(backend="gloo")
+        folder = Path(settings.folder) / "checkpoint"
+        shape = (settings.batch_size // world.size, CONFIG.context_length + 1)
+        rows = torch.randint(0, CONFIG.vocab_size, shape)
+
+        def block(kind: str) -> float:
+            dist.barrier()
+            started = time.perf_counter()
+            if kind != "none":
+                background = group if kind == "background" else None
+                written = unison.save_checkpoint(folder, model, optimizer, background=background)
+            for _ in range(STEPS):
+                unison.per_sample_loss(model(rows[:, :-1]), rows[:, 1:]).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if kind != "none":
+                written.result()
+            dist.barrier()
+            return time.perf_counter() - started
+
+        names = ["background", "none", "waiting"]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(-1, settings.rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                took = block(name)
+                if number >= 0:
+                    seconds[name].append(took)
+        return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=8)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        settings = Settings(folder=folder, **vars(arguments))
+        seconds = run_on_local_ranks(measure, settings, num_ranks=2)
+        checkpoint = Path(folder) / "checkpoint"
+        num_bytes = sum(path.stat().st_size for path in checkpoint.iterdir())
+    ratio = asdict(ratio_of(seconds["background"], seconds["none"]))
+    ratio |= {"limit": LIMIT, "is_within": ratio["ratio"] <= LIMIT}
+    figures = {
+        "settings": vars(arguments) | {"steps_per_checkpoint": STEPS, "num_ranks": 2},
+        "model": asdict(CONFIG),
+        "checkpoint_bytes": num_bytes,
+        "ratios": {
+            "in the background/none": ratio,
+            "waited for/none": asdict(ratio_of(seconds["waiting"], seconds["none"])),
+        },
+    }
+    print(write_result("checkpoint-cpu", figures).read_text())
+
+
+if __name__ == "__main__":
+    main()
