@@ -136,10 +136,12 @@ def digests_on(world: World, replicas: int) -> tuple[str, ...]:
     return Recorder(model, world.rank, world.size, add_up).take()[1]
 
 
-def test_digests_of_shards_are_those_of_the_whole():
+@pytest.mark.parametrize(
+    ("size", "replicas"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_digests_of_shards_are_those_of_the_whole(size, replicas):
     _, whole = Recorder(build(ODD, seed=0), 0, 1, lambda x: x).take()
-    for size, replicas in [(2, 1), (2, 2), (4, 2)]:
-        assert run_on_ranks(size, digests_on, replicas) == [whole] * size
+    assert run_on_ranks(size, digests_on, replicas) == [whole] * size
 
 
 def test_rows_are_known_by_content_and_place_and_not_by_passes():

@@ -273,7 +273,7 @@ def test_a_run_with_a_kept_key_is_replayed_by_whoever_opens_it(sealed, tmp_path,
     monkeypatch.setattr(
         Key, "from_entropy", classmethod(lambda cls: keys.append(original(cls)) or keys[-1])
     )
-    sealed = replace(sealed, mechanism=replace(sealed.mechanism, steps=2))
+    sealed = replace(sealed, mechanism=replace(sealed.mechanism, steps=1))
     train(sealed)
     run, path, secrets = tmp_path / "run", tmp_path / "key", [key._bytes for key in keys]
     (commitment,) = {each.key_commitment for each in read_ledger(run / "ledger.jsonl").sessions}
@@ -281,9 +281,9 @@ def test_a_run_with_a_kept_key_is_replayed_by_whoever_opens_it(sealed, tmp_path,
     for data in [*contents(run).values(), path.read_bytes()]:
         assert not any(secret in data or secret.hex().encode() in data for secret in secrets)
     found = check(run, seal_key=str(path))
-    assert (found.num_compared, found.num_equal) == (2, 2)
+    assert (found.num_compared, found.num_equal) == (1, 1)
     with Record(run) as record:
-        assert {record.step(step).key for step in (1, 2)} == {commitment}
+        assert record.step(1).key == commitment
         assert len(str(record.step(1).loss)) == 32  # not the loss itself
     with pytest.raises(BadInput, match="give the file: --seal-key"):
         check(run)
