@@ -220,6 +220,12 @@ def test_a_record_that_ends_too_early_is_not_gone_on_with(tmp_path):
         open_record(tmp_path / "run", UNITS, after_step=3),
     ):
         pass
+    (tmp_path / "run" / RECORD_FILE).unlink()
+    with (
+        pytest.raises(BadInput, match="not recorded from its beginning; leave --record out"),
+        open_record(tmp_path / "run", UNITS, after_step=3),
+    ):
+        pass
 
 
 def test_a_changed_line_is_noticed(tmp_path):

@@ -469,6 +469,8 @@ def open_record(
         peaks: list[bytes] = []
         num_lines = 0
     else:
+        if not (run / RECORD_FILE).exists():
+            raise BadInput(f"{run} was not recorded from its beginning; leave --record out")
         with Record(run) as found:
             num_lines, width = after_step + 1, found.width
             if found.units != tuple(units) or found.num_lines < num_lines:
