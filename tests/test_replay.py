@@ -94,11 +94,12 @@ class Blocks(nn.Module):
 def test_the_unit_that_was_changed_is_named():
     torch.manual_seed(0)
     model = Blocks()
+    layers = [each for each in model.layers if isinstance(each, nn.Linear)]
     recorder = Recorder(model, 0, 1, lambda x: x)
     assert recorder.units == ("layers.0", "layers.1", "layers.2", "(root)")
     _, before = recorder.take()
     with torch.no_grad():
-        model.layers[1].bias[3] += 1
+        layers[1].bias[3] += 1
     _, after = recorder.take()
     a, b = (StepRecord(step=7, units=each) for each in (before, after))
     parting = compare_steps(a, b, recorder.units)
@@ -106,10 +107,10 @@ def test_the_unit_that_was_changed_is_named():
     assert (parting.step, parting.unit, parting.units) == (7, "layers.1", ("layers.1",))
     assert "at step 7: the parameters of layers.1" in parting.sentence
     with torch.no_grad():  # two parameters of a unit that change places
-        model.layers[1].bias[3] -= 1
-        weight = model.layers[0].weight.clone()
-        model.layers[0].weight.copy_(model.layers[1].weight)
-        model.layers[1].weight.copy_(weight)
+        layers[1].bias[3] -= 1
+        weight = layers[0].weight.clone()
+        layers[0].weight.copy_(layers[1].weight)
+        layers[1].weight.copy_(weight)
     assert (
         compare_steps(a, StepRecord(step=7, units=recorder.take()[1]), recorder.units) is not None
     )
