@@ -45,8 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lightning": LIBRARY,
     "verify": LIBRARY,
     "plan": LIBRARY,
-    "train": LIBRARY | {"verify", "plan", "__init__"},
-    "cli": LIBRARY | {"verify", "plan", "train", "hf", "__init__"},
+    "replay": BASE | {"shard"},
+    "train": LIBRARY | {"verify", "plan", "replay", "__init__"},
+    "cli": LIBRARY | {"verify", "plan", "replay", "train", "hf", "__init__"},
     "__main__": {"cli"},
     "__init__": LIBRARY | {"verify", "plan"},
 }

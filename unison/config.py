@@ -330,6 +330,13 @@ class Output:
         data_salt: A small secret file that stays beside the data, made if it is not there. With it
             the ledger commits to the rows, so that `unison account RUN RUN...` knows runs on one
             data set.
+        record: Keep a digest of every step and unit, so that `unison replay` can check any stretch
+            of the run, on any number of ranks. Needs --reducer ordered.
+        seal_key: A new file for the secret key of a private run, sealed under a passphrase: whoever
+            opens it can replay the run, and take its noise off. With --resume: the run's own, to go
+            on under the same key. Without it no key is ever written.
+        passphrase_file: A file that holds the passphrase of --seal-key; UNISON_PASSPHRASE in the
+            environment, or a prompt, otherwise.
     """
 
     folder: str
@@ -345,6 +352,9 @@ class Output:
     command: str = ""
     unsafe_diagnostics: bool = False
     data_salt: str | None = None
+    record: bool = False
+    seal_key: str | None = None
+    passphrase_file: str | None = None
 
     def __post_init__(self) -> None:
         check.not_negative(eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
@@ -413,6 +423,18 @@ class TrainConfig:
                 f"on each rank: --shard {' or '.join(WHOLE_SHARDINGS)}, found {shard!r}; or use "
                 "--clipping ghost or flash_fuse, which keep nothing either"
             )
+        if self.output.record and self.mechanism.reducer != "ordered":
+            raise BadInput(
+                "--record needs --reducer ordered: with the fast one the bits of a step depend on "
+                "the ranks, and nothing could be compared"
+            )
+        if self.output.seal_key is not None:
+            privacy = self.mechanism.privacy
+            if privacy is None or not privacy.secure_noise or not self.output.record:
+                raise BadInput(
+                    "--seal-key keeps the secret key of a private run for its replay: it needs "
+                    "--private, secure noise and --record"
+                )
         if self.mechanism.kfac is None and self.execution.owner_fraction:
             raise BadInput(
                 "only runs with --kfac have --owner-fraction, found "

@@ -20,6 +20,7 @@ CURVE_FILE = "loss.png"
 ENVIRONMENT_FILE = "environment.json"
 PARAMETERS_FILE = "model.safetensors"
 CHECKPOINTS_FOLDER = "checkpoints"
+COUNTERFACTUAL_FILE = "counterfactual.json"  # marks a model that no training gave
 
 
 @dataclass(frozen=True, kw_only=True)

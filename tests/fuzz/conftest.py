@@ -41,6 +41,7 @@ def sound(tmp_path_factory) -> Path:
     text = root / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     settings = {"reducer": "ordered", "steps": 4, "batch_size": 8, "checkpoint_every": 1}
+    settings["record"] = True
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     train(config_of(root / "a", text, SEEDED, **settings))

@@ -12,11 +12,13 @@ from tests.fuzz.inputs import CORPUS, SEED, copy_of, damage_file
 from unison.errors import Diverged, UnisonError
 from unison.models import load
 from unison.privacy import PrivacyEngine, read_ledger
+from unison.rng import Key, open_sealed_key, seal, seal_key
 from unison.train import loop
 
 RUN_FILES = ["config.json", "result.json", "metrics.jsonl", "model.safetensors", "environment.json"]
 LEDGER_FILES = ["ledger.jsonl", "ledger.head.json"]
 MODEL_FILES = ["model.json", "model.safetensors"]
+RECORD_FILES = ["record.jsonl", "record.tree"]
 
 # A few inputs in every run of the tests, and ten blocks of many in the long one.
 BLOCKS = [0, *(pytest.param(each, marks=pytest.mark.full) for each in range(1, 11))]
@@ -90,6 +92,51 @@ def test_runs_that_go_on(sound, ends_well, tmp_path, monkeypatch, block):
         assert code == 2
         said.add(err)
     assert any("as far as this test goes" in each for each in said)
+
+
+@blocks
+def test_records_that_are_compared(sound, ends_well, tmp_path, block):
+    rng = random.Random(f"{SEED} record {block}")
+    for number in range(100 if block else 30):
+        run = tmp_path / str(number)
+        run.mkdir()
+        for name in RECORD_FILES:
+            (run / name).write_bytes((sound / "a" / name).read_bytes())
+        damage_file(run / rng.choice(RECORD_FILES), rng)
+        pair = [run, sound / "b"]
+        rng.shuffle(pair)
+        ends_well("replay", pair[0], "--against", pair[1], *rng.choice([[], ["--json"]]))
+
+
+@blocks
+def test_runs_that_are_replayed(sound, ends_well, tmp_path, monkeypatch, block):
+    """All that is read of a run that is replayed; it is stopped before its first step."""
+
+    def stop(run, step, passes):
+        raise Diverged("as far as this test goes")
+
+    monkeypatch.setattr(loop.Run, "advance", stop)
+    monkeypatch.setattr(PrivacyEngine, "check", lambda engine, row: None)
+    rng = random.Random(f"{SEED} replay {block}")
+    for number in range(20 if block else 5):
+        run = copy_of(sound / "stopped", tmp_path / f"run-{number}")
+        damage_file(run / rng.choice([*files_of(run), *RECORD_FILES]), rng)
+        code, _ = ends_well("replay", run, "--steps", "3:4" if number % 4 else "0:2")
+        assert code == 2
+
+
+@blocks
+def test_sealed_keys(tmp_path, monkeypatch, block):
+    monkeypatch.setitem(seal._SCRYPT, "n", 2)
+    rng, sealed = random.Random(f"{SEED} key {block}"), tmp_path / "key"
+    seal_key(Key.from_seed(0), sealed, "passphrase", "ab" * 32)
+    for number in range(200 if block else 60):
+        path = tmp_path / str(number)
+        path.write_bytes(sealed.read_bytes())
+        damage_file(path, rng)
+        with in_time(path):
+            said = refusal(lambda path: open_sealed_key(path, "passphrase", "ab" * 32), path)
+        assert said is None or str(path) in said
 
 
 EDITS = json.loads((CORPUS / "edits.json").read_text())

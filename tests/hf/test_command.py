@@ -19,6 +19,7 @@ from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokeniz
 from unison.errors import BadInput
 from unison.hf.command import _load, _row, read_records
 from unison.models import ModelConfig, build, save
+from unison.run_files import COUNTERFACTUAL_FILE
 
 unison = unison_fixture
 PLAN = ["--epsilon", 3, "--delta", 1e-3, "--accountant", "rdp", "--epochs", 2]
@@ -111,6 +112,11 @@ def test_a_run_of_train_is_exported(family, tmp_path, unison):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.arange(7)[None]
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
+    (tmp_path / COUNTERFACTUAL_FILE).write_text("{}")  # as a replay without some rows leaves it
+    code, _, error = unison("export", tmp_path, "--out", tmp_path / "other")
+    assert code == 2
+    assert "ε = ∞" in error
+    assert not (tmp_path / "other").exists()
 
 
 def test_only_what_is_answered_has_labels():

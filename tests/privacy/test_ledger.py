@@ -11,7 +11,7 @@ import pytest
 from tests.privacy.ledgers import RATE, ROOT, lines_of, make, take
 from unison.errors import BadInput
 from unison.privacy.accounting import ADJACENCY, Event, epsilon_of
-from unison.privacy.ledger import Ledger, hash_of, head_file_of, read_ledger
+from unison.privacy.ledger import Ledger, Session, hash_of, head_file_of, read_ledger
 from unison.privacy.mechanism import AdaptiveClipping
 from unison.privacy.sampling import Shuffled
 from unison.rng import Key
@@ -67,6 +67,7 @@ def test_a_session_says_what_it_is_and_holds_no_secret(path):
         "unison",
         "accountant",
         "key_origin",
+        "key_commitment",
         "adjacency",
         "unit",
         "rows_per_sample",
@@ -248,3 +249,16 @@ def test_two_ledgers_of_one_process_are_refused_too(path):
             Ledger.open(path, mechanism=make())
         assert path.read_bytes() == before
     Ledger.open(path, mechanism=make()).close()
+
+
+def test_the_key_that_an_owner_keeps_is_committed_to(path):
+    told = "ab" * 32
+    with Ledger.open(path, mechanism=make(), session=Session(key_commitment=told)):
+        pass
+    assert read_ledger(path).sessions[0].key_commitment == told
+    # Sessions of earlier versions do not say it.
+    record = json.loads(lines_of(path)[0])
+    assert record.pop("key_commitment") == told
+    assert Session.from_record(record).key_commitment is None
+    with pytest.raises(BadInput, match="key_commitment is no hash"):
+        Session.from_record(record | {"key_commitment": "none"})

@@ -21,6 +21,7 @@ import unison
 from unison.cli.account import account
 from unison.cli.finetune import export, finetune, generate
 from unison.cli.plan import plan
+from unison.cli.replay import replay
 from unison.cli.train import train
 from unison.errors import BadInput, OutOfRoom, Stopped, UnisonError
 from unison.models import PRESETS, build, count_parameters
@@ -45,7 +46,7 @@ verify = typer.Typer(
 )
 app.command(rich_help_panel="Verbs")(train)
 app.command(rich_help_panel="Verbs")(account)
-for verb in (finetune, generate, export, plan):
+for verb in (finetune, generate, export, plan, replay):
     app.command(rich_help_panel="Verbs")(verb)
 
 

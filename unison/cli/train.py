@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from unison import config as settings
+from unison.cli.replay import ask_passphrase
 from unison.errors import BadInput
 from unison.models import PRESETS
 from unison.train import (
@@ -48,7 +49,7 @@ PANELS = {
     """,
     "Privacy: one row is one record": """
         private epsilon noise_multiplier delta max_grad_norm clipping clip_rule sampling
-        capacity accountant secure_noise unsafe_diagnostics data_salt
+        capacity accountant secure_noise unsafe_diagnostics data_salt seal_key passphrase_file
     """,
     "K-FAC: natural gradient": """
         kfac damping damping_form max_condition_number update_every invert_every decay
@@ -58,7 +59,7 @@ PANELS = {
         nproc shard replicas guard device micro_batch_size
     """,
     "Output": """
-        out overwrite resume checkpoint_every checkpoint_seconds keep_checkpoints eval_every
+        out overwrite resume checkpoint_every checkpoint_seconds keep_checkpoints record eval_every
         eval_rows log_every tensorboard as_json
     """,
 }
@@ -92,6 +93,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "guard": ("--guard/--no-guard",),
     "micro_batch_size": ("--micro-batch-size", "--physical-batch"),
     "tensorboard": ("--tensorboard/--no-tensorboard",),
+    "record": ("--record/--no-record",),
     "keep_checkpoints": ("--keep-checkpoints", "--keep"),
     "as_json": ("--json",),
 }
@@ -118,6 +120,8 @@ def complete_preset(incomplete: str) -> list[str]:
 DETAILS: dict[str, dict[str, Any]] = {
     "preset": {"autocompletion": complete_preset},
     "data_salt": {"metavar": "FILE"},
+    "seal_key": {"metavar": "FILE"},
+    "passphrase_file": {"metavar": "FILE"},
     "nproc": {"min": 1, "max": settings.MAX_LOCAL_RANKS},
     "resume": {"metavar": "RUN"},
 }
@@ -217,7 +221,7 @@ def train(context: typer.Context, **options: Any) -> None:
     kfac_given = of(settings.Kfac, "kfac", among=given)
     privacy, kfac = None, None
     if resume is None:
-        beside = given & {"clipping", "unsafe_diagnostics", "data_salt"}
+        beside = given & {"clipping", "unsafe_diagnostics", "data_salt", "seal_key"}
         privacy = _part(settings.Privacy, "private", privacy_given, beside)
         kfac = _part(settings.Kfac, "kfac", kfac_given, given & {"owner_fraction"})
     elif given & {"out", "overwrite"}:
@@ -247,6 +251,8 @@ def train(context: typer.Context, **options: Any) -> None:
         if "nproc" not in given and not was_launched():
             nproc = saved_world_size(Path(resume))
     check_before_launch(config)
+    if config.output.seal_key is not None and not was_launched():
+        ask_passphrase(config.output.passphrase_file, is_new=resume is None)
     work = partial(run, on_stderr=values["as_json"])
     result = work(config) if nproc == 1 else run_on_local_ranks(work, config, num_ranks=nproc)
     if values["as_json"]:

@@ -11,6 +11,7 @@ consecutive rows share one token (the last target of a row is the first input of
 token of the stream but the first is a target exactly once and no token is stored twice.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -62,6 +63,19 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, directory: Path, split: str, description: dict[str, Any]):
         self.directory, self.split, self._description = directory, split, description
         self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
+        self._emptied = np.zeros(0, dtype=np.int64)
+
+    def emptied(self, indices: Indices) -> "RowDataset":
+        """The same rows, of which some hold nothing: padding, and no targets.
+
+        Such a row has no gradient. It keeps its place, so that the others keep theirs.
+
+        Raises:
+            IndexError: A row number is negative or too large.
+        """
+        other = copy.copy(self)
+        other._emptied = self._checked(indices)
+        return other
 
     @classmethod
     def open(cls, directory: str | Path, split: str) -> "RowDataset":
@@ -135,10 +149,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         block = self._mapped()[0][chosen]  # [n, row_length + 1]
         labels = block[:, 1:].astype(np.int64)
         labels[np.arange(self.row_length) >= self.num_targets(chosen)[:, None]] = IGNORE_INDEX
-        return {
-            "input_ids": torch.from_numpy(block[:, :-1].astype(np.int64)),
-            "labels": torch.from_numpy(labels),
-        }
+        inputs = block[:, :-1].astype(np.int64)
+        inputs[np.isin(chosen, self._emptied)] = self._description["pad_id"]
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def num_targets(self, indices: Indices) -> np.ndarray:
         """Count the targets of rows.
@@ -154,9 +167,11 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         """
         chosen = self._checked(indices)
         _, lengths = self._mapped()
-        if lengths is None:
-            return np.full(len(chosen), self.row_length, dtype=np.int64)
-        return lengths[chosen].astype(np.int64) - 1
+        found = np.full(len(chosen), self.row_length, dtype=np.int64)
+        if lengths is not None:
+            found = lengths[chosen].astype(np.int64) - 1
+        found[np.isin(chosen, self._emptied)] = 0
+        return found
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows, read once from front to back.

@@ -25,6 +25,7 @@ from unison.errors import BadInput
 from unison.hf.trainer import PrivateTrainer
 from unison.hf.twins import as_transformers
 from unison.models import CONFIG_FILE, load
+from unison.run_files import COUNTERFACTUAL_FILE
 
 MODEL_FOLDER = "model"
 RESULT_FILE = "result.json"
@@ -159,6 +160,11 @@ def export(run: Path, out: Path, to: str) -> Path:
     """
     if out.exists():
         raise BadInput(f"{out} is there already; choose another --out")
+    if (run / COUNTERFACTUAL_FILE).exists():
+        raise BadInput(
+            f"{run} is a replay without some rows, and compared with its run gives them away (ε = "
+            "∞): it is not exported; export the run itself"
+        )
     if (run / CONFIG_FILE).is_file():  # of `unison train`
         tokenizer, model = None, as_transformers(load(run))
     else:

@@ -199,12 +199,20 @@ def refuse_opacus_values(clipping: Any, max_grad_norm: Any) -> None:
         )
 
 
-def make_key(seed: int | None, group: dist.ProcessGroup | None, *, is_secure: bool) -> Key:
-    """The run's key: the operating system's, the same on all ranks of a group, or a seed's.
+def make_key(
+    seed: int | None, own: Key | None, group: dist.ProcessGroup | None, *, is_secure: bool
+) -> Key:
+    """The run's key: the caller's own, or the operating system's, the same on all ranks of a group.
+
+    Or a seed's.
 
     Raises:
         BadInput: If a seed is given for a secret key, or none for the other.
     """
+    if own is not None:
+        if seed is not None or not is_secure:
+            raise BadInput("key= says where noise comes from: leave seed= and secure_noise= out")
+        return own
     if is_secure:
         if seed is not None:
             raise BadInput(

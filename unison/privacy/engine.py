@@ -38,7 +38,7 @@ from unison.privacy.graph import LossOf, RecordedPass
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import DataSalt, Ledger, Session, commit_to_data
 from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
-from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Schedule
+from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (
     BatchDealer,
     Ranks,
@@ -50,6 +50,7 @@ from unison.privacy.sampling import (
     usual_batch_size,
 )
 from unison.privacy.training import Diagnostics, PrivateTraining, refuse_second_trainer
+from unison.rng import Key
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -131,6 +132,8 @@ class PrivacyEngine:
         row_shape: RowShape = None,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as torch names it
         seed: int | None = None,
+        key: Key | None = None,
+        key_commitment: str | None = None,
         data_salt: DataSalt | None = None,
         data_id: str | None = None,
         **unknown: Any,
@@ -185,6 +188,9 @@ class PrivacyEngine:
                 has its backend, mode and options. They do so too if the module comes compiled. What
                 cannot be compiled runs as it is, and a warning says why.
             seed: Makes noise and sampling repeatable, and ε infinite. Needs `secure_noise=False`.
+            key: A key of the caller's, the same on every rank, instead of a fresh one. Whoever has
+                it can take the noise off what is released.
+            key_commitment: A salted hash of that key, for the ledger.
             data_salt: Lets the ledger commit to the data set, so that `unison account RUN RUN ...`
                 can tell which runs it adds up were on the same data: 16 secret bytes or more, or a
                 file that holds them. It lives with the data, not with the run, and is made if it
@@ -245,7 +251,7 @@ class PrivacyEngine:
                 is_chosen=self.accountant == "odometer",
             )
             ranks = owner.ranks
-            key = make_key(seed, owner.everyone.group, is_secure=self.secure_noise)
+            key = make_key(seed, key, owner.everyone.group, is_secure=self.secure_noise)
             loader = PrivateLoader(
                 data_loader,
                 sampling,
@@ -268,6 +274,7 @@ class PrivacyEngine:
                 owner.everyone,
                 Session(
                     key_origin=key.origin,
+                    key_commitment=key_commitment,
                     unit=loader.rows.unit,
                     rows_per_sample=rows_per_sample,
                     sampling_source="unison",
@@ -474,6 +481,11 @@ class PrivacyEngine:
     def diagnostics(self) -> Diagnostics:
         """Return what is known of the last logical batch; no ε covers it."""
         return self._attached.diagnostics()
+
+    @property
+    def last_release(self) -> Release:
+        """What the last step applied."""
+        return self._attached.last_release
 
     @property
     def mechanism(self) -> Mechanism:

@@ -59,6 +59,7 @@ class Session:
     Attributes:
         key_origin: Where noise and sampling come from: `"operating system"`; `"seed"`, which
             whoever knows it can draw again; or `"unknown"`.
+        key_commitment: Salted hash of a key that its owner keeps, sealed; None if nobody does.
         adjacency: Between which data sets ε holds.
         unit: What is protected.
         rows_per_sample: Rows of a batch that `collate_fn` makes of one such unit.
@@ -72,6 +73,7 @@ class Session:
     """
 
     key_origin: str = "unknown"
+    key_commitment: str | None = None
     adjacency: str = ADJACENCY
     unit: str = "one row of the data set"
     rows_per_sample: int = 1
@@ -101,9 +103,10 @@ class Session:
             raise BadInput(f"expected format {FORMAT} or {_FORMAT_1}, found {found}")
         names = {each.name for each in fields(cls)}
         _check_types(cls, {name: record[name] for name in names & record.keys()})
-        if missing := sorted(names - record.keys()):
+        # Sessions of earlier versions have kept no key, and say nothing of it.
+        if missing := sorted(names - record.keys() - {"key_commitment"}):
             raise BadInput(f"it does not say its {missing[0]}")
-        session = cls(**{name: record[name] for name in names})
+        session = cls(**{name: record[name] for name in names & record.keys()})
         choices = {
             "key_origin": (FROM_SYSTEM, FROM_SEED, "unknown"),
             "adjacency": (ADJACENCY,),
@@ -112,8 +115,10 @@ class Session:
         for name, known in choices.items():
             if getattr(session, name) not in known:
                 raise BadInput(f"its {name} is {short(getattr(session, name))}")
-        if session.commitment is not None and not _is_hash(session.commitment):
-            raise BadInput(f"its commitment is no hash: {short(session.commitment)}")
+        for name in ("commitment", "key_commitment"):
+            value = getattr(session, name)
+            if value is not None and not _is_hash(value):
+                raise BadInput(f"its {name} is no hash: {short(value)}")
         for name in ("unit", "committed_to", "device"):  # they are printed
             value = getattr(session, name)
             if value is not None and not (value.isprintable() and len(value) <= 200):

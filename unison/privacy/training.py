@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -521,6 +521,11 @@ class PrivateTraining:
             num_dropped=len(norms) - len(finite),
         )
 
+    @property
+    def last_release(self) -> Release:
+        """See `PrivacyEngine.last_release`."""
+        return self._known().release
+
     def _known(self) -> LogicalBatch:
         if self._last is None:
             raise BadInput("no logical batch is complete yet")
@@ -564,6 +569,7 @@ class PrivateTraining:
             self._clock.renew(self.owner.everyone.group)
             self._key = Key.shared(self.owner.everyone.group)
             self.loader.renew(self._key)
+            self.ledger.session = replace(self.ledger.session, key_commitment=None)
         self.ledger.renew(self.mechanism, step=self.loader.next_step, key_origin=self._key.origin)
 
 

@@ -4,6 +4,7 @@ from unison.kernels.random import Cipher
 from unison.rng.draw_mode import draws_by_sample
 from unison.rng.draws import BatchDraws
 from unison.rng.inits import fill_
+from unison.rng.seal import PASSPHRASE, open_sealed_key, read_passphrase, seal_key
 from unison.rng.streams import (
     Box,
     Key,
@@ -26,6 +27,7 @@ from unison.rng.streams import (
 )
 
 __all__ = [
+    "PASSPHRASE",
     "BatchDraws",
     "Box",
     "Cipher",
@@ -41,8 +43,11 @@ __all__ = [
     "integers",
     "noise_spacing",
     "normal",
+    "open_sealed_key",
     "poisson_sample",
+    "read_passphrase",
     "round_to_grid",
+    "seal_key",
     "secure_normal",
     "truncated_normal",
     "uniform",

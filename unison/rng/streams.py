@@ -1,10 +1,10 @@
 """Random numbers as functions of (key, stream, step, element): keys, streams, distributions.
 
 Everything random in unison hangs on a root key. A key made from entropy is secret: it never shows
-in a repr, cannot be copied, pickled or saved, and dies with its process; a fork may not use it,
-since both would draw the same noise. A key made from a seed is for experiments that must be
-repeated; it says so, and nothing private may rest on it. `NoiseClock` hands out the keys of secure
-noise: a step is used once in a process, never twice.
+in a repr, cannot be copied, pickled or saved, and dies with its process, unless its owner has it
+sealed (seal.py); a fork may not use it, since both would draw the same noise. A key made from a
+seed is for experiments that must be repeated; it says so, and nothing private may rest on it.
+`NoiseClock` hands out the keys of secure noise: a step is used once in a process, never twice.
 
 Every distribution takes a stream and what to fill: a `Box` (or a shape, for the whole tensor), and
 returns a tensor of the box's shape; or `out=`, filled in place. Elements consume a fixed number of

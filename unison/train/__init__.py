@@ -3,15 +3,20 @@
 from unison.run_files import TrainResult
 from unison.train.checkpoint import resumed_config, saved_world_size
 from unison.train.loop import check_before_launch, train
+from unison.train.replay import ReplayConfig, ReplayResult, check_replay, replay
 from unison.train.report import result_table
 from unison.train.run_folder import chart
 from unison.train.world import RankFailed, run_on_local_ranks, was_launched
 
 __all__ = [
     "RankFailed",
+    "ReplayConfig",
+    "ReplayResult",
     "TrainResult",
     "chart",
     "check_before_launch",
+    "check_replay",
+    "replay",
     "result_table",
     "resumed_config",
     "run_on_local_ranks",

@@ -156,10 +156,16 @@ class Extra:
     regime: dict[str, Any]
 
 
-def load_newest(run: "Run") -> tuple[Extra, dict[str, Any] | None] | None:
+def load_newest(
+    run: "Run", *, at_most: int | None = None
+) -> tuple[Extra, dict[str, Any] | None] | None:
     """Fill model, optimizer and schedule from a run's newest checkpoint; every rank must call it.
 
     One that is damaged is refused, in `run.notes`, and the one before it is taken.
+
+    Args:
+        run: Model, optimizer and schedule are filled.
+        at_most: The last step that counts; None for any.
 
     Returns:
         What else it holds, and the state of K-FAC, if it has one; None if there is no checkpoint.
@@ -172,6 +178,8 @@ def load_newest(run: "Run") -> tuple[Extra, dict[str, Any] | None] | None:
     root = Path(run.config.output.folder)
     found, *_ = run.world.agree(partial(checkpoints_of, root), when=run.world.is_main)
     for folder in reversed(found or []):
+        if at_most is not None and int(folder.name[5:]) > at_most:
+            continue
         try:
             found = _load(run, folder)
         except BadInput as error:
@@ -366,6 +374,8 @@ def resumed_config(
         for group in (asked.execution, asked.output)
     )
     output |= {"folder": str(run), "overwrite": False, "resume": True}
+    # A kept key is the run's again only if it is asked for.
+    output = {"seal_key": None, "passphrase_file": None} | output
     output["command"] = asked.output.command
     return TrainConfig(
         mechanism=saved.mechanism,

@@ -4,7 +4,7 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +30,7 @@ from unison.data import (
 from unison.errors import BadInput, OutOfRoom, UnisonError
 from unison.models import LanguageModel, ModelConfig, build, count_parameters, preset, save
 from unison.privacy import BudgetSpent
+from unison.replay import Recorder, StepRecord, open_record
 from unison.rng import Key
 from unison.run_files import (
     CONFIG_FILE,
@@ -66,6 +67,7 @@ from unison.train.run_folder import (
 from unison.train.step import (
     Batch,
     NaturalGradient,
+    joined,
     make_optimizer,
     make_schedule,
     mean_loss,
@@ -200,15 +202,22 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
                 after_step=run.progress.step or None,
                 only=COVERED if run.is_guarded else None,
             )
-            write = stack.enter_context(metrics)
 
-            def record(step: int, **values: float) -> None:
-                try:
-                    write(step, **values)
-                except OSError as error:  # of one rank; all hear of it when the step is over
-                    run.failure = error
+            def heard(write: Callable[..., None]) -> Callable[..., None]:
+                def record(*args: Any, **values: Any) -> None:
+                    try:
+                        write(*args, **values)
+                    except OSError as error:  # of one rank; all hear of it when the step is over
+                        run.failure = error
 
-            run.record = record
+                return record
+
+            run.record = heard(stack.enter_context(metrics))
+            if run.recorder is not None:
+                digests = open_record(
+                    folder, run.recorder.units, after_step=run.progress.step or None
+                )
+                run.take_record = heard(stack.enter_context(digests))
 
         # A new run is one before its ledger begins; one whose ledger is refused does not go on.
         world.agree(begin, when=world.is_main and not output.resume)
@@ -248,12 +257,16 @@ class Run:
         unigram_entropy: The loss of the best model that ignores context. In a private run that of
             the held-out rows: of the others it would be a figure that no ε covers.
         world: The ranks.
+        is_replay: Whether steps of a run are taken again.
 
     Attributes:
         signals: Those that ask it to stop.
         progress: How far it has come.
         view: Shows steps to a person.
         record: Writes numbers of a step to the run's metrics; on the main rank.
+        recorder: Makes digests of every step; None unless the run keeps them.
+        take_record: Takes what the recorder made of a step.
+        is_replay: Whether steps are taken again to look at them: nothing is written to the folder.
         notes: What a person should know of how it goes on.
         source: The checkpoint that it goes on from.
         failure: What kept this rank from writing.
@@ -270,6 +283,8 @@ class Run:
         eval_rows: RowDataset,
         unigram_entropy: float,
         world: World,
+        *,
+        is_replay: bool = False,
     ) -> None:
         mechanism, execution = config.mechanism, config.execution
         self.config, self.model, self.world = config, model, world
@@ -306,22 +321,30 @@ class Run:
         self.saved_at = time.monotonic()
         self.view = ProgressView(None, config)
         self.record: Callable[..., None] = lambda step, **values: None
+        self.recorder = None
+        if config.output.record:
+            self.recorder = Recorder(model, world.rank, world.size, world.sum)
+        self.take_record: Callable[[StepRecord], None] = lambda record: None
+        self.is_replay = is_replay
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
         self.regime = Regime(self) if mechanism.privacy is None else PrivateRegime(self)
 
-    def prepare(self) -> dict[str, Any] | None:
+    def prepare(self, at_most: int | None = None) -> dict[str, Any] | None:
         """Settle what the steps apply; a run that goes on goes back to its newest checkpoint.
+
+        Args:
+            at_most: The last step that may be gone back to; None for any.
 
         Returns:
             What K-FAC had learned there.
         """
         state, curvature = None, None
-        if self.config.output.resume:
+        if self.config.output.resume or self.is_replay:
             folder = Path(self.config.output.folder)
             summary = report.summarize(self)
             self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
-            found = load_newest(self)
+            found = load_newest(self, at_most=at_most)
             if found is not None:
                 extra, curvature = found
                 self.progress, state = extra.progress, extra.regime
@@ -333,6 +356,7 @@ class Run:
         mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
         started = time.perf_counter() - progress.seconds
         if progress.step == 0:
+            self.record_step(0, {})
             progress.eval_before = self.evaluate(self.eval_rows)
             progress.train_before = self.evaluate(self.train_rows)
             progress.eval_after = progress.eval_before
@@ -434,10 +458,9 @@ class Run:
         if self.failure is not None:
             raise self.failure
 
-    def take_step(self, step: int, passes: Iterator[Batch]) -> None:
-        """Take one step, and record and show what came of it."""
-        progress, started = self.progress, time.perf_counter()
-        figures, num_targets = train_step(
+    def advance(self, step: int, passes: Iterator[Batch]) -> tuple[dict[str, float], int]:
+        """Take one step; see `train_step` for what is returned."""
+        found = train_step(
             self.parallel,
             self.optimizer,
             self.scheduler,
@@ -449,8 +472,26 @@ class Run:
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
         )
+        self.progress.step = step
+        return found
+
+    def record_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Make the digests of a step, in a run that keeps them; every rank must call it."""
+        if self.recorder is None:
+            return
+        rows, units = self.recorder.take()
+        found: dict[str, Any] = {}
+        if figures:  # not of initial values or a checkpoint
+            found = {"lr": figures["train/lr"], "grad_norm": figures["train/grad_norm"]}
+            found |= self.regime.recorded(step, rows, figures["train/loss"])
+        self.take_record(StepRecord(step=step, units=units, **found))
+
+    def take_step(self, step: int, passes: Iterator[Batch]) -> None:
+        """Take one step, and record and show what came of it."""
+        progress, started = self.progress, time.perf_counter()
+        figures, num_targets = self.advance(step, passes)
         seconds = time.perf_counter() - started
-        progress.step = step
+        self.record_step(step, figures)
         progress.num_targets += num_targets
         progress.training_seconds += seconds
         facts = self.regime.facts(step)
@@ -458,6 +499,10 @@ class Run:
         self.record(step, **figures, **speed, **(facts.metrics() if facts else {}))
         mean_speed = progress.num_targets / progress.training_seconds
         self.view.show_step(step, figures["train/loss"], mean_speed, facts)
+
+    def changed_conditions(self) -> list[str]:
+        """What bits depend on besides the settings, and is not as it was when the run began."""
+        return report.changed_conditions(self)
 
     def evaluate_held_out(self) -> None:
         """Measure, record and show the loss on the held-out rows."""
@@ -469,6 +514,10 @@ class Run:
     def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's passes of the next logical batch, up to the one that closes it."""
         for batch in passes:
+            plan = unison.current_plan()
+            if self.recorder is not None and plan is not None:
+                columns = (batch[name] for name in ("sample_ids", "input_ids", "labels"))
+                self.recorder.see(plan.sample_ids, *map(joined, columns))
             yield to_device(batch, self.world.device)
             if self.regime.is_step_complete():
                 return
@@ -614,8 +663,10 @@ def check_before_launch(config: TrainConfig) -> None:
         BadInput: If the folder, the data, the tokenizer or the model cannot be what was asked for.
     """
     config.check_parts()
-    mechanism = config.mechanism
+    mechanism, sealed = config.mechanism, config.output.seal_key
     if not (config.output.resume or was_launched()):  # ranks that are started again go on
+        if sealed is not None and Path(sealed).exists():
+            raise BadInput(f"{sealed} exists, and may be the key of another run: name a new file")
         check_free(Path(config.output.folder), overwrite=config.output.overwrite)
     model_config, _ = plan_model(mechanism)
     fitting_tokenizer(mechanism, model_config)

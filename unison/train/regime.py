@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.markup import escape
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,10 +37,18 @@ from unison.privacy import (
     TruncatedPoisson,
     epsilon_if_secret,
     noise_multiplier_for,
+    read_ledger,
     sampling_for,
 )
-from unison.rng import Key, Permutation, Stream
-from unison.run_files import PrivacyResult
+from unison.rng import (
+    Key,
+    Permutation,
+    Stream,
+    open_sealed_key,
+    read_passphrase,
+    seal_key,
+)
+from unison.run_files import PrivacyResult, read_config
 from unison.schema import short
 from unison.train.step import Batch, mean_over_targets
 
@@ -153,6 +162,10 @@ class Regime:
         """What is known of privacy after a step, counted from 1."""
         return None
 
+    def recorded(self, step: int, rows: str, loss: float) -> dict[str, Any]:
+        """Fields of `StepRecord`, of a step that was just taken."""
+        return {"rows": rows, "loss": loss}
+
     def result(self, budget_sentence: str | None) -> PrivacyResult | None:
         """What was applied and spent; every rank must call it."""
         return None
@@ -180,8 +193,9 @@ class PrivateRegime(Regime):
         self._engine = PrivacyEngine(
             accountant=self._privacy.accountant,
             secure_noise=self._privacy.secure_noise,
-            ledger=Path(config.output.folder) / LEDGER_FILE,
+            ledger=None if run.is_replay else Path(config.output.folder) / LEDGER_FILE,
         )
+        self._record_key: Key | None = None
         self._state: Mapping[str, Any] | None = None
         self._loader: PrivateLoader | None = None
         self._noise_multiplier = self._privacy.noise_multiplier
@@ -236,6 +250,11 @@ class PrivateRegime(Regime):
                 "a packed row is a stretch of text, and a document may lie in several: --layout "
                 "documents protects documents"
             )
+        if self._config.output.seal_key is not None:
+            lines.append(
+                f"the key is kept in {escape(self._config.output.seal_key)}, sealed: whoever opens "
+                "it can replay the run, and take its noise off"
+            )
         if not privacy.secure_noise:
             lines.append(
                 f"[bold]noise and sampling come from seed {mechanism.seed}: whoever knows it can "
@@ -251,8 +270,11 @@ class PrivateRegime(Regime):
         assert self._noise_multiplier is not None  # of `prepare`
         is_shuffled, salt = isinstance(self._sampling, Shuffled), self._config.output.data_salt
         budget = None
-        if privacy.epsilon is not None:
+        if privacy.epsilon is not None and not self._run.is_replay:  # which spends nothing
             budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta, steps=mechanism.steps)
+        key, commitment = self._kept_key()
+        if not privacy.secure_noise:
+            self._record_key = Key.from_seed(mechanism.seed).child("record")
         with warnings.catch_warnings():
             # `describe` says it, as one sentence.
             warnings.filterwarnings("ignore", message="noise and sampling come from a seed")
@@ -276,6 +298,8 @@ class PrivateRegime(Regime):
                 granule=mechanism.granule if is_ordered else None,
                 compile=mechanism.compile,
                 seed=None if privacy.secure_noise else mechanism.seed,
+                key=key,
+                key_commitment=commitment,
                 data_salt=salt,
                 # The rank that writes the ledger reads the rows for it.
                 data_id=self._rows.digest() if salt and self._world.is_main else None,
@@ -284,6 +308,8 @@ class PrivateRegime(Regime):
             if self._state is not None:
                 # The rank that has the ledger may refuse; then all do.
                 self._world.agree(partial(self._load, self._state))
+            if key is not None and self._engine.ledger.session.key_commitment is not None:
+                self._record_key = key.child("record")
             # Whether the model can be clipped, before any budget is spent: here rather than in the
             # first step, where dropout expects the rows of that step. Each rank takes a row of its
             # own, as in training: ranks that are fed the same one are warned of.
@@ -294,6 +320,47 @@ class PrivateRegime(Regime):
         finally:
             self._loader.abandon()
             self._engine.detach()
+
+    def _kept_key(self) -> tuple[Key | None, str | None]:
+        """The key that its owner keeps, if any does, and the commitment to it; a collective."""
+        output, run = self._config.output, self._run
+        if output.seal_key is None:
+            return None, None
+        path, folder, found = Path(output.seal_key), Path(output.folder), list[Key]()
+
+        def find() -> str:
+            passphrase, data = read_passphrase(output.passphrase_file), self._rows.digest()
+            if not (run.is_replay or output.resume):
+                if folder.resolve() in path.resolve().parents:
+                    raise BadInput(
+                        f"the sealed key {path} would lie in the run's folder, where whoever gets "
+                        "the run finds it: name another place"
+                    )
+                found.append(Key.from_entropy())
+                return seal_key(found[0], path, passphrase, data)
+            key, commitment = open_sealed_key(path, passphrase, data, is_reproducible=run.is_replay)
+            sessions = read_ledger(folder / LEDGER_FILE).sessions
+            if commitment not in {each.key_commitment for each in sessions}:
+                raise BadInput(
+                    f"{path} holds the key of another run: {folder / LEDGER_FILE} commits to none "
+                    "like it"
+                )
+            changed = run.changed_conditions()
+            if self._config.execution.clipping != read_config(folder).execution.clipping:
+                changed.append("clipping")
+            if changed and not run.is_replay:
+                raise BadInput(
+                    "the same noise on other bits would give the data away, and here these differ "
+                    f"from where the run began: {', '.join(changed)}; leave --seal-key out to go "
+                    "on under a fresh key"
+                )
+            found.append(key)
+            return commitment
+
+        commitment, *_ = self._world.agree(find, when=self._world.is_main)
+        # What the other ranks bring to it is replaced by the main one's.
+        others = Key.from_seed(0) if run.is_replay else Key.from_entropy()
+        return (found[0] if found else others).agree(), commitment
 
     def _load(self, state: Mapping[str, Any]) -> None:
         with self._reading():
@@ -352,6 +419,19 @@ class PrivateRegime(Regime):
             spending.add(self._engine.mechanism.release(ahead))
         epsilon = epsilon_if_secret(spending, self._privacy.delta, self._privacy.accountant)
         self._epsilon = min(epsilon, self._privacy.epsilon or math.inf)  # the budget's guard
+
+    def recorded(self, step: int, rows: str, loss: float) -> dict[str, Any]:
+        """What was applied; what no ε covers, as outputs of a hash under the key, or not at all."""
+        release, session = self._engine.last_release, self._engine.ledger.session
+        found: dict[str, Any] = {
+            "noise_multiplier": release.noise_multiplier,
+            "max_grad_norm": release.max_grad_norm,
+            "key": session.key_commitment or ("seed" if session.is_seeded else "lost"),
+        }
+        if self._record_key is not None:
+            for name, value in {"rows": rows, "loss": loss.hex()}.items():
+                found[name] = self._record_key.derive(name, step, value, size=16).hex()
+        return found
 
     def result(self, budget_sentence: str | None) -> PrivacyResult:
         """Return what was applied and spent."""

@@ -23,6 +23,7 @@ from rich.text import Text
 import unison
 from unison.config import TrainConfig
 from unison.privacy import LEDGER_FILE
+from unison.replay import RECORD_FILE
 from unison.run_files import (
     CONFIG_FILE,
     CURVE_FILE,
@@ -87,6 +88,13 @@ def _fingerprint(run: "Run") -> dict[str, Any]:
     )
 
 
+def changed_conditions(run: "Run") -> list[str]:
+    """What the bits depend on besides the settings, and is not as it was when the run began."""
+    before = read_config(Path(run.config.output.folder)).fingerprint
+    now = json.loads(json.dumps(_fingerprint(run)))
+    return [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+
+
 def say_start(console: Console, run: "Run") -> None:
     """Say in a few lines what is about to happen, and where a run goes on."""
     config, mechanism, world = run.config, run.config.mechanism, run.world
@@ -116,9 +124,7 @@ def say_start(console: Console, run: "Run") -> None:
         *map(escape, run.notes),
         f"going on after step {run.progress.step} of {mechanism.steps}",
     )
-    before = read_config(Path(config.output.folder)).fingerprint
-    now = json.loads(json.dumps(_fingerprint(run)))
-    changed = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+    changed = changed_conditions(run)
     if mechanism.reducer == "ordered" and changed:  # whether its bits can still be compared
         say(
             console,
@@ -129,6 +135,7 @@ def say_start(console: Console, run: "Run") -> None:
 def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     """Show the losses before and after, what privacy cost, and where the run lies."""
     files = [CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PARAMETERS_FILE, CURVE_FILE]
+    files += [RECORD_FILE] if config.output.record else []
     # What no ε covers is for eyes: output that is no terminal may be kept.
     shown = result if console.is_terminal else result.published(config)
     console.print(result_table(shown, config.mechanism.steps))

@@ -288,6 +288,9 @@ def mean_loss(
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move what the model computes with; `sample_ids` stays on the CPU, as one plain tensor."""
     moved = {name: batch[name].to(device) for name in ("input_ids", "labels")}
-    ids = batch["sample_ids"]
-    ids = torch.cat(ids.parts) if isinstance(ids, PerGranule) else ids
-    return {**batch, **moved, "sample_ids": ids}
+    return {**batch, **moved, "sample_ids": joined(batch["sample_ids"])}
+
+
+def joined(value: Tensor) -> Tensor:
+    """The rows of a pass as one plain tensor."""
+    return torch.cat(value.parts) if isinstance(value, PerGranule) else value

@@ -1,0 +1,202 @@
+"""`unison replay`: a stretch of a recorded run taken again, or two records compared."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unison.config import DEVICES, MAX_LOCAL_RANKS
+from unison.errors import BadInput
+from unison.replay import TREE_FILE, Parting, Record, compare_steps, first_difference
+from unison.rng import PASSPHRASE
+from unison.schema import cut, read_bytes
+from unison.train import (
+    ReplayConfig,
+    ReplayResult,
+    check_replay,
+    run_on_local_ranks,
+)
+from unison.train import replay as run_again
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="The folder of a run of `unison train --record`.")],
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="The steps after step A up to step B; all by default."),
+    ] = None,
+    nproc: Annotated[
+        int, typer.Option(min=1, max=MAX_LOCAL_RANKS, help="Ranks to start on this machine.")
+    ] = 1,
+    bisect: Annotated[
+        bool,
+        typer.Option("--bisect", help="Stop at the first step that differs, and name the unit."),
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Compare with the record of another run instead, by a few look-ups in both.",
+        ),
+    ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IDS",
+            help="Rows of the training data to leave empty, such as 3,17, or a file that lists "
+            "them: what training would have been. The model goes to --out; of a private run it "
+            "gives these rows away (ε = ∞) and is not exported.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the model --without.")] = None,
+    seal_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The sealed key of a private run.")
+    ] = None,
+    passphrase_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"Holds its passphrase; {PASSPHRASE} in the environment, or a prompt, otherwise.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows per forward pass; as in the run by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Take a stretch of a recorded run again, on any number of ranks, and compare every step.
+
+    It begins at the nearest checkpoint. Exit code 1 if a step differs from the record.
+
+    \b
+    unison train --reducer ordered --record --checkpoint-every 100 --nproc 8 --out runs/a
+    unison replay runs/a --steps 400:420 --nproc 1
+    unison replay runs/a --bisect
+    unison replay runs/a --against runs/b
+    """
+    if against is not None:
+        if steps or bisect or without or out or seal_key:
+            raise BadInput("--against compares two records and trains nothing; leave the rest out")
+        parting, figures = _compare(run, against)
+        sentence = _say_records(run, against, parting, figures)
+    else:
+        config = ReplayConfig(
+            run=str(run),
+            steps=_range_of(steps),
+            bisect=bisect,
+            without=_ids_of(without),
+            out=None if out is None else str(out),
+            seal_key=None if seal_key is None else str(seal_key),
+            passphrase_file=None if passphrase_file is None else str(passphrase_file),
+            device=device,
+            micro_batch_size=micro_batch_size,
+        )
+        check_replay(config, nproc)
+        if seal_key is not None:
+            ask_passphrase(config.passphrase_file)
+        if nproc == 1:
+            result = run_again(config)
+        else:
+            result = run_on_local_ranks(run_again, config, num_ranks=nproc)
+        parting, figures = result.parting, asdict(result) | {"is_equal": result.is_equal}
+        sentence = _say_replay(result)
+        if result.out is not None:
+            parting = None  # it is meant to differ
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps(figures) if as_json else sentence)
+    if parting is not None:
+        raise typer.Exit(1)
+
+
+def _say_replay(result: ReplayResult) -> str:
+    first, stop = result.steps
+    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
+    lines = [f"note: {each}" for each in result.notes]
+    lines.append(
+        f"{result.num_equal} of {result.num_compared} steps ({first + 1} to {stop}) are equal to "
+        f"the bit, replayed on {ranks} from step {result.begins}"
+    )
+    if result.parting is not None:
+        lines.append(result.parting.sentence)
+        if result.conditions:
+            lines.append(f"it ran under other conditions: {', '.join(result.conditions)}")
+    if result.out is not None:
+        listed = ", ".join(map(str, result.without))
+        mark = "ε = ∞: " if result.epsilon else ""
+        lines.append(
+            f"{mark}the model without rows {listed} is in {result.out}; compared with the run's "
+            "own it gives them away"
+        )
+    return "\n".join(lines)
+
+
+def _compare(run: Path, other: Path) -> tuple[Parting | None, dict[str, Any]]:
+    """Where two recorded runs part, and how many look-ups it took to find out."""
+    with Record(run) as a, Record(other) as b:
+        if a.units != b.units:
+            raise BadInput(f"{run} and {other} trained models of different units")
+        step, parting = first_difference(a, b), None
+        if step is not None:
+            parting = compare_steps(a.step(step), b.step(step), a.units)
+            if parting is None:
+                raise BadInput(
+                    f"{TREE_FILE} of {run} or of {other} is damaged: their nodes differ at step "
+                    f"{step}, where the lines do not"
+                )
+        return parting, {
+            "runs": [str(run), str(other)],
+            "num_steps": min(a.num_lines, b.num_lines) - 1,
+            "num_lookups": a.num_lookups + b.num_lookups,
+            "parting": None if parting is None else asdict(parting),
+        }
+
+
+def _say_records(run: Path, other: Path, parting: Parting | None, figures: dict[str, Any]) -> str:
+    looked = f"({figures['num_lookups']} look-ups)"
+    if parting is None:
+        return f"{run} and {other} agree in all {figures['num_steps']} steps {looked}"
+    return f"{run} and {other}: {parting.sentence} {looked}"
+
+
+def _range_of(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, stop = text.partition(":")
+    if not (_is_count(first) and _is_count(stop)):
+        raise BadInput(f"--steps takes A:B, such as 400:420, found {cut(repr(text))}")
+    return int(first), int(stop)
+
+
+def _ids_of(text: str | None) -> tuple[int, ...]:
+    """Row numbers, written out or in a file."""
+    if text is None:
+        return ()
+    found = text
+    if not _is_count(text.replace(",", "")) and Path(text).is_file():
+        found = read_bytes(Path(text)).decode(errors="replace")
+    listed = found.replace(",", " ").split()
+    if not listed or not all(map(_is_count, listed)):
+        raise BadInput(
+            f"--without takes row numbers, such as 3,17, or a file of them, found {cut(repr(text))}"
+        )
+    return tuple(sorted(set(map(int, listed))))
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 15
+
+
+def ask_passphrase(file: str | None, *, is_new: bool = False) -> None:
+    """Ask a person for the passphrase of a sealed key, if there is no other source of it.
+
+    Ranks that are started find it in their environment.
+    """
+    if file is None and not os.environ.get(PASSPHRASE) and sys.stdin.isatty():
+        os.environ[PASSPHRASE] = typer.prompt(
+            "Passphrase of the sealed key", hide_input=True, confirmation_prompt=is_new, err=True
+        )

@@ -1,0 +1,303 @@
+"""A stretch of a recorded run, taken again and compared step by step.
+
+The stretch begins at the nearest checkpoint at or before it; the initial values are one, of step 0.
+With the ordered reducer a step has the same bits on any number of ranks, so that one rank can check
+what many did. Nothing is written to the run's folder, and its ledger is not touched: a replay
+releases nothing that the run has not released.
+"""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unison
+from unison.config import WHOLE_SHARDINGS, Execution, TrainConfig
+from unison.errors import BadInput
+from unison.models import build, count_parameters, save
+from unison.replay import Parting, Record, StepRecord, compare_steps
+from unison.run_files import COUNTERFACTUAL_FILE, read_config
+from unison.shard import full_parameters
+from unison.train.loop import Run, check_memory, open_rows, plan_model, running_out_of_room
+from unison.train.run_folder import write_json
+from unison.train.world import StopSignals, World, join_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """What to replay, and how.
+
+    Attributes:
+        run: The folder of a recorded run.
+        steps: (a, b): the steps after step a up to step b; None for all that are recorded.
+        bisect: Whether to stop at the first step that differs.
+        without: Rows of the training data that are emptied.
+        out: A new folder for the model of a replay without some rows.
+        seal_key: The file with the run's sealed key.
+        passphrase_file: A file with its passphrase.
+        device: As in `Execution`.
+        micro_batch_size: As in `Execution`; as in the run unless given.
+    """
+
+    run: str
+    steps: tuple[int, int] | None = None
+    bisect: bool = False
+    without: tuple[int, ...] = ()
+    out: str | None = None
+    seal_key: str | None = None
+    passphrase_file: str | None = None
+    device: str = "auto"
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.without) != (self.out is not None):
+            raise BadInput(
+                "--without and --out go together: a replay without some rows ends in another "
+                "model, and every other replay writes nothing"
+            )
+        if self.without and self.steps is not None and self.steps[0] != 0:
+            raise BadInput(
+                f"--without begins with the initial values, found --steps {self.steps[0]}:"
+                f"{self.steps[1]}: rows that took part before would still be in the checkpoint; "
+                "leave --steps out, or begin with 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """What a replay came to.
+
+    Attributes:
+        run: The folder of the run.
+        world_size: Ranks that replayed.
+        begins: The step whose checkpoint it began with.
+        steps: The stretch (a, b).
+        num_compared: Steps of it that were compared.
+        num_equal: Those that are the same to the bit.
+        parting: The first that is not; None if all are.
+        conditions: What the bits depend on besides the settings, and is not as it was.
+        digest: One hash of all parameters at the end.
+        notes: What a person should know of how it began.
+        without: Rows that were emptied.
+        out: Where the model without them lies; None for an ordinary replay.
+        epsilon: `"inf"` of a replay without some rows of a private run: the same noise with and
+            without a row gives the row away.
+    """
+
+    run: str
+    world_size: int
+    begins: int
+    steps: tuple[int, int]
+    num_compared: int
+    num_equal: int
+    parting: Parting | None
+    conditions: list[str]
+    digest: str
+    notes: list[str] = field(default_factory=list)
+    without: tuple[int, ...] = ()
+    out: str | None = None
+    epsilon: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every step that was compared is the same to the bit."""
+        return self.parting is None
+
+
+def replay(config: ReplayConfig) -> ReplayResult:
+    """Take a stretch of a run again on this process's rank; every rank of the world must call it.
+
+    Raises:
+        UnisonError: On every rank alike.
+    """
+    with join_world(config.device) as world, StopSignals(), running_out_of_room(world):
+        # In a frame of its own, as a run is.
+        return _replay_in(world, config)
+
+
+def check_replay(config: ReplayConfig, num_ranks: int) -> tuple[TrainConfig, tuple[int, int]]:
+    """Find what is wrong with a replay before any process is started.
+
+    Returns:
+        The run's settings, for a replay, and the stretch.
+
+    Raises:
+        BadInput: If the run cannot be replayed as asked for.
+    """
+    folder = Path(config.run)
+    saved = read_config(folder)
+    mechanism, privacy = saved.mechanism, saved.mechanism.privacy
+    with Record(folder) as record:
+        last = record.num_lines - 1
+        first, stop = config.steps or (0, last)
+        if not 0 <= first < stop <= last:
+            raise BadInput(
+                f"{folder} has a record of steps 0 to {last}, found --steps {first}:{stop}; a:b "
+                "are the steps after step a up to step b"
+            )
+        keys = {record.step(step).key for step in range(first + 1, stop + 1)}
+    if mechanism.reducer != "ordered":
+        raise BadInput(
+            f"{folder} was not trained with --reducer ordered: it has no bits to compare"
+        )
+    if privacy is None or not privacy.secure_noise:
+        if config.seal_key is not None:
+            raise BadInput(f"{folder} has no sealed key; leave --seal-key out")
+    elif "lost" in keys:
+        raise BadInput(
+            f"noise and sampling of {folder} came from a secret key that died with its process: "
+            "only a run whose owner kept the key (--seal-key) can be replayed"
+        )
+    elif config.seal_key is None:
+        raise BadInput(
+            f"noise and sampling of {folder} came from a key that its owner keeps; give the file: "
+            "--seal-key FILE"
+        )
+    if config.out is not None and Path(config.out).exists():
+        raise BadInput(f"{config.out} is there already; choose another --out")
+    before = saved.execution
+    execution = Execution(
+        device=config.device,
+        shard="full" if before.shard not in WHOLE_SHARDINGS else "ddp",
+        micro_batch_size=config.micro_batch_size or before.micro_batch_size,
+        clipping=before.clipping,
+        owner_fraction=before.owner_fraction,
+    )
+    if execution.shard == "ddp" and num_ranks == 1:
+        execution = replace(execution, shard="none")
+    output = replace(
+        saved.output,
+        folder=str(folder),
+        record=True,
+        resume=False,
+        overwrite=False,
+        seal_key=config.seal_key,
+        passphrase_file=config.passphrase_file,
+        data_salt=None,
+    )
+    asked = TrainConfig(mechanism=mechanism, execution=execution, output=output)
+    asked.check_parts()
+    return asked, (first, stop)
+
+
+def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
+    with ExitStack() as stack:
+        checked, *_ = world.agree(partial(check_replay, asked, world.size), when=world.is_main)
+        assert checked is not None
+        config, (first, stop) = checked
+        mechanism = config.mechanism
+        before = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, before)
+        torch.set_num_threads(mechanism.threads or 1)
+        model_config, row_length = plan_model(mechanism)
+        train_rows, eval_rows, entropy = stack.enter_context(
+            open_rows(mechanism, model_config, row_length, world)
+        )
+        with unison.meta_init():
+            model = build(model_config, device="meta")
+        sizes = count_parameters(model), row_length
+        world.agree(partial(check_memory, config, model_config, *sizes, world))
+        wrong = [each for each in asked.without if not 0 <= each < train_rows.num_rows]
+        if wrong:
+            raise BadInput(
+                f"the run has rows 0 to {train_rows.num_rows - 1} to train on, found {wrong[0]} in "
+                "--without"
+            )
+        rows = train_rows.emptied(asked.without)
+        run = Run(config, model, rows, eval_rows, entropy, world, is_replay=True)
+        stack.callback(run.parallel.release)
+        curvature = run.prepare(at_most=-1 if asked.without else first)
+        begins = run.progress.step
+        if begins > first:
+            raise BadInput(f"{run.source} is of step {begins}, which its folder's name is not")
+        stack.enter_context(run.regime.attached())
+        stack.enter_context(run.transform.attached(curvature))
+        del curvature
+        comparison = Comparison(Path(config.output.folder), first)
+        stack.callback(comparison.record.close)
+        run.take_record = comparison.take
+        run.record_step(begins, {})
+        with closing(run.regime.passes(range(begins, stop))) as passes:
+            for step in range(begins + 1, stop + 1):
+                figures, _ = run.advance(step, passes)
+                run.record_step(step, figures)
+                if asked.bisect and comparison.parting is not None:  # of what all ranks know
+                    break
+        digest = unison.digest(model)
+        result = ReplayResult(
+            run=asked.run,
+            world_size=world.size,
+            begins=begins,
+            steps=(first, stop),
+            num_compared=comparison.num_compared,
+            num_equal=comparison.num_equal,
+            parting=comparison.parting,
+            conditions=run.changed_conditions(),
+            digest=digest,
+            notes=run.notes,
+            without=asked.without,
+            out=asked.out,
+            epsilon="inf" if asked.without and mechanism.privacy is not None else None,
+        )
+        if asked.out is not None:
+            parameters = {n: value.cpu() for n, value in full_parameters(model) if world.is_main}
+            write = partial(write_counterfactual, Path(asked.out), result, model, parameters)
+            world.agree(write, when=world.is_main)
+        return result
+
+
+class Comparison:
+    """Compares the steps of a replay with a run's record, on every rank alike.
+
+    Attributes:
+        record: The run's.
+        num_compared: Steps that were compared.
+        num_equal: Those that are the same.
+        parting: The first that is not.
+    """
+
+    def __init__(self, run: Path, first: int) -> None:
+        self.record, self._first = Record(run), first
+        self.num_compared = self.num_equal = 0
+        self.parting: Parting | None = None
+
+    def take(self, found: StepRecord) -> None:
+        """Compare a step of the stretch; and that the checkpoint is of the run that is recorded."""
+        expected = self.record.step(found.step)
+        is_checkpoint = found.lr is None  # the parameters alone are known
+        if is_checkpoint:
+            expected = StepRecord(step=expected.step, units=expected.units)
+        parting = compare_steps(expected, found, self.record.units)
+        if is_checkpoint and parting is not None and found.step:
+            raise BadInput(
+                f"the checkpoint of step {found.step} does not hold the parameters of the record "
+                f"({parting.unit}): one of the two is of another run"
+            )
+        if found.step > self._first:
+            self.num_compared += 1
+            self.num_equal += parting is None
+        self.parting = self.parting or parting
+
+
+def write_counterfactual(
+    out: Path, result: ReplayResult, model: Any, parameters: dict[str, torch.Tensor]
+) -> None:
+    """Write the model of a replay without some rows, in a folder that says what it is."""
+    out.mkdir(parents=True)
+    # First: without it the folder would look like that of any other model.
+    write_json(
+        out / COUNTERFACTUAL_FILE,
+        {
+            "of": result.run,
+            "without": list(result.without),
+            "steps": result.steps[1],
+            "digest": result.digest,
+            "epsilon": result.epsilon,
+            "warning": "compared with the run's own model this gives away what is in the rows that "
+            "were left out; keep it with the data, and do not publish it",
+        },
+    )
+    save(model.config, parameters, out)
