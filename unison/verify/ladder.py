@@ -1,0 +1,619 @@
+"""Two runs compared rung by rung: the first one that differs, where, by how much, and likely why.
+
+A step is a ladder: equal parameters and equal inputs give equal activations, those an equal loss,
+and so on to the updated parameters (`RUNGS`). Above the first rung that differs everything differs;
+below it nothing does. So that rung says what computed something else, and how the values of the two
+runs are related there often says why.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unison import check
+from unison.errors import BadInput
+from unison.verify.trace import RUNGS, Entry, Trace, positions
+
+OF_ROWS = {"inputs", "activations", "per-sample norms", "coefficients"}
+_ROUNDING = 1e-5  # of what is compared: no fault of a formula is that small
+_EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where two runs first part.
+
+    Attributes:
+        step: Counted from 0.
+        rung: One of `RUNGS`.
+        name: The parameter or module.
+        where: The element or row, in words, as far as is known.
+        values: Both values at a place where they differ; None if none of those kept does.
+        ulps: How many numbers of the dtype lie between the two; None without values.
+        distance: Of what is kept of the two, as a part of the larger.
+        cause: What likely computed something else; None if nothing is known.
+    """
+
+    step: int
+    rung: str
+    name: str
+    where: str
+    values: tuple[float, float] | None
+    ulps: int | None
+    distance: float
+    cause: str | None
+
+    def __str__(self) -> str:
+        said = f"step {self.step}, {self.rung}: {self.name}, {self.where}"
+        if self.values is not None:
+            said += f": {self.values[0]!r} and {self.values[1]!r}"
+            said += f", {self.ulps:,} ulps apart" if self.ulps is not None else ""
+        return f"{said}. {self.cause[0].upper()}{self.cause[1:]}." if self.cause else f"{said}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RungComparison:
+    """One rung of one step.
+
+    Attributes:
+        step: Counted from 0.
+        rung: Its name.
+        num_compared: Quantities of it.
+        num_differing: Those that differ.
+        largest: The largest distance between two.
+    """
+
+    step: int
+    rung: str
+    num_compared: int
+    num_differing: int
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs, side by side.
+
+    Attributes:
+        sources: Their traces.
+        num_ranks: Ranks of each.
+        tolerance: Distances up to this are no difference; 0 for the same bits.
+        first: Where they first part; None if they agree.
+        rungs: All rungs that both have.
+        left_out: Rungs that only one of them has.
+        conditions: What the bits depend on besides the settings, and is not the same for both.
+    """
+
+    sources: tuple[str, str]
+    num_ranks: tuple[int, int]
+    tolerance: float
+    first: Difference | None
+    rungs: list[RungComparison]
+    left_out: list[str]
+    conditions: list[str]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.first is None
+
+    @property
+    def largest(self) -> float:
+        """The largest distance of any quantity; 0 if all bits are the same."""
+        return max((each.largest for each in self.rungs), default=0.0)
+
+    @property
+    def verdict(self) -> str:
+        """What the comparison came to, in a sentence or two."""
+        if self.first is not None:
+            return f"They first part at {self.first}"
+        num_steps = len({each.step for each in self.rungs})
+        count = sum(each.num_compared for each in self.rungs)
+        how = "in every bit" if not self.tolerance else f"to {self.tolerance:.0e}"
+        return f"They agree {how}: {count:,} quantities of {num_steps} steps."
+
+
+def compare(
+    run_a: Trace | str | Path, run_b: Trace | str | Path, *, tolerance: float = 0.0
+) -> Comparison:
+    """Compare two runs by their traces; see `unison.verify.trace`.
+
+    Args:
+        run_a: The trace of a run, or its file.
+        run_b: That of another.
+        tolerance: How far quantities may be apart, as a part of their size; 0 compares bits.
+
+    Raises:
+        BadInput: If a file holds no trace, or the two have nothing in common.
+    """
+    check.not_negative(tolerance=tolerance)
+    a, b = (each if isinstance(each, Trace) else Trace.open(each) for each in (run_a, run_b))
+    # Sorted by step and rung; within one, as the runs computed it.
+    keys = sorted(dict.fromkeys([*a.entries, *b.entries]), key=lambda key: key[:2])
+    both = {key[:2] for key in a.entries} & {key[:2] for key in b.entries}
+    if not both:
+        raise BadInput(f"{a.source} and {b.source} have no step in common")
+    num_steps = min(a.num_steps, b.num_steps)
+    left_out = {rung for step, rung, _ in keys if (step, rung) not in both and step < num_steps}
+    conditions = _differing(a.conditions, b.conditions)
+    found: list[Difference] = []
+    rungs: dict[tuple[int, int], list[float]] = {}
+    for key in keys:
+        if key[:2] not in both:
+            continue
+        x, y = a.entries.get(key), b.entries.get(key)
+        if tolerance and RUNGS[key[1]] == "activations" and (x is None or y is None):
+            continue  # without granules, whether a tensor has rows is guessed by its shape
+        distance = _distance(x, y)
+        rungs.setdefault(key[:2], []).append(distance)
+        if not found and (distance > tolerance or any(e and e.disagree for e in (x, y))):
+            found.append(_difference(key, x, y, a, b, conditions))
+    for run in (a, b):  # what can be told of a run by itself
+        found += itertools.islice(_broken_sums(run), 1)
+    first = min(found, key=lambda each: (each.step, RUNGS.index(each.rung)), default=None)
+    return Comparison(
+        sources=(a.source, b.source),
+        num_ranks=(a.num_ranks, b.num_ranks),
+        tolerance=tolerance,
+        first=first,
+        rungs=[
+            RungComparison(
+                step=step,
+                rung=RUNGS[rung],
+                num_compared=len(distances),
+                num_differing=sum(each > tolerance for each in distances),
+                largest=max(distances),
+            )
+            for (step, rung), distances in rungs.items()
+        ],
+        left_out=[RUNGS[rung] for rung in sorted(left_out)],
+        conditions=conditions,
+    )
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} ({a.get(name)!r} and {b.get(name)!r})"
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _distance(x: Entry | None, y: Entry | None) -> float:
+    """How far two quantities are apart, as a part of the larger; 0 only for equal digests."""
+    if x is None or y is None or x.shape != y.shape:
+        return math.inf
+    if (x.blocks, x.dtype) == (y.blocks, y.dtype):
+        return 0.0
+    a, b = np.array(x.values), np.array(y.values)
+    if np.isnan(a).tolist() != np.isnan(b).tolist():
+        return math.inf
+    scale = max(float(np.linalg.norm(np.nan_to_num(each))) for each in (a, b))
+    by_values = float(np.linalg.norm(np.nan_to_num(a - b))) / scale if scale else 0.0
+    norm = max(x.norm, y.norm)
+    by_norm = abs(x.norm - y.norm) / norm if norm > 0 and math.isfinite(norm) else 0.0
+    # Digests differ: something does, be it too small to show in what is kept.
+    return max(by_values, by_norm, 2**-53)
+
+
+def ulps_between(a: float, b: float, dtype: str) -> int | None:
+    """How many numbers of a floating-point type lie from one to the other; None for others.
+
+    >>> ulps_between(1.0, 1.0 + 2**-23, "float32"), ulps_between(0.0, -0.0, "float64")
+    (1, 0)
+    """
+    if dtype not in _EPSILON or not (math.isfinite(a) and math.isfinite(b)):
+        return None
+    # bfloat16 is the upper half of float32.
+    wide, bits, shift = {
+        "float64": (np.float64, np.int64, 0),
+        "float32": (np.float32, np.int32, 0),
+        "float16": (np.float16, np.int16, 0),
+        "bfloat16": (np.float32, np.int32, 16),
+    }[dtype]
+    places = []
+    for each in (a, b):
+        word = int(np.asarray(each, wide).view(bits))
+        lowest = -(1 << (np.dtype(bits).itemsize * 8 - 1))
+        places.append((word if word >= 0 else lowest - word) >> shift)
+    return abs(places[0] - places[1])
+
+
+# ---- the first difference ------------------------------------------------------------------------
+
+
+def _difference(
+    key: tuple[int, int, str],
+    x: Entry | None,
+    y: Entry | None,
+    a: Trace,
+    b: Trace,
+    conditions: Sequence[str],
+) -> Difference:
+    step, rung, name = key[0], RUNGS[key[1]], key[2]
+    if x is None or y is None:
+        present, other = (a, b) if y is None else (b, a)
+        return Difference(
+            step=step,
+            rung=rung,
+            name=name,
+            where=f"only in {present.source}",
+            values=None,
+            ulps=None,
+            distance=math.inf,
+            cause=f"{other.source} computed no such thing: another model, an unused parameter, or "
+            "one counted twice under two names",
+        )
+    blocks = [place for place, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=False)) if p != q]
+    where, values = _where(x, y, blocks)
+    cause = _cause(x, y, blocks, a, b)
+    distance = _distance(x, y)
+    if conditions and distance < 1e-3:
+        cause = f"they ran under different conditions: {', '.join(conditions)}"
+    ulps = None if values is None else ulps_between(*values, x.dtype)
+    return Difference(
+        step=step,
+        rung=rung,
+        name=name,
+        where=where,
+        values=values,
+        ulps=ulps,
+        distance=distance,
+        cause=cause,
+    )
+
+
+def _where(x: Entry, y: Entry, blocks: Sequence[int]) -> tuple[str, tuple[float, float] | None]:
+    """Say which elements differ, with two values if there are some among those kept."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return f"{list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}", None
+    if not blocks:
+        return "copies that ranks hold of it", None
+    places = positions(x.numel, len(x.values))
+    a, b = np.array(x.values), np.array(y.values)
+    differ = np.flatnonzero((a != b) & ~(np.isnan(a) & np.isnan(b)))
+    if len(differ):
+        gaps = np.abs(a[differ] - b[differ])
+        place = int(differ[np.argmax(np.nan_to_num(gaps, nan=np.inf))])
+        values = float(a[place]), float(b[place])
+        return f"element {_element(int(places[place]), x)}", values
+    if x.rung in OF_ROWS:
+        return _runs("row", blocks, x.shape[0], len(x.blocks)), None
+    return _runs("element", blocks, x.numel, len(x.blocks)), None
+
+
+def _element(place: int, x: Entry) -> str:
+    index = list(map(int, np.unravel_index(place, x.shape))) if x.shape else []
+    if x.rung in OF_ROWS:
+        return f"{index[1:]} of row {index[0]}" if len(index) > 1 else f"of row {index[0]}"
+    return str(index) if index else "itself"
+
+
+def _runs(what: str, blocks: Sequence[int], total: int, num_blocks: int) -> str:
+    """Which of `total` things lie in some blocks: the first run of them.
+
+    >>> _runs("row", [2, 3, 7], 8, 8), _runs("element", [1], 64, 32)
+    ('rows 2 to 3, and others', 'elements 2 to 3')
+    """
+    length = max(1, -(-total // num_blocks))
+    end = next((i for i, block in enumerate(blocks) if block != blocks[0] + i), len(blocks))
+    first, last = blocks[0] * length, min((blocks[end - 1] + 1) * length, total) - 1
+    run = f"{what} {first}" if first == last else f"{what}s {first} to {last}"
+    return run + (", and others" if end < len(blocks) else "")
+
+
+# ---- likely causes -------------------------------------------------------------------------------
+
+
+def _cause(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    """What is known to make this difference at this rung, everything below being equal."""
+    for each, run in ((x, a), (y, b)):
+        if each.disagree:
+            return f"ranks of {run.source} that hold copies of it hold different values"
+    if x.dtype != y.dtype:
+        return "another precision"
+    if x.shape != y.shape:
+        if x.rung in OF_ROWS and x.shape[1:] == y.shape[1:]:
+            return (
+                f"{x.shape[0]} samples and {y.shape[0]}: padding is counted, or other samples "
+                "were drawn"
+            )
+        return "another model"
+    swapped = _swapped_rows(x, y)
+    if swapped:
+        return swapped
+    lone = _flipped_bit(x, y, blocks)
+    if lone:
+        return lone
+    if _distance(x, y) < _ROUNDING and x.rung not in ("initial parameters", "settings", "inputs"):
+        return (
+            "no more than rounding: the same thing added up in another order, at another shape or "
+            "by another kernel or method"
+        )
+    return _CAUSES[x.rung](x, y, blocks, a, b)
+
+
+def _swapped_rows(x: Entry, y: Entry) -> str | None:
+    if x.rung != "inputs" or sorted(x.blocks) != sorted(y.blocks):
+        return None
+    moved = [row for row, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=True)) if p != q]
+    return (
+        f"the same samples in another order: rows {', '.join(map(str, moved[:6]))}"
+        f"{' …' if len(moved) > 6 else ''} are swapped; dealing or the sampler numbers them anew"
+    )
+
+
+def _flipped_bit(x: Entry, y: Entry, blocks: Sequence[int]) -> str | None:
+    """A single element of a large tensor whose bits differ in one place."""
+    if x.rung in OF_ROWS or len(blocks) != 1 or x.numel < 64:
+        return None
+    pairs = [
+        (p, q)
+        for p, q in zip(x.values, y.values, strict=True)
+        if p != q and not (p != p and q != q)
+    ]
+    if len(pairs) > 1:
+        return None
+    apart = ulps_between(*pairs[0], x.dtype) if pairs else None
+    if apart is not None and apart & (apart - 1):
+        return None
+    return (
+        "a few neighbouring elements alone differ: memory that changed, or something that wrote to "
+        "them outside of the step" + (" (one flipped bit)" if apart else "")
+    )
+
+
+def _ratio(x: Entry, y: Entry) -> float | None:
+    """By what factor all values of the second run are those of the first; None if by none."""
+    p, q = np.array(x.values), np.array(y.values)
+    large = np.abs(p) > 1e-3 * np.nanmax(np.abs(p), initial=0.0)
+    large &= np.isfinite(p) & np.isfinite(q) & (p != 0)
+    if not large.any():
+        return None
+    ratios = q[large] / p[large]
+    middle = float(np.median(ratios))
+    is_one = math.isfinite(middle) and bool(np.all(np.abs(ratios - middle) <= 2e-3 * abs(middle)))
+    return middle if is_one and abs(middle - 1) > 2e-3 else None
+
+
+def _in_ranks(ratio: float | None, a: Trace, b: Trace) -> str | None:
+    """A factor in terms of the numbers of ranks, if it is one; "1/world size" for example."""
+    ranks = b.num_ranks / a.num_ranks
+    if ratio is None or ranks == 1:
+        return None
+    known = {"world size": ranks, "√world size": math.sqrt(ranks), "world size²": ranks**2}
+    for name, value in known.items():
+        for words, factor in ((name, value), (f"1/{name}", 1 / value)):
+            if abs(ratio / factor - 1) < 5e-3:
+                return words
+    return None
+
+
+def _times(ratio: float) -> str:
+    return f"every value is {ratio:.4g} times the other run's"
+
+
+def _same_parts(x: Entry, y: Entry, what: str) -> str | None:
+    if x.repeats or y.repeats:
+        return f"every rank's part holds the same {what}: drawn by rank, not by element"
+    return None
+
+
+def _of_initial(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    if parts := _same_parts(x, y, "values"):
+        return parts
+    if (ratio := _ratio(x, y)) is not None:
+        return f"{_times(ratio)}: another initialisation, or a parameter that was added up twice"
+    if len(blocks) > len(x.blocks) // 2 and abs(x.norm - y.norm) < 0.2 * max(x.norm, y.norm):
+        return (
+            "another RNG stream: values of one distribution, all others. Another seed, a generator "
+            "that something consumed before, or one that differs between devices"
+        )
+    return "other values were loaded, or some were changed before the first step"
+
+
+def _of_inputs(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    shared = len(set(x.blocks) & set(y.blocks))
+    return (
+        f"{shared} of {len(x.blocks)} rows are in both batches: ranks read other samples than one "
+        "process does (a sampler per rank, a generator that was consumed); use unison.deal, or the "
+        "loader of make_private"
+    )
+
+
+def _of_activations(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    ranks = _in_ranks(ratio, a, b)
+    if ranks is not None:
+        return (
+            f"an impure module: its output is scaled by {ranks}; a forward must not ask for the "
+            "number of ranks"
+        )
+    scaled = f" ({_times(ratio)})" if ratio is not None else ""
+    return (
+        "an impure module: of equal parameters and inputs it computes something else, so that "
+        "something beside them enters: the rank, earlier calls, a generator, other samples of the "
+        f"batch, a gather of parameters that was cut short{scaled}. unison.verify.purity tries it "
+        "out in one process"
+    )
+
+
+def _of_loss(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"the loss is scaled by {ranks}: a sum for a mean over ranks, or the reverse"
+    return (
+        "a mean of per-rank means, a sum for a mean, or padding in it; unison.batch_mean is the "
+        "mean over the global batch" + (f" ({_times(ratio)})" if ratio is not None else "")
+    )
+
+
+def _of_norms(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    ranks = _in_ranks(ratio, a, b)
+    if ranks == "√world size":
+        return "squared norms are summed over the data axis: √world size too large"
+    if ranks is not None:
+        return f"norms are scaled by {ranks}: gradients of a loss that was divided on each rank"
+    for mine, run in ((y, b), (x, a)):
+        before = run.entries.get((mine.step - 1, RUNGS.index(mine.rung), mine.name))
+        if before is not None and set(mine.blocks) & set(before.blocks):
+            return "a stale norm: samples have those of the step before"
+    if ratio is not None:
+        return f"{_times(ratio)}: the divisor of the loss is undone twice, or not at all"
+    p, q = np.array(x.values), np.array(y.values)
+    if len(p) == len(q) and np.all(q >= p * (1 - 1e-6)):
+        return (
+            "all norms are larger: a parameter is counted twice (replicated along a tensor axis, "
+            "or under two names), padding is included, or a cross term of a tied one is missing"
+        )
+    if len(p) == len(q) and np.all(q <= p * (1 + 1e-6)):
+        return (
+            "all norms are smaller: a part of the gradient is left out (a parameter, a rank of the "
+            "tensor axis, the cross term of a tied one)"
+        )
+    return (
+        "norms of other gradients: a cross term of a tied parameter is missing, or rows are "
+        "counted to other samples"
+    )
+
+
+def _of_coefficients(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"coefficients are scaled by {ranks}"
+    if ratio is not None:
+        return f"{_times(ratio)}: another clip norm C"
+    return "another clip norm or clipping rule, or coefficients of other rows"
+
+
+def _of_summands(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"gradients are scaled by {ranks} before they are added over ranks"
+    if ratio is not None:
+        return f"{_times(ratio)}: a sum for a mean, or a use that is counted twice"
+    return (
+        "this parameter's gradient itself: a use of it is missing or counted twice, a granule is "
+        "computed at another shape, or samples are weighted otherwise"
+    )
+
+
+def _of_sums(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"the sum over ranks is scaled by {ranks}: a sum for a mean, or the reverse"
+    if ratio is not None:
+        return f"{_times(ratio)}: the sum is divided otherwise"
+    if len(blocks) <= len(x.blocks) * 3 // 4:
+        return "the exchange lost a part of the tensor: a truncated gather, or a shard of one rank"
+    return (
+        "the reduction: a rank's summand is missing, added twice, or added in another order; "
+        "before it they are equal"
+    )
+
+
+def _of_noise(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    if parts := _same_parts(x, y, "noise"):
+        return f"{parts}; whoever subtracts two parts removes it"
+    if min(x.norm, y.norm) < 1e-3 * max(x.norm, y.norm):
+        return "one of the runs adds no noise"
+    ratio = y.norm / x.norm
+    if x.numel >= 64 and abs(ratio - 1) > 4 / math.sqrt(x.numel):
+        ranks = _in_ranks(ratio, a, b) or _in_ranks(_ratio(x, y), a, b)
+        told = f" (scaled by {ranks}: added on every rank)" if ranks else ""
+        return (
+            f"noise of another standard deviation: σ is about {ratio:.3g} times the other's{told}"
+        )
+    if _ratio(x, y) is not None:
+        return f"noise of another standard deviation: σ is {_ratio(x, y):.4g} times the other's"
+    return "other noise of about the same size: another key, stream, step or element numbers"
+
+
+def _of_curvature(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"factors are scaled by {ranks}: by each rank's own count of tokens"
+    if ratio is not None:
+        return f"{_times(ratio)}: factors are divided by another count"
+    return (
+        "factors that are not the sum over ranks of each token's own product: Gram matrices of "
+        "tokens that were added up, one rank's update after another's (a ring), or a mean of means"
+    )
+
+
+def _of_gradients(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    ratio = _ratio(x, y)
+    if ranks := _in_ranks(ratio, a, b):
+        return f"what the optimizer finds is scaled by {ranks}: a mean for a sum, or the reverse"
+    told = f"{_times(ratio)}: " if ratio is not None else ""
+    return (
+        f"{told}what lies between the reduction and the optimizer: the division by the batch size, "
+        "clipping by the whole norm, K-FAC's direction, or code of the loop"
+    )
+
+
+def _of_state(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    return (
+        "the optimizer computed otherwise from equal gradients: other settings (betas, decay), or "
+        "state that was not the same before"
+    )
+
+
+def _of_updated(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    if len(blocks) <= len(x.blocks) * 3 // 4:
+        return (
+            "a part of the tensor alone: a gather that was cut short, or something else than the "
+            "optimizer that wrote to it"
+        )
+    return "the update itself: another learning rate or weight decay, or something that wrote to it"
+
+
+def _of_settings(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
+    return "the runs were asked for different things"
+
+
+_CAUSES = {
+    "initial parameters": _of_initial,
+    "settings": _of_settings,
+    "inputs": _of_inputs,
+    "activations": _of_activations,
+    "loss": _of_loss,
+    "per-sample norms": _of_norms,
+    "coefficients": _of_coefficients,
+    "gradients before reduction": _of_summands,
+    "gradients after reduction": _of_sums,
+    "noise": _of_noise,
+    "curvature": _of_curvature,
+    "gradients": _of_gradients,
+    "optimizer state": _of_state,
+    "updated parameters": _of_updated,
+}
+
+
+def _broken_sums(run: Trace) -> Iterator[Difference]:
+    """Where a private run's sums over ranks are not the sums of its summands."""
+    before, after = (RUNGS.index(f"gradients {when} reduction") for when in ("before", "after"))
+    for (step, rung, name), x in run.entries.items():
+        y = run.entries.get((step, after, name))
+        if not run.is_private or rung != before or y is None or x.blocks == y.blocks:
+            continue
+        blocks = [i for i, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=True)) if p != q]
+        where, values = _where(x, y, blocks)
+        yield Difference(
+            step=step,
+            rung=y.rung,
+            name=name,
+            where=f"{where}, before and after it in {run.source}",
+            values=values,
+            ulps=None if values is None else ulps_between(*values, x.dtype),
+            distance=_distance(x, y),
+            cause=_of_sums(x, y, blocks, run, run)
+            if _ratio(x, y) is None
+            else f"the sum over ranks is {_ratio(x, y):.4g} times that of its summands",
+        )
