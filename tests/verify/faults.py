@@ -26,6 +26,7 @@ from unison.parallel.tensor_parallel import TensorParallel
 from unison.privacy import noise, training
 from unison.privacy.loader import PrivateLoader
 from unison.rng import Box, Key
+from unison.shard.deal import BatchPlan
 from unison.shard.ranks import Ranks
 from unison.shard.unit import Unit
 from unison.verify import cases
@@ -36,7 +37,7 @@ def rewritten(
     owner: Any, name: str, fragment: str, replacement: str, **names: Any
 ) -> AbstractContextManager:
     """A function with another text in one place, for a block; `names` are what it needs for it."""
-    function = owner.__dict__[name]
+    function = inspect.unwrap(owner.__dict__[name])
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(fragment) == 1, f"{name} holds {fragment!r} {source.count(fragment)} times"
     made = {**function.__globals__, **names}
@@ -256,14 +257,19 @@ def counted_twice() -> AbstractContextManager:
 
 
 def stale_norms() -> AbstractContextManager:
-    """Norms of a batch before are used again."""
-    original, seen = training.PrivateTraining._coefficients, []
+    """From the second step on, norms of the first are used again."""
+    original, total = training.PrivateTraining._coefficients, NormTable.total
+    seen: list[SampleNorms] = []
 
-    def stale(self: Any, batch: Any, part: Any, norms: Any) -> Any:
-        seen.append(norms)
-        return original(self, batch, part, seen[0] if batch.step else norms)
+    def coefficients(self: Any, batch: Any, part: Any, norms: Any) -> Any:
+        def stale(table: NormTable) -> SampleNorms:
+            seen.append(total(table))
+            return seen[0] if batch.step else seen[-1]
 
-    return mock.patch.object(training.PrivateTraining, "_coefficients", stale)
+        with mock.patch.object(NormTable, "total", stale):
+            return original(self, batch, part, norms)
+
+    return mock.patch.object(training.PrivateTraining, "_coefficients", coefficients)
 
 
 def missing_cross_term() -> AbstractContextManager:
@@ -292,8 +298,9 @@ def other_clip_norm() -> AbstractContextManager:
 
 
 def padding_counts() -> AbstractContextManager:
-    """Rows of padding keep their coefficients."""
-    return rewritten(training.PrivateTraining, "_coefficients", "each.where(is_real, 0.0)", "each")
+    """Rows of padding weigh as much as others."""
+    ones = property(lambda plan: torch.ones(len(plan.sample_ids), dtype=torch.float64))
+    return mock.patch.object(BatchPlan, "weights", ones)
 
 
 def equal_noise() -> AbstractContextManager:
@@ -400,7 +407,7 @@ FAULTS = {
     "a missing cross term": Fault("per-sample norms", "cross term", missing_cross_term, PRIVATE),
     "another clip norm": Fault("coefficients", "clip norm", other_clip_norm, PRIVATE),
     "padding that counts": Fault(
-        "gradients before reduction", "weighted otherwise", padding_counts, PRIVATE, step=ANY
+        "loss", "padding in it", padding_counts, subject=Subject(batch_size=5)
     ),
     "gradients scaled by 1/world size": Fault(
         "gradients before reduction", "1/world size", scaled_gradient
@@ -412,7 +419,7 @@ FAULTS = {
         "gradients after reduction", "a rank's summand", dropped_rank, PRIVATE, step=ANY
     ),
     "equal noise on every shard": Fault("noise", "every rank's part", equal_noise, PRIVATE),
-    "a changed σ": Fault("noise", "σ is about 0.5", other_sigma, PRIVATE),
+    "a changed σ": Fault("noise", "σ is 0.5 times", other_sigma, PRIVATE),
     "a norm of one rank's part": Fault(
         "gradients",
         "clipping by the whole norm",

@@ -201,40 +201,58 @@ def try_claims(
     subject = subject or Subject()
     runs = list(dict.fromkeys(run for claim in tried for run in (claim.reference, *claim.runs)))
     files = {run: folder / f"{number}.trace" for number, run in enumerate(runs)}
-    refusals: dict[Run, str | None] = {}
-    for size in sorted({size for _, size in runs}):
-        own = [run for run in runs if run[1] == size]
-        on_launch(size, len(own))
-        job = Job(
-            subject=subject,
-            cases=tuple(case for case, _ in own),
-            files=tuple(files[run] for run in own),
-        )
-        refusals |= dict(zip(own, launch(run_cases, job, num_ranks=size), strict=True))
-    return [_judged(claim, files, refusals) for claim in tried]
 
+    def train(
+        chosen: Sequence[Run], keep: tuple[tuple[str, str], ...] = ()
+    ) -> dict[Run, str | None]:
+        refusals: dict[Run, str | None] = {}
+        for size in sorted({size for _, size in chosen}):
+            own = [run for run in chosen if run[1] == size]
+            on_launch(size, len(own))
+            job = Job(
+                subject=subject,
+                cases=tuple(case for case, _ in own),
+                files=tuple(files[run] for run in own),
+                keep=keep,
+            )
+            refusals |= dict(zip(own, launch(run_cases, job, num_ranks=size), strict=True))
+        return refusals
 
-def _judged(claim: Claim, files: dict[Run, Path], refusals: dict[Run, str | None]) -> Verdict:
-    largest, faults = 0.0, []
-    for run in claim.runs:
-        refusal = refusals[run] or refusals[claim.reference]
-        if refusal is not None:
-            faults.append(f"{in_words(run)} could not be trained: {refusal}")
-            largest = math.inf
-            continue
+    def compared(claim: Claim, run: Run) -> Comparison:
         found = compare(files[claim.reference], files[run], tolerance=claim.tolerance)
-        largest = max(largest, found.largest)
-        if not found.is_equal:
-            faults.append(f"{in_words(run)}: {said_of(found)}")
-    return Verdict(
-        claim=claim.name,
-        quantity=claim.quantity,
-        num_runs=len(claim.runs),
-        num_ranks=sorted({size for _, size in claim.runs}),
-        tolerance=claim.tolerance,
-        largest=largest,
-        faults=faults,
-    )
+        first = found.first
+        if first is not None and first.values is None and first.distance < math.inf:
+            # None of the values that were kept differ: keep all of this quantity, once more.
+            train([claim.reference, run], ((first.rung, first.name),))
+            found = compare(files[claim.reference], files[run], tolerance=claim.tolerance)
+        return found
+
+    refusals = train(runs)
+    verdicts = []
+    for claim in tried:
+        largest, faults = 0.0, []
+        for run in claim.runs:
+            refusal = refusals[run] or refusals[claim.reference]
+            if refusal is not None:
+                faults.append(f"{in_words(run)} could not be trained: {refusal}")
+                largest = math.inf
+                continue
+            found = compared(claim, run)
+            largest = max(largest, found.largest)
+            if not found.is_equal:
+                faults.append(f"{in_words(run)}: {said_of(found)}")
+        verdicts.append(
+            Verdict(
+                claim=claim.name,
+                quantity=claim.quantity,
+                num_runs=len(claim.runs),
+                num_ranks=sorted({size for _, size in claim.runs}),
+                tolerance=claim.tolerance,
+                largest=largest,
+                faults=faults,
+            )
+        )
+    return verdicts
 
 
 def said_of(found: Comparison) -> str:

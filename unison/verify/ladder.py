@@ -404,12 +404,18 @@ def _same_parts(x: Entry, y: Entry, what: str) -> str | None:
     return None
 
 
+def _is_part(x: Entry, blocks: Sequence[int]) -> bool:
+    """Whether a part of a tensor differs, and the rest of it does not."""
+    length = max(1, -(-x.numel // len(x.blocks)))
+    return len(blocks) <= -(-x.numel // length) * 3 // 4
+
+
 def _of_initial(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
     if parts := _same_parts(x, y, "values"):
         return parts
     if (ratio := _ratio(x, y)) is not None:
         return f"{_times(ratio)}: another initialisation, or a parameter that was added up twice"
-    if len(blocks) > len(x.blocks) // 2 and abs(x.norm - y.norm) < 0.2 * max(x.norm, y.norm):
+    if not _is_part(x, blocks) and abs(x.norm - y.norm) < 0.2 * max(x.norm, y.norm):
         return (
             "another RNG stream: values of one distribution, all others. Another seed, a generator "
             "that something consumed before, or one that differs between devices"
@@ -510,7 +516,7 @@ def _of_sums(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> s
         return f"the sum over ranks is scaled by {ranks}: a sum for a mean, or the reverse"
     if ratio is not None:
         return f"{_times(ratio)}: the sum is divided otherwise"
-    if len(blocks) <= len(x.blocks) * 3 // 4:
+    if _is_part(x, blocks):
         return "the exchange lost a part of the tensor: a truncated gather, or a shard of one rank"
     return (
         "the reduction: a rank's summand is missing, added twice, or added in another order; "
@@ -566,7 +572,7 @@ def _of_state(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> 
 
 
 def _of_updated(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    if len(blocks) <= len(x.blocks) * 3 // 4:
+    if _is_part(x, blocks):
         return (
             "a part of the tensor alone: a gather that was cut short, or something else than the "
             "optimizer that wrote to it"

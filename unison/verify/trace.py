@@ -15,10 +15,10 @@ are lines of JSON; values are hexadecimal floats.
 """
 
 import functools
+import itertools
 import json
 import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,7 +63,8 @@ optimizer finds: with noise, clipped, preconditioned. "curvature" are the factor
 
 NUM_BLOCKS = 32  # digests of a tensor: where it differs is known to a 32nd of it
 NUM_VALUES = 64  # values that are kept of a tensor
-LENGTH_OF_HEAD = 16  # values by which parts are found to be equal
+DRAWN = ("initial parameters", "noise")  # of which no two parts should be alike
+LENGTH_OF_HEAD = 16  # values by which they are found to be
 MAX_ROWS = 64  # rows that have a digest each; of more, neighbours share one
 FORMAT = 1
 MAX_LINE = 1 << 26
@@ -129,18 +130,13 @@ def block_digests(
         chunk = bits[begin : begin + _CHUNK]
         where = index.numbers(begin, begin + len(chunk))
         words = _hashed(where + offset, _words(chunk, is_linear=is_linear), is_linear=is_linear)
-        np.add.at(found, where // np.uint64(length), words) if index.runs else _add_runs(
-            found, words, int(where[0]), length
-        )
+        if index.runs is not None:
+            np.add.at(found, where // np.uint64(length), words)
+            continue
+        first, last = int(where[0]), int(where[-1])
+        blocks = np.arange(first // length, last // length + 1)
+        found[blocks] += np.add.reduceat(words, np.maximum(blocks * length - first, 0))
     return found
-
-
-def _add_runs(found: np.ndarray, words: np.ndarray, first: int, length: int) -> None:
-    """Add the words of consecutive elements to their blocks."""
-    block = first // length
-    starts = np.arange(block, (first + len(words) - 1) // length + 1)
-    places = np.maximum(starts * length - first, 0)
-    found[starts] += np.add.reduceat(words, places)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,8 @@ class Entry:
         values: Those at `positions(numel, ...)`.
         norm: Euclidean; depends on the order of additions, and is not compared bit by bit.
         disagree: Whether ranks that hold copies of it hold different bits.
-        repeats: Whether the parts that two ranks hold of it begin with the same values.
+        repeats: Whether a part of it begins with the same values as another part, of it or of
+            another; of what is drawn at random.
     """
 
     step: int
@@ -295,7 +292,7 @@ class _Part:
         blocks: Digests: one of a row [NUM_BLOCKS] of others.
         values: By place in the list of positions.
         squares: Sums of squares.
-        heads: Hashes of the first values of parts, wherever those lie in the whole.
+        heads: The first values of parts, wherever those lie in the whole.
     """
 
     shape: tuple[int, ...]
@@ -304,7 +301,7 @@ class _Part:
     blocks: dict[Any, Any] = field(default_factory=dict)
     values: dict[Any, dict[int, float]] = field(default_factory=dict)
     squares: dict[Any, float] = field(default_factory=dict)
-    heads: dict[Any, int] = field(default_factory=dict)
+    heads: dict[Any, list[float]] = field(default_factory=dict)
 
 
 def _merged(step: int, rung: str, name: str, parts: Sequence[_Part], count: int) -> Entry:
@@ -313,7 +310,7 @@ def _merged(step: int, rung: str, name: str, parts: Sequence[_Part], count: int)
     blocks: dict[Any, Any] = {}
     values: dict[Any, dict[int, float]] = {}
     squares: dict[Any, float] = {}
-    disagree, heads = False, {key: head for part in parts for key, head in part.heads.items()}
+    disagree = False
     for part in parts:
         for key, each in part.blocks.items():
             if key not in blocks:
@@ -354,8 +351,28 @@ def _merged(step: int, rung: str, name: str, parts: Sequence[_Part], count: int)
         ),
         norm=norm,
         disagree=disagree,
-        repeats=len(set(heads.values())) < len(heads),
     )
+
+
+def _alike(rung: str, of_all: Sequence[Mapping[tuple[str, str], _Part]]) -> set[str]:
+    """Of what was drawn, the names of which two parts begin with the same values.
+
+    Nearly the same: noise is known as what it has made of a sum, which was rounded.
+    """
+    heads = {
+        (name, key): head
+        for each in of_all
+        for (own, name), part in each.items()
+        if own == rung
+        for key, head in part.heads.items()
+    }
+    ordered = sorted(heads, key=lambda each: heads[each])
+    return {
+        name
+        for a, b in itertools.pairwise(ordered)
+        if np.allclose(heads[a], heads[b], rtol=1e-4, atol=0)
+        for name in (a[0], b[0])
+    }
 
 
 def _rows_in_blocks(digests: Mapping[int, int], num_rows: int) -> list[int]:
@@ -784,9 +801,9 @@ class Tracer:
         part.blocks[key] = block_digests(value, index) if digests is None else digests
         part.squares[key] = float(value.detach().double().square().sum())
         self._add_values(rung, name, part, key, index, value)
-        head = _bits(value.detach().reshape(-1)[:LENGTH_OF_HEAD])
-        if len(head) == LENGTH_OF_HEAD and len(np.unique(head)) > LENGTH_OF_HEAD // 2:
-            part.heads[key] = zlib.crc32(head.tobytes())
+        head = value.detach().reshape(-1)[:LENGTH_OF_HEAD].double().tolist()
+        if rung in DRAWN and len(set(head)) == LENGTH_OF_HEAD:
+            part.heads[key] = head
 
     def _see_parameters(self, rung: str, *, others: bool = False) -> None:
         with _unseen():
@@ -815,7 +832,8 @@ class Tracer:
             if isinstance(value, PerGranule):
                 pieces = list(enumerate(value.parts))
             else:
-                pieces = [(granule, value.as_subclass(Tensor))]
+                own = value.to_local() if hasattr(value, "to_local") else value
+                pieces = [(granule, own.as_subclass(Tensor))]
             for index, piece in pieces:
                 if plan is None:
                     ranks = self._adapter.ranks
@@ -862,9 +880,11 @@ class Tracer:
             return
         assert of_all is not None
         names = dict.fromkeys(name for each in of_all for name in each)
+        alike = {rung: _alike(rung, of_all) for rung in DRAWN}
         for rung, name in sorted(names, key=lambda each: RUNGS.index(each[0])):
             found = [each[rung, name] for each in of_all if (rung, name) in each]
             entry = _merged(self._step, rung, name, found, self._count(rung, name))
+            entry.repeats = name in alike.get(rung, ())
             self._write(entry.as_json())
         self._file.flush()
         os.fsync(self._file.fileno())
