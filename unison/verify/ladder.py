@@ -184,13 +184,20 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _values(x: Entry, y: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """The values that both runs kept; none if they kept other ones."""
+    if len(x.values) != len(y.values):
+        return np.empty(0), np.empty(0)
+    return np.array(x.values), np.array(y.values)
+
+
 def _distance(x: Entry | None, y: Entry | None) -> float:
     """How far two quantities are apart, as a part of the larger; 0 only for equal digests."""
     if x is None or y is None or x.shape != y.shape:
         return math.inf
     if (x.blocks, x.dtype) == (y.blocks, y.dtype):
         return 0.0
-    a, b = np.array(x.values), np.array(y.values)
+    a, b = _values(x, y)
     if np.isnan(a).tolist() != np.isnan(b).tolist():
         return math.inf
     scale = max(float(np.linalg.norm(np.nan_to_num(each))) for each in (a, b))
@@ -275,7 +282,7 @@ def _where(x: Entry, y: Entry, blocks: Sequence[int]) -> tuple[str, tuple[float,
     if not blocks:
         return "copies that ranks hold of it", None
     places = positions(x.numel, len(x.values))
-    a, b = np.array(x.values), np.array(y.values)
+    a, b = _values(x, y)
     differ = np.flatnonzero((a != b) & ~(np.isnan(a) & np.isnan(b)))
     if len(differ):
         gaps = np.abs(a[differ] - b[differ])
@@ -352,11 +359,8 @@ def _flipped_bit(x: Entry, y: Entry, blocks: Sequence[int]) -> str | None:
     """A single element of a large tensor whose bits differ in one place."""
     if x.rung in OF_ROWS or len(blocks) != 1 or x.numel < 64:
         return None
-    pairs = [
-        (p, q)
-        for p, q in zip(x.values, y.values, strict=True)
-        if p != q and not (p != p and q != q)
-    ]
+    p, q = _values(x, y)
+    pairs = list(zip(p[p != q], q[p != q], strict=True))
     if len(pairs) > 1:
         return None
     apart = ulps_between(*pairs[0], x.dtype) if pairs else None
@@ -370,7 +374,7 @@ def _flipped_bit(x: Entry, y: Entry, blocks: Sequence[int]) -> str | None:
 
 def _ratio(x: Entry, y: Entry) -> float | None:
     """By what factor all values of the second run are those of the first; None if by none."""
-    p, q = np.array(x.values), np.array(y.values)
+    p, q = _values(x, y)
     large = np.abs(p) > 1e-3 * np.nanmax(np.abs(p), initial=0.0)
     large &= np.isfinite(p) & np.isfinite(q) & (p != 0)
     if not large.any():
@@ -472,13 +476,13 @@ def _of_norms(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> 
             return "a stale norm: samples have those of the step before"
     if ratio is not None:
         return f"{_times(ratio)}: the divisor of the loss is undone twice, or not at all"
-    p, q = np.array(x.values), np.array(y.values)
-    if len(p) == len(q) and np.all(q >= p * (1 - 1e-6)):
+    p, q = _values(x, y)
+    if len(p) and np.all(q >= p * (1 - 1e-6)):
         return (
             "all norms are larger: a parameter is counted twice (replicated along a tensor axis, "
             "or under two names), padding is included, or a cross term of a tied one is missing"
         )
-    if len(p) == len(q) and np.all(q <= p * (1 + 1e-6)):
+    if len(p) and np.all(q <= p * (1 + 1e-6)):
         return (
             "all norms are smaller: a part of the gradient is left out (a parameter, a rank of the "
             "tensor axis, the cross term of a tied one)"

@@ -19,7 +19,8 @@ import itertools
 import json
 import math
 import os
-from collections import Counter
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -273,7 +274,11 @@ class Entry:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"{source} is no line of a trace: {error!r}") from None
-        if entry.rung not in RUNGS or entry.step < 0 or any(side < 0 for side in entry.shape):
+        is_right = (
+            entry.rung in RUNGS and entry.step >= 0 and all(side >= 0 for side in entry.shape)
+        )
+        is_right &= entry.numel < 1 << 62 and len(entry.values) <= entry.numel
+        if not is_right or not 0 < len(entry.blocks) <= max(NUM_BLOCKS, MAX_ROWS):
             raise BadInput(f"{source} is no line of a trace: {short(found)}")
         return entry
 
@@ -289,7 +294,7 @@ class _Part:
         shape: Of the whole, without rows where it has some.
         dtype: Its name.
         num_rows: Rows of the logical batch; None for what has none.
-        blocks: Digests: one of a row [NUM_BLOCKS] of others.
+        blocks: Digests: one of a row, [NUM_BLOCKS] of elements.
         values: By place in the list of positions.
         squares: Sums of squares.
         heads: The first values of parts, wherever those lie in the whole.
@@ -310,21 +315,23 @@ def _merged(step: int, rung: str, name: str, parts: Sequence[_Part], count: int)
     blocks: dict[Any, Any] = {}
     values: dict[Any, dict[int, float]] = {}
     squares: dict[Any, float] = {}
-    disagree = False
+    disagree, known = False, defaultdict[Any, list[Any]](list)
     for part in parts:
         for key, each in part.blocks.items():
             if key not in blocks:
                 blocks[key], values[key] = each, dict(part.values[key])
                 squares[key] = part.squares.get(key, math.nan)
-            elif first.num_rows is not None:  # parts of one row, along a tensor axis
-                blocks[key] = (blocks[key] + each) & _MASK
-                squares[key] += part.squares[key]
+            elif first.num_rows is not None:  # along a tensor axis: copies of a row, or parts
+                if each not in known[key]:
+                    blocks[key] = (blocks[key] + each) & _MASK
+                    squares[key] += part.squares[key]
             elif key[0] == "summand":
                 blocks[key] = blocks[key] + each
                 for place, value in part.values[key].items():
                     values[key][place] += value
             else:  # copies
                 disagree |= not np.array_equal(blocks[key], each)
+            known[key].append(each)
     if first.num_rows is None:
         # Ranks along a tensor axis add replicated parameters up each for itself: they count once.
         once = {key[2]: key for key in reversed(blocks)}
@@ -494,15 +501,22 @@ def trace(
         notes: What to say of the run; values that JSON can hold.
 
     Raises:
-        BadInput: If the file cannot be written.
+        BadInput: If the file cannot be written, or the model is traced already.
     """
     check.positive(num_values=num_values)
+    if model in _traced:
+        raise BadInput("the model is traced already; leave one of the two `trace` blocks out")
     tracer = Tracer(model, optimizer, num_values=num_values, keep=keep)
-    tracer._begin(Path(file), notes or {}, activations=activations)
+    _traced.add(model)
     try:
+        tracer._begin(Path(file), notes or {}, activations=activations)
         yield tracer
     finally:
+        _traced.discard(model)
         tracer._end()
+
+
+_traced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Tracer:
@@ -559,13 +573,12 @@ class Tracer:
                 error = f"{file} cannot be written: {failed.strerror}"
         if error := _of_first(error, ranks):
             raise BadInput(error)
-        granule = getattr(current_plan(), "granule", None)
         self._write(
             {
                 "unison_trace": FORMAT,
                 "num_ranks": ranks.size,
                 "is_private": self._private is not None,
-                "conditions": fingerprint(granule=granule, device=self._adapter.device),
+                "conditions": fingerprint(device=self._adapter.device),
                 "notes": dict(notes),
             }
         )
