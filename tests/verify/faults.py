@@ -415,9 +415,7 @@ FAULTS = {
     "a mean for a sum in the reduction": Fault(
         "gradients after reduction", "1/world size", mean_for_sum
     ),
-    "a dropped rank": Fault(
-        "gradients after reduction", "a rank's summand", dropped_rank, PRIVATE, step=ANY
-    ),
+    "a dropped rank": Fault("gradients after reduction", "a rank's summand", dropped_rank, PRIVATE),
     "equal noise on every shard": Fault("noise", "every rank's part", equal_noise, PRIVATE),
     "a changed σ": Fault("noise", "σ is 0.5 times", other_sigma, PRIVATE),
     "a norm of one rank's part": Fault(

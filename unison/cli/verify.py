@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from unison.cli.account import for_json
 from unison.errors import BadInput
 from unison.run_files import read_config, read_result
 from unison.shard import fingerprint
@@ -143,7 +144,8 @@ def _tell(
         )
     if as_json:
         found = [asdict(each) | {"holds": each.holds} for each in verdicts]
-        typer.echo(json.dumps({"holds": not failed, "claims": found, "conditions": about}))
+        figures = {"holds": not failed, "claims": found, "conditions": about}
+        typer.echo(json.dumps(for_json(figures), allow_nan=False))
     else:
         screen = Console()
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -219,7 +221,7 @@ def diff(
         )
     if as_json:
         told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
-        typer.echo(json.dumps(asdict(found) | told))
+        typer.echo(json.dumps(for_json(asdict(found) | told), allow_nan=False))
     else:
         screen = Console()
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

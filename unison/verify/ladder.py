@@ -21,6 +21,7 @@ from unison.verify.trace import RUNGS, Entry, Trace, positions
 
 OF_ROWS = {"inputs", "activations", "per-sample norms", "coefficients"}
 _ROUNDING = 1e-5  # of what is compared: no fault of a formula is that small
+_SMALL = 1e-2  # of the largest values of a rung: smaller ones are compared as if they were so
 _EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
 
@@ -118,6 +119,7 @@ class Comparison:
         return f"They agree {how}: {count:,} quantities of {num_steps} steps."
 
 
+@np.errstate(all="ignore")  # runs may have diverged
 def compare(
     run_a: Trace | str | Path, run_b: Trace | str | Path, *, tolerance: float = 0.0
 ) -> Comparison:
@@ -141,6 +143,9 @@ def compare(
     num_steps = min(a.num_steps, b.num_steps)
     left_out = {rung for step, rung, _ in keys if (step, rung) not in both and step < num_steps}
     conditions = _differing(a.conditions, b.conditions)
+    floors: dict[tuple[int, int], float] = {}
+    for key, entry in a.entries.items():
+        floors[key[:2]] = max(floors.get(key[:2], 0.0), _SMALL * _size(entry))
     found: list[Difference] = []
     rungs: dict[tuple[int, int], list[float]] = {}
     for key in keys:
@@ -149,7 +154,7 @@ def compare(
         x, y = a.entries.get(key), b.entries.get(key)
         if tolerance and RUNGS[key[1]] == "activations" and (x is None or y is None):
             continue  # without granules, whether a tensor has rows is guessed by its shape
-        distance = _distance(x, y)
+        distance = _distance(x, y, floors.get(key[:2], 0.0) if tolerance else 0.0)
         rungs.setdefault(key[:2], []).append(distance)
         if not found and (distance > tolerance or any(e and e.disagree for e in (x, y))):
             found.append(_difference(key, x, y, a, b, conditions))
@@ -191,8 +196,20 @@ def _values(x: Entry, y: Entry) -> tuple[np.ndarray, np.ndarray]:
     return np.array(x.values), np.array(y.values)
 
 
-def _distance(x: Entry | None, y: Entry | None) -> float:
-    """How far two quantities are apart, as a part of the larger; 0 only for equal digests."""
+def _size(x: Entry) -> float:
+    """The root mean square of the values that were kept."""
+    values = np.nan_to_num(np.array(x.values))
+    return float(np.sqrt(np.mean(values**2))) if len(values) else 0.0
+
+
+def _distance(x: Entry | None, y: Entry | None, floor: float = 0.0) -> float:
+    """How far two quantities are apart, as a part of the larger; 0 only for equal digests.
+
+    Args:
+        x: The one.
+        y: The other.
+        floor: Values below this count as this: what should be zero is nothing but rounding.
+    """
     if x is None or y is None or x.shape != y.shape:
         return math.inf
     if (x.blocks, x.dtype) == (y.blocks, y.dtype):
@@ -201,11 +218,13 @@ def _distance(x: Entry | None, y: Entry | None) -> float:
     if np.isnan(a).tolist() != np.isnan(b).tolist():
         return math.inf
     scale = max(float(np.linalg.norm(np.nan_to_num(each))) for each in (a, b))
+    scale = max(scale, floor * math.sqrt(len(a)))
     by_values = float(np.linalg.norm(np.nan_to_num(a - b))) / scale if scale else 0.0
-    norm = max(x.norm, y.norm)
+    norm = max(x.norm, y.norm, floor * math.sqrt(x.numel))
     by_norm = abs(x.norm - y.norm) / norm if norm > 0 and math.isfinite(norm) else 0.0
     # Digests differ: something does, be it too small to show in what is kept.
-    return max(by_values, by_norm, 2**-53)
+    found = max(by_values, by_norm, 2**-53)
+    return found if math.isfinite(found) else math.inf
 
 
 def ulps_between(a: float, b: float, dtype: str) -> int | None:

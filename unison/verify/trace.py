@@ -263,7 +263,7 @@ class Entry:
             entry = cls(
                 step=int(found["step"]),
                 rung=str(found["rung"]),
-                name=str(found["name"]),
+                name=found["name"].encode().decode(),  # text that can be shown
                 shape=tuple(map(int, found["shape"])),
                 dtype=str(found["dtype"]),
                 blocks=tuple(int(each, 16) for each in found["blocks"]),
@@ -272,7 +272,7 @@ class Entry:
                 disagree=bool(found.get("disagree", False)),
                 repeats=bool(found.get("repeats", False)),
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"{source} is no line of a trace: {error!r}") from None
         is_right = (
             entry.rung in RUNGS and entry.step >= 0 and all(side >= 0 for side in entry.shape)
@@ -456,7 +456,7 @@ def _header(line: bytes, file: str) -> tuple[int, bool, dict[str, Any], dict[str
         )
     kinds = {"num_ranks": int, "is_private": bool, "conditions": dict, "notes": dict}
     wrong = [key for key, kind in kinds.items() if type(found.get(key)) is not kind]
-    if wrong or found["num_ranks"] < 1:
+    if wrong or not 0 < found["num_ranks"] < 1 << 31:
         raise BadInput(f"{file} is damaged: its first line has no {wrong or ['num_ranks']}")
     return found["num_ranks"], found["is_private"], found["conditions"], found["notes"]
 
@@ -854,7 +854,9 @@ class Tracer:
                     ids, total = torch.arange(count) + ranks.rank * count, count * ranks.size
                 else:
                     ids, total = plan.sample_ids, plan.num_samples
-                    if index is not None and plan.is_granular:
+                    if plan.is_granular:
+                        if index is None:  # made of no sample: a table of positions
+                            continue
                         ids = ids.split(plan.granule)[index]
                 self._add_rows(rung, name, piece, ids, total)
 
