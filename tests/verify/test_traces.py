@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -12,17 +11,15 @@ from torch import nn
 from unison.errors import BadInput
 from unison.parallel import ShardedParam
 from unison.rng import Box
-from unison.verify import Trace, compare, page, trace
+from unison.verify import Trace, compare, page, quantities, trace
 from unison.verify.ladder import ulps_between
-from unison.verify.trace import Elements, block_digests, positions
-
-traces = sys.modules[block_digests.__module__]  # the package shows a function of this name
+from unison.verify.quantities import Elements, block_digests, positions
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 5), (123, 77)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
 def test_digests_of_parts_add_up_to_that_of_the_whole(shape, dtype, monkeypatch):
-    monkeypatch.setattr(traces, "_CHUNK", 1000)
+    monkeypatch.setattr(quantities, "_CHUNK", 1000)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = block_digests(value, Elements.all(value.numel()))
     for cuts in ([value.numel() // 3], [0, value.numel() // 2, value.numel() // 2]):

@@ -5,8 +5,9 @@ from unison.verify.claims import DEPTHS, Claim, Verdict, claims, try_claims
 from unison.verify.ladder import Comparison, Difference, compare
 from unison.verify.page import page
 from unison.verify.purity import Purity, purity
+from unison.verify.quantities import RUNGS, Quantity, Trace
 from unison.verify.runs import RunComparison, RunFolder, compare_runs
-from unison.verify.trace import RUNGS, Entry, Trace, Tracer, trace
+from unison.verify.trace import Tracer, trace
 
 __all__ = [
     "DEPTHS",
@@ -16,8 +17,8 @@ __all__ = [
     "Claim",
     "Comparison",
     "Difference",
-    "Entry",
     "Purity",
+    "Quantity",
     "RunComparison",
     "RunFolder",
     "Subject",

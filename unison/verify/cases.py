@@ -40,7 +40,8 @@ from unison.shard import (
     open_weights,
     use_ordered_reduction,
 )
-from unison.verify.trace import NUM_VALUES, trace
+from unison.verify.quantities import NUM_VALUES
+from unison.verify.trace import trace
 
 TRAININGS = ("plain", "private", "kfac")
 SHARDINGS = ("none", "ddp", "zero2", "zero3", "root", "hybrid", "fsdp2")

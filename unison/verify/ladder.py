@@ -9,7 +9,8 @@ runs are related there often says why.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from unison import check
 from unison.errors import BadInput
-from unison.verify.trace import RUNGS, Entry, Trace, positions
+from unison.verify.quantities import RUNGS, Quantity, Trace, positions
 
 OF_ROWS = {"inputs", "activations", "per-sample norms", "coefficients"}
 _ROUNDING = 1e-5  # of what is compared: no fault of a formula is that small
@@ -189,20 +190,20 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _values(x: Entry, y: Entry) -> tuple[np.ndarray, np.ndarray]:
+def _values(x: Quantity, y: Quantity) -> tuple[np.ndarray, np.ndarray]:
     """The values that both runs kept; none if they kept other ones."""
     if len(x.values) != len(y.values):
         return np.empty(0), np.empty(0)
     return np.array(x.values), np.array(y.values)
 
 
-def _size(x: Entry) -> float:
+def _size(x: Quantity) -> float:
     """The root mean square of the values that were kept."""
     values = np.nan_to_num(np.array(x.values))
     return float(np.sqrt(np.mean(values**2))) if len(values) else 0.0
 
 
-def _distance(x: Entry | None, y: Entry | None, floor: float = 0.0) -> float:
+def _distance(x: Quantity | None, y: Quantity | None, floor: float = 0.0) -> float:
     """How far two quantities are apart, as a part of the larger; 0 only for equal digests.
 
     Args:
@@ -255,8 +256,8 @@ def ulps_between(a: float, b: float, dtype: str) -> int | None:
 
 def _difference(
     key: tuple[int, int, str],
-    x: Entry | None,
-    y: Entry | None,
+    x: Quantity | None,
+    y: Quantity | None,
     a: Trace,
     b: Trace,
     conditions: Sequence[str],
@@ -277,7 +278,7 @@ def _difference(
         )
     blocks = [place for place, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=False)) if p != q]
     where, values = _where(x, y, blocks)
-    cause = _cause(x, y, blocks, a, b)
+    cause = _cause(_Pair(x, y, blocks, a, b))
     distance = _distance(x, y)
     if conditions and distance < 1e-3:
         cause = f"they ran under different conditions: {', '.join(conditions)}"
@@ -294,7 +295,9 @@ def _difference(
     )
 
 
-def _where(x: Entry, y: Entry, blocks: Sequence[int]) -> tuple[str, tuple[float, float] | None]:
+def _where(
+    x: Quantity, y: Quantity, blocks: Sequence[int]
+) -> tuple[str, tuple[float, float] | None]:
     """Say which elements differ, with two values if there are some among those kept."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"{list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}", None
@@ -313,7 +316,7 @@ def _where(x: Entry, y: Entry, blocks: Sequence[int]) -> tuple[str, tuple[float,
     return _runs("element", blocks, x.numel, len(x.blocks)), None
 
 
-def _element(place: int, x: Entry) -> str:
+def _element(place: int, x: Quantity) -> str:
     index = list(map(int, np.unravel_index(place, x.shape))) if x.shape else []
     if x.rung in OF_ROWS:
         return f"{index[1:]} of row {index[0]}" if len(index) > 1 else f"of row {index[0]}"
@@ -336,166 +339,217 @@ def _runs(what: str, blocks: Sequence[int], total: int, num_blocks: int) -> str:
 # ---- likely causes -------------------------------------------------------------------------------
 
 
-def _cause(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    """What is known to make this difference at this rung, everything below being equal."""
-    for each, run in ((x, a), (y, b)):
+@dataclass(frozen=True)
+class _Pair:
+    """Two quantities that differ, where everything below them on the ladder is equal.
+
+    Attributes:
+        x: Of the first run.
+        y: Of the second.
+        blocks: Which blocks of digests differ.
+        a: The first run.
+        b: The second.
+    """
+
+    x: Quantity
+    y: Quantity
+    blocks: Sequence[int]
+    a: Trace
+    b: Trace
+
+    @cached_property
+    def ratio(self) -> float | None:
+        """By what factor all values of the second are those of the first; None if by none."""
+        p, q = _values(self.x, self.y)
+        large = np.abs(p) > 1e-3 * np.nanmax(np.abs(p), initial=0.0)
+        large &= np.isfinite(p) & np.isfinite(q) & (p != 0)
+        if not large.any():
+            return None
+        ratios = q[large] / p[large]
+        middle = float(np.median(ratios))
+        is_one = np.all(np.abs(ratios - middle) <= 2e-3 * abs(middle)) and math.isfinite(middle)
+        return middle if is_one and abs(middle - 1) > 2e-3 else None
+
+    @cached_property
+    def scale(self) -> str | None:
+        """That factor in terms of the numbers of ranks, if it is one: "1/world size"."""
+        ranks = self.b.num_ranks / self.a.num_ranks
+        if self.ratio is None or ranks == 1:
+            return None
+        known = {"world size": ranks, "√world size": math.sqrt(ranks), "world size²": ranks**2}
+        for name, value in known.items():
+            for words, factor in ((name, value), (f"1/{name}", 1 / value)):
+                if abs(self.ratio / factor - 1) < 5e-3:
+                    return words
+        return None
+
+    @property
+    def times(self) -> str:
+        """That factor in words, if there is one."""
+        return "" if self.ratio is None else f"every value is {self.ratio:.4g} times the other's: "
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a part of the tensor differs, and the rest of it does not."""
+        length = max(1, -(-self.x.numel // len(self.x.blocks)))
+        return len(self.blocks) <= -(-self.x.numel // length) * 3 // 4
+
+    @property
+    def is_flipped_bit(self) -> bool | None:
+        """Whether a single element differs, in one bit; None if it is not among those kept."""
+        p, q = _values(self.x, self.y)
+        if len(self.blocks) != 1 or self.x.numel < 64 or self.x.rung in OF_ROWS:
+            return False
+        pairs = list(zip(p[p != q], q[p != q], strict=True))
+        apart = ulps_between(*pairs[0], self.x.dtype) if len(pairs) == 1 else None
+        return None if not pairs else apart is not None and not apart & (apart - 1)
+
+
+def _cause(pair: _Pair) -> str | None:
+    """What is known to make such a difference."""
+    x, y = pair.x, pair.y
+    for each, run in ((x, pair.a), (y, pair.b)):
         if each.disagree:
             return f"ranks of {run.source} that hold copies of it hold different values"
     if x.dtype != y.dtype:
         return "another precision"
     if x.shape != y.shape:
-        if x.rung in OF_ROWS and x.shape[1:] == y.shape[1:]:
-            return (
-                f"{x.shape[0]} samples and {y.shape[0]}: padding is counted, or other samples "
-                "were drawn"
-            )
-        return "another model"
-    swapped = _swapped_rows(x, y)
-    if swapped:
-        return swapped
-    lone = _flipped_bit(x, y, blocks)
-    if lone:
-        return lone
-    if _distance(x, y) < _ROUNDING and x.rung not in ("initial parameters", "settings", "inputs"):
+        if x.rung not in OF_ROWS or x.shape[1:] != y.shape[1:]:
+            return "another model"
+        return (
+            f"{x.shape[0]} samples and {y.shape[0]}: padding is counted, or other samples were "
+            "drawn"
+        )
+    if (is_flipped := pair.is_flipped_bit) is not False:
+        return (
+            "a few neighbouring elements alone differ: memory that changed, or something that "
+            "wrote to them outside of the step" + (" (one flipped bit)" if is_flipped else "")
+        )
+    is_computed = x.rung not in ("initial parameters", "settings", "inputs")
+    if is_computed and _distance(x, y) < _ROUNDING:
         return (
             "no more than rounding: the same thing added up in another order, at another shape or "
             "by another kernel or method"
         )
-    return _CAUSES[x.rung](x, y, blocks, a, b)
+    return _cause_at_rung(pair)
 
 
-def _swapped_rows(x: Entry, y: Entry) -> str | None:
-    if x.rung != "inputs" or sorted(x.blocks) != sorted(y.blocks):
-        return None
-    moved = [row for row, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=True)) if p != q]
-    return (
-        f"the same samples in another order: rows {', '.join(map(str, moved[:6]))}"
-        f"{' …' if len(moved) > 6 else ''} are swapped; dealing or the sampler numbers them anew"
-    )
-
-
-def _flipped_bit(x: Entry, y: Entry, blocks: Sequence[int]) -> str | None:
-    """A single element of a large tensor whose bits differ in one place."""
-    if x.rung in OF_ROWS or len(blocks) != 1 or x.numel < 64:
-        return None
-    p, q = _values(x, y)
-    pairs = list(zip(p[p != q], q[p != q], strict=True))
-    if len(pairs) > 1:
-        return None
-    apart = ulps_between(*pairs[0], x.dtype) if pairs else None
-    if apart is not None and apart & (apart - 1):
-        return None
-    return (
-        "a few neighbouring elements alone differ: memory that changed, or something that wrote to "
-        "them outside of the step" + (" (one flipped bit)" if apart else "")
-    )
-
-
-def _ratio(x: Entry, y: Entry) -> float | None:
-    """By what factor all values of the second run are those of the first; None if by none."""
-    p, q = _values(x, y)
-    large = np.abs(p) > 1e-3 * np.nanmax(np.abs(p), initial=0.0)
-    large &= np.isfinite(p) & np.isfinite(q) & (p != 0)
-    if not large.any():
-        return None
-    ratios = q[large] / p[large]
-    middle = float(np.median(ratios))
-    is_one = math.isfinite(middle) and bool(np.all(np.abs(ratios - middle) <= 2e-3 * abs(middle)))
-    return middle if is_one and abs(middle - 1) > 2e-3 else None
-
-
-def _in_ranks(ratio: float | None, a: Trace, b: Trace) -> str | None:
-    """A factor in terms of the numbers of ranks, if it is one; "1/world size" for example."""
-    ranks = b.num_ranks / a.num_ranks
-    if ratio is None or ranks == 1:
-        return None
-    known = {"world size": ranks, "√world size": math.sqrt(ranks), "world size²": ranks**2}
-    for name, value in known.items():
-        for words, factor in ((name, value), (f"1/{name}", 1 / value)):
-            if abs(ratio / factor - 1) < 5e-3:
-                return words
+def _cause_at_rung(pair: _Pair) -> str | None:
+    x, y, scale, times = pair.x, pair.y, pair.scale, pair.times
+    match x.rung:
+        case "initial parameters":
+            if x.repeats or y.repeats:
+                return "every rank's part holds the same values: drawn by rank, not by element"
+            if times:
+                return f"{times}another initialisation, or a parameter that was added up twice"
+            if not pair.is_part and abs(x.norm - y.norm) < 0.2 * max(x.norm, y.norm):
+                return (
+                    "another RNG stream: values of one distribution, all others. Another seed, a "
+                    "generator that something consumed before, or one that differs between devices"
+                )
+            return "other values were loaded, or some were changed before the first step"
+        case "settings":
+            return "the runs were asked for different things"
+        case "inputs" if sorted(x.blocks) == sorted(y.blocks):
+            rows = ", ".join(map(str, pair.blocks[:6])) + (" …" if len(pair.blocks) > 6 else "")
+            return (
+                f"the same samples in another order: rows {rows} are swapped; dealing or the "
+                "sampler numbers them anew"
+            )
+        case "inputs":
+            shared = len(set(x.blocks) & set(y.blocks))
+            return (
+                f"{shared} of {len(x.blocks)} rows are in both batches: ranks read other samples "
+                "than one process does (a sampler per rank, a generator that was consumed); use "
+                "unison.deal, or the loader of make_private"
+            )
+        case "activations" if scale:
+            return (
+                f"an impure module: its output is scaled by {scale}; a forward must not ask for "
+                "the number of ranks"
+            )
+        case "activations":
+            return (
+                f"an impure module: {times}of equal parameters and inputs it computes something "
+                "else, so that something beside them enters: the rank, earlier calls, a generator, "
+                "other samples of the batch, a gather of parameters that was cut short. "
+                "unison.verify.purity tries it out in one process"
+            )
+        case "loss" if scale:
+            return f"the loss is scaled by {scale}: a sum for a mean over ranks, or the reverse"
+        case "loss":
+            return (
+                f"{times}a mean of per-rank means, a sum for a mean, or padding in it; "
+                "unison.batch_mean is the mean over the global batch"
+            )
+        case "per-sample norms":
+            return _cause_of_norms(pair)
+        case "coefficients" if scale:
+            return f"coefficients are scaled by {scale}"
+        case "coefficients":
+            return f"{times}another clip norm C or clipping rule, or coefficients of other rows"
+        case "gradients before reduction" if scale:
+            return f"gradients are scaled by {scale} before they are added over ranks"
+        case "gradients before reduction":
+            return (
+                f"{times}this parameter's gradient itself: a use of it is missing or counted "
+                "twice, a granule is computed at another shape, or samples are weighted otherwise"
+            )
+        case "gradients after reduction" if scale:
+            return f"the sum over ranks is scaled by {scale}: a sum for a mean, or the reverse"
+        case "gradients after reduction" if pair.is_part and not times:
+            return "the exchange lost a part of the tensor, or one rank's shard of it"
+        case "gradients after reduction":
+            return (
+                f"{times}the reduction: a rank's summand is missing, added twice, or added in "
+                "another order; before it they are equal"
+            )
+        case "noise":
+            return _cause_of_noise(pair)
+        case "curvature" if scale:
+            return f"factors are scaled by {scale}: by each rank's own count of tokens"
+        case "curvature":
+            return (
+                f"{times}factors that are not the sum over ranks of each token's own product: Gram "
+                "matrices of tokens that were added up, one rank's update after another's (a "
+                "ring), a mean of means, or another count"
+            )
+        case "gradients" if scale:
+            return (
+                f"what the optimizer finds is scaled by {scale}: a mean for a sum, or the reverse"
+            )
+        case "gradients":
+            return (
+                f"{times}what lies between the reduction and the optimizer: the division by the "
+                "batch size, clipping by the whole norm, K-FAC's direction, or code of the loop"
+            )
+        case "optimizer state":
+            return (
+                "the optimizer computed otherwise from equal gradients: other settings, or state "
+                "that was not the same before"
+            )
+        case "updated parameters" if pair.is_part:
+            return (
+                "a part of the tensor alone: a gather that was cut short, or something else than "
+                "the optimizer that wrote to it"
+            )
+        case "updated parameters":
+            return "the update itself, or something else that wrote to the parameter"
     return None
 
 
-def _times(ratio: float) -> str:
-    return f"every value is {ratio:.4g} times the other run's"
-
-
-def _same_parts(x: Entry, y: Entry, what: str) -> str | None:
-    if x.repeats or y.repeats:
-        return f"every rank's part holds the same {what}: drawn by rank, not by element"
-    return None
-
-
-def _is_part(x: Entry, blocks: Sequence[int]) -> bool:
-    """Whether a part of a tensor differs, and the rest of it does not."""
-    length = max(1, -(-x.numel // len(x.blocks)))
-    return len(blocks) <= -(-x.numel // length) * 3 // 4
-
-
-def _of_initial(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    if parts := _same_parts(x, y, "values"):
-        return parts
-    if (ratio := _ratio(x, y)) is not None:
-        return f"{_times(ratio)}: another initialisation, or a parameter that was added up twice"
-    if not _is_part(x, blocks) and abs(x.norm - y.norm) < 0.2 * max(x.norm, y.norm):
-        return (
-            "another RNG stream: values of one distribution, all others. Another seed, a generator "
-            "that something consumed before, or one that differs between devices"
-        )
-    return "other values were loaded, or some were changed before the first step"
-
-
-def _of_inputs(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    shared = len(set(x.blocks) & set(y.blocks))
-    return (
-        f"{shared} of {len(x.blocks)} rows are in both batches: ranks read other samples than one "
-        "process does (a sampler per rank, a generator that was consumed); use unison.deal, or the "
-        "loader of make_private"
-    )
-
-
-def _of_activations(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    ranks = _in_ranks(ratio, a, b)
-    if ranks is not None:
-        return (
-            f"an impure module: its output is scaled by {ranks}; a forward must not ask for the "
-            "number of ranks"
-        )
-    scaled = f" ({_times(ratio)})" if ratio is not None else ""
-    return (
-        "an impure module: of equal parameters and inputs it computes something else, so that "
-        "something beside them enters: the rank, earlier calls, a generator, other samples of the "
-        f"batch, a gather of parameters that was cut short{scaled}. unison.verify.purity tries it "
-        "out in one process"
-    )
-
-
-def _of_loss(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"the loss is scaled by {ranks}: a sum for a mean over ranks, or the reverse"
-    return (
-        "a mean of per-rank means, a sum for a mean, or padding in it; unison.batch_mean is the "
-        "mean over the global batch" + (f" ({_times(ratio)})" if ratio is not None else "")
-    )
-
-
-def _of_norms(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    ranks = _in_ranks(ratio, a, b)
-    if ranks == "√world size":
+def _cause_of_norms(pair: _Pair) -> str:
+    if pair.scale == "√world size":
         return "squared norms are summed over the data axis: √world size too large"
-    if ranks is not None:
-        return f"norms are scaled by {ranks}: gradients of a loss that was divided on each rank"
-    for mine, run in ((y, b), (x, a)):
+    if pair.scale is not None:
+        return f"norms are scaled by {pair.scale}: gradients of a loss that each rank divided"
+    for mine, run in ((pair.y, pair.b), (pair.x, pair.a)):
         before = run.entries.get((mine.step - 1, RUNGS.index(mine.rung), mine.name))
         if before is not None and set(mine.blocks) & set(before.blocks):
             return "a stale norm: samples have those of the step before"
-    if ratio is not None:
-        return f"{_times(ratio)}: the divisor of the loss is undone twice, or not at all"
-    p, q = _values(x, y)
+    if pair.times:
+        return f"{pair.times}the divisor of the loss is undone twice, or not at all"
+    p, q = _values(pair.x, pair.y)
     if len(p) and np.all(q >= p * (1 - 1e-6)):
         return (
             "all norms are larger: a parameter is counted twice (replicated along a tensor axis, "
@@ -512,117 +566,21 @@ def _of_norms(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> 
     )
 
 
-def _of_coefficients(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"coefficients are scaled by {ranks}"
-    if ratio is not None:
-        return f"{_times(ratio)}: another clip norm C"
-    return "another clip norm or clipping rule, or coefficients of other rows"
-
-
-def _of_summands(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"gradients are scaled by {ranks} before they are added over ranks"
-    if ratio is not None:
-        return f"{_times(ratio)}: a sum for a mean, or a use that is counted twice"
-    return (
-        "this parameter's gradient itself: a use of it is missing or counted twice, a granule is "
-        "computed at another shape, or samples are weighted otherwise"
-    )
-
-
-def _of_sums(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"the sum over ranks is scaled by {ranks}: a sum for a mean, or the reverse"
-    if ratio is not None:
-        return f"{_times(ratio)}: the sum is divided otherwise"
-    if _is_part(x, blocks):
-        return "the exchange lost a part of the tensor: a truncated gather, or a shard of one rank"
-    return (
-        "the reduction: a rank's summand is missing, added twice, or added in another order; "
-        "before it they are equal"
-    )
-
-
-def _of_noise(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    if parts := _same_parts(x, y, "noise"):
-        return f"{parts}; whoever subtracts two parts removes it"
+def _cause_of_noise(pair: _Pair) -> str:
+    x, y = pair.x, pair.y
+    if x.repeats or y.repeats:
+        return (
+            "every rank's part holds the same noise: drawn by rank, not by element; whoever "
+            "subtracts two parts removes it"
+        )
     if min(x.norm, y.norm) < 1e-3 * max(x.norm, y.norm):
         return "one of the runs adds no noise"
-    ratio = y.norm / x.norm
-    if x.numel >= 64 and abs(ratio - 1) > 4 / math.sqrt(x.numel):
-        ranks = _in_ranks(ratio, a, b) or _in_ranks(_ratio(x, y), a, b)
-        told = f" (scaled by {ranks}: added on every rank)" if ranks else ""
-        return (
-            f"noise of another standard deviation: σ is about {ratio:.3g} times the other's{told}"
-        )
-    if _ratio(x, y) is not None:
-        return f"noise of another standard deviation: σ is {_ratio(x, y):.4g} times the other's"
-    return "other noise of about the same size: another key, stream, step or element numbers"
-
-
-def _of_curvature(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"factors are scaled by {ranks}: by each rank's own count of tokens"
-    if ratio is not None:
-        return f"{_times(ratio)}: factors are divided by another count"
-    return (
-        "factors that are not the sum over ranks of each token's own product: Gram matrices of "
-        "tokens that were added up, one rank's update after another's (a ring), or a mean of means"
-    )
-
-
-def _of_gradients(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    ratio = _ratio(x, y)
-    if ranks := _in_ranks(ratio, a, b):
-        return f"what the optimizer finds is scaled by {ranks}: a mean for a sum, or the reverse"
-    told = f"{_times(ratio)}: " if ratio is not None else ""
-    return (
-        f"{told}what lies between the reduction and the optimizer: the division by the batch size, "
-        "clipping by the whole norm, K-FAC's direction, or code of the loop"
-    )
-
-
-def _of_state(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    return (
-        "the optimizer computed otherwise from equal gradients: other settings (betas, decay), or "
-        "state that was not the same before"
-    )
-
-
-def _of_updated(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    if _is_part(x, blocks):
-        return (
-            "a part of the tensor alone: a gather that was cut short, or something else than the "
-            "optimizer that wrote to it"
-        )
-    return "the update itself: another learning rate or weight decay, or something that wrote to it"
-
-
-def _of_settings(x: Entry, y: Entry, blocks: Sequence[int], a: Trace, b: Trace) -> str | None:
-    return "the runs were asked for different things"
-
-
-_CAUSES = {
-    "initial parameters": _of_initial,
-    "settings": _of_settings,
-    "inputs": _of_inputs,
-    "activations": _of_activations,
-    "loss": _of_loss,
-    "per-sample norms": _of_norms,
-    "coefficients": _of_coefficients,
-    "gradients before reduction": _of_summands,
-    "gradients after reduction": _of_sums,
-    "noise": _of_noise,
-    "curvature": _of_curvature,
-    "gradients": _of_gradients,
-    "optimizer state": _of_state,
-    "updated parameters": _of_updated,
-}
+    about = y.norm / x.norm
+    # The sum of n squares of normals has a relative standard deviation of √(2/n).
+    if pair.ratio is None and (x.numel < 64 or abs(about - 1) < 4 / math.sqrt(x.numel)):
+        return "other noise of about the same size: another key, stream, step or element numbers"
+    ranks = f" ({pair.scale}: added on every rank)" if pair.scale else ""
+    return f"noise of another standard deviation: σ is {about:.3g} times the other's{ranks}"
 
 
 def _broken_sums(run: Trace) -> Iterator[Difference]:
@@ -642,7 +600,5 @@ def _broken_sums(run: Trace) -> Iterator[Difference]:
             values=values,
             ulps=None if values is None else ulps_between(*values, x.dtype),
             distance=_distance(x, y),
-            cause=_of_sums(x, y, blocks, run, run)
-            if _ratio(x, y) is None
-            else f"the sum over ranks is {_ratio(x, y):.4g} times that of its summands",
+            cause=_cause_at_rung(_Pair(replace(x, rung=y.rung), y, blocks, run, run)),
         )
