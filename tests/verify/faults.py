@@ -22,6 +22,7 @@ import unison
 from unison.clip.bounds import NormTable, SampleNorms
 from unison.clip.clipping import Clipping
 from unison.kfac import factors, inverse
+from unison.parallel import adapter_of
 from unison.parallel.tensor_parallel import TensorParallel
 from unison.privacy import noise, training
 from unison.privacy.loader import PrivateLoader
@@ -112,9 +113,12 @@ def own_sampler() -> AbstractContextManager:
     return after(cases, "_batches", lambda made, *_: [(each + 7) % 37 for each in made])
 
 
-def swapped_rows() -> AbstractContextManager:
+def swapped_rows(step: int, one: int, other: int) -> AbstractContextManager:
+    """Two rows of a batch change places."""
+
     def swap(made: list[Tensor], *_: Any) -> list[Tensor]:
-        return [made[0], made[1][[0, 4, 2, 3, 1, 5]]]
+        made[step][[one, other]] = made[step][[other, one]]
+        return made
 
     return after(cases, "_batches", swap)
 
@@ -183,13 +187,14 @@ def part_of(value: Any) -> Tensor:
     return (value.local if hasattr(value, "local") else value).detach()
 
 
-def flipped_bit() -> AbstractContextManager:
-    """One bit of a parameter turns over on one rank, after the second step."""
+def flipped_bit(step: int, name: str, element: int, bit: int) -> AbstractContextManager:
+    """One bit of a parameter turns over after a step, on the rank that holds it."""
 
     def flip(model: nn.Module, done: int) -> None:
-        local = part_of(dict(model.named_parameters())["layers.1.ffn.w1.weight"])
-        if done == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            local.view(torch.int32).view(-1)[-1] ^= 1 << 12
+        owned = next(each for each in adapter_of(model).params if each.name == name)
+        if done == step and owned.start <= element < owned.stop:
+            local = owned.local.detach().view(torch.int32).view(-1)
+            local[element - owned.start] ^= 1 << bit
 
     hook = "    done = 0\n    optimizer.register_step_post_hook(lambda *_: flip(model, done))\n"
     return rewritten(cases, "run_case", "    done = 0\n", hook, flip=flip)
@@ -313,14 +318,14 @@ def equal_noise() -> AbstractContextManager:
     return mock.patch.object(noise, "finalise", finalise)
 
 
-def other_sigma() -> AbstractContextManager:
-    """Noise is drawn with another σ than the ledger holds."""
+def other_sigma(step: int, factor: float) -> AbstractContextManager:
+    """Noise of a step is drawn with another σ than the ledger holds."""
     original = noise.secure_normal
-    return mock.patch.object(
-        noise,
-        "secure_normal",
-        lambda stream, where, std, **kwargs: original(stream, where, std * 0.5, **kwargs),
-    )
+
+    def normal(stream: Any, where: Any, std: float, **kwargs: Any) -> Tensor:
+        return original(stream, where, std * (factor if stream.step == step else 1), **kwargs)
+
+    return mock.patch.object(noise, "secure_normal", normal)
 
 
 def other_divisor() -> AbstractContextManager:
@@ -390,7 +395,9 @@ FAULTS = {
     ),
     "a sampler of its own on ranks": Fault("inputs", "ranks read other samples", own_sampler),
     "another key for sampling": Fault("inputs", "samples", other_records, PRIVATE),
-    "swapped rows": Fault("inputs", "rows 1, 4 are swapped", swapped_rows, step=1),
+    "swapped rows": Fault(
+        "inputs", "rows 1, 4 are swapped", partial(swapped_rows, 1, 1, 4), step=1
+    ),
     "a module that divides by the world size": Fault(
         "activations", "1/world size", divided_module, name="layers.1.ffn"
     ),
@@ -417,7 +424,7 @@ FAULTS = {
     ),
     "a dropped rank": Fault("gradients after reduction", "a rank's summand", dropped_rank, PRIVATE),
     "equal noise on every shard": Fault("noise", "every rank's part", equal_noise, PRIVATE),
-    "a changed σ": Fault("noise", "σ is 0.5 times", other_sigma, PRIVATE),
+    "a changed σ": Fault("noise", "σ is 0.5 times", partial(other_sigma, 0, 0.5), PRIVATE),
     "a norm of one rank's part": Fault(
         "gradients",
         "clipping by the whole norm",
@@ -430,7 +437,7 @@ FAULTS = {
     "a flipped bit": Fault(
         "updated parameters",
         "one flipped bit",
-        flipped_bit,
+        partial(flipped_bit, 1, "layers.1.ffn.w1.weight", 1439, 12),
         name="layers.1.ffn.w1.weight",
         step=1,
     ),

@@ -2,20 +2,33 @@
 
 import itertools
 import math
+import random
+import re
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
 from tests.harness import World, run_on_ranks
 from tests.privacy.parallel import Model, attach, cut, losses, mesh_for
-from tests.verify.faults import ANY, FAULTS, replicas_counted_twice
+from tests.verify.faults import (
+    ANY,
+    FAULTS,
+    PRIVATE,
+    flipped_bit,
+    other_sigma,
+    replicas_counted_twice,
+    swapped_rows,
+)
 from unison.shard import batch_mean
-from unison.verify import cases, compare, trace
+from unison.verify import RUNGS, Case, Subject, Trace, cases, compare, trace
 
 IN_EVERY_RUN = {  # the others are for `make test-full`
     "swapped rows",
@@ -69,6 +82,60 @@ def test_a_planted_fault_is_found_and_named_at_its_rung(name, folder, tmp_path):
     if first.distance < math.inf:  # or it is of another size
         assert first.values is not None, first
         assert first.values[0] != first.values[1]
+
+
+# ---- thirty faults at random places --------------------------------------------------------------
+
+
+def steps_of(world: World, file: Path, case: Case, plant: Callable[[], Any]) -> None:
+    """Train three steps with a fault in one of them."""
+    with plant():
+        cases.run_case(case, Subject(steps=3), file)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(30))
+def test_a_fault_at_a_random_place_is_named(number, folder, tmp_path):
+    """A flipped bit, a swapped row, a changed σ: the step, and the parameter or row."""
+    rng, kind = random.Random(number), number % 3
+    case = PRIVATE if kind == 2 else Case()
+    one, other = folder / f"three-{case.training}", tmp_path / "b"
+    if not one.exists():
+        run_on_ranks(1, steps_of, one, case, nullcontext, timeout=120)
+    step = rng.randrange(3)
+    if kind == 0:
+        sizes = {e.name: e.numel for e in Trace.open(one).entries.values() if e.rung == RUNGS[-1]}
+        name = rng.choice(sorted(sizes))
+        element, bit = rng.randrange(sizes[name]), rng.randrange(23)
+        plant = partial(flipped_bit, step, name, element, bit)
+    elif kind == 1:
+        rows = sorted(rng.sample(range(6), 2))
+        plant = partial(swapped_rows, step, *rows)
+    else:
+        factor = rng.choice([0.5, 0.9, 0.98, 1.02, 1.1, 2.0])
+        plant = partial(other_sigma, step, factor)
+    run_on_ranks(2, steps_of, other, case, plant, timeout=120)
+    first = compare(one, other).first
+    assert first is not None
+    assert first.step == step
+    if kind == 0:
+        assert (first.rung, first.name) == ("updated parameters", name)
+        found = next(e for e in Trace.open(one).entries.values() if e.name == name)
+        if first.values is None:
+            low, high = map(int, (re.findall(r"\d+", first.where) * 2)[:2])
+            assert low <= element <= high < low + found.numel // 16 + 2
+        else:
+            index = list(map(int, np.unravel_index(element, found.shape)))
+            assert first.where == f"element {index}"
+            assert first.ulps is not None
+    elif kind == 1:
+        assert first.rung == "inputs"
+        assert f"rows {rows[0]}, {rows[1]} are swapped" in str(first.cause)
+    else:
+        assert first.rung == "noise"
+        told = re.search(r"σ is ([\d.]+) times", str(first.cause))
+        assert told is not None, first
+        assert abs(float(told[1]) / factor - 1) < 0.01
 
 
 def cut_in_two(world: World | None, file: Path, *, is_faulty: bool) -> None:
