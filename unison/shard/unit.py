@@ -195,7 +195,7 @@ class Unit:
         is_own = isinstance(self.forward, MethodType) and self.forward.__self__ is self.module
         forward = self.forward.__func__.__get__(made.module) if is_own else self.forward  # type: ignore[union-attr]
         made.forward = made.inner = forward
-        made.compiled, made.context = None, None
+        made.compiled, made.context, made.observer = None, None, None
         made.is_inside = made.runs_hooks_first = False
         made._take_groups([group.copied(memo) for group in self.groups])
         return made
@@ -429,8 +429,10 @@ class Unit:
         self, group: FlatGroup, granule: int, gradients: Iterable[tuple[int, Tensor | None]]
     ) -> None:
         """Let an observer see gradients; those of a ghost are of no granule of the batch."""
+        if self.observer is None:
+            return
         own = self.edges[self.axes.all.rank :]
-        if self.observer is None or (granule != PLAIN and not own[0] <= granule < own[1]):
+        if granule != PLAIN and not own[0] <= granule < own[1]:
             return
         for slot, gradient in gradients:
             if gradient is not None:
