@@ -152,6 +152,7 @@ def cut_in_two(world: World | None, file: Path, *, is_faulty: bool) -> None:
     engine.detach()
 
 
+@pytest.mark.full
 def test_replicas_along_a_tensor_axis_count_once(tmp_path):
     """A cut model rounds otherwise, so the two are compared to a tolerance."""
     cut_in_two(None, tmp_path / "whole", is_faulty=False)
