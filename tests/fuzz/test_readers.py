@@ -9,6 +9,7 @@ import pytest
 
 from tests.fuzz.conftest import in_time
 from tests.fuzz.inputs import CORPUS, SEED, copy_of, damage_file
+from tests.verify.test_traces import loop as loop_with_trace
 from unison.errors import Diverged, UnisonError
 from unison.models import load
 from unison.privacy import PrivacyEngine, read_ledger
@@ -43,6 +44,21 @@ def test_runs_that_are_compared(sound, ends_well, tmp_path, block):
         pair = [run, sound / "b"]
         rng.shuffle(pair)
         code, err = ends_well("verify", "runs", *pair, *rng.choice([[], ["--json"]]))
+        assert code != 1 or not err
+
+
+@blocks
+def test_traces_that_are_compared(ends_well, tmp_path, block):
+    rng = random.Random(f"{SEED} traces {block}")
+    sound = loop_with_trace(tmp_path / "sound.jsonl", steps=1, num_values=4)
+    for number in range(100 if block else 30):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_bytes(sound.read_bytes())
+        damage_file(file, rng)
+        pair = [file, sound]
+        rng.shuffle(pair)
+        options = rng.choice([[], ["--json"], ["--tolerance", "0.1"]])
+        code, err = ends_well("verify", "diff", *pair, *options)
         assert code != 1 or not err
 
 

@@ -85,12 +85,14 @@ _PRIVACY = [
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
+            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
 """,
         """own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
+            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
         if batch.is_last:
             self.open_release(running)
 """,

@@ -135,7 +135,7 @@ def account(context: typer.Context, **options: Any) -> None:
     if plot is not None:
         _draw(result, plot)
     if given.as_json:
-        typer.echo(json.dumps(_for_json(result), allow_nan=False))
+        typer.echo(json.dumps(for_json(result), allow_nan=False))
     else:
         _show(Console(), result)
     problems = [
@@ -353,13 +353,13 @@ def _or_none(function: Callable[..., float], *args: Any) -> float | None:
         raise BadInput(f"dp-accounting cannot count such numbers: {error}") from None
 
 
-def _for_json(value: Any) -> Any:
-    """The value with infinity as a word, which JSON has no number for."""
+def for_json(value: Any) -> Any:
+    """The value with infinity and NaN as words, which JSON has no numbers for."""
     if isinstance(value, dict):
-        return {str(key): _for_json(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_for_json(each) for each in value]
-    return "inf" if value == math.inf else value
+        return {str(key): for_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- tables --------------------------------------------------------------------------------------

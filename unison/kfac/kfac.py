@@ -149,6 +149,11 @@ class KFAC:
         curvatures.add(self)
 
     @property
+    def is_aside(self) -> bool:
+        """Whether the module runs for statistics, and not to be trained."""
+        return self._recorder.is_paused
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """All parameters that are preconditioned, as this rank holds them."""
         return [each.parameter for each in self._adapter.params]

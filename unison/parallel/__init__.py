@@ -32,6 +32,7 @@ To add a way of lying on ranks: one file with one subclass, and one line in `ada
 from torch import nn
 
 from unison.parallel.adapter import (
+    MakeSums,
     ParallelAdapter,
     Replicated,
     ShardedParam,
@@ -48,6 +49,7 @@ from unison.shard.unit import units_of
 
 __all__ = [
     "FSDP2",
+    "MakeSums",
     "ParallelAdapter",
     "Replicated",
     "ShardedParam",

@@ -359,13 +359,13 @@ class Attachment:
         return Inputs.of(args, kwargs, num_samples, settings.batch_dim, settings.rows_per_sample)
 
     @property
-    def _is_aside(self) -> bool:
+    def is_aside(self) -> bool:
         """Whether the module runs for our own sake, and not to be trained."""
         is_trying = self._compiled is not None and self._compiled.is_trying
         return self._is_repeating or self.learning.is_running or is_trying
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_aside:
+        if self.is_aside:
             return
         self._recorder.enter_module(args, kwargs)
         if not (module.training and torch.is_grad_enabled()):
@@ -493,7 +493,7 @@ class Attachment:
     def _after_forward(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self._is_aside:
+        if self.is_aside:
             return output
         self._following.close()
         gated = self._gated(module, args, kwargs, output)

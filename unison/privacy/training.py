@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from unison.clip.measured import SumGrid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.parallel import (
+    MakeSums,
     ParallelAdapter,
     ShardedParam,
     curvatures,
@@ -128,8 +129,32 @@ class LogicalBatch:
         return ranks.sum_(slots) if self.num_samples else slots
 
 
+class StepObserver(Protocol):
+    """Sees what a private step is made of, as it is made; `unison.verify` writes it down."""
+
+    def see_pass(self, sums: RunningPass) -> MakeSums:
+        """Look at a pass whose coefficients are known; returns what makes its sums."""
+        ...
+
+    def see_totals(
+        self, totals: Sequence[tuple[ShardedParam, Tensor]], grid: Grid, terms: ReleaseTerms
+    ) -> None:
+        """Look at the sums over all ranks, before they get noise; integers on the grid."""
+        ...
+
+    def see_noisy(
+        self, gradients: Iterable[tuple[ShardedParam, Tensor]]
+    ) -> Iterable[tuple[ShardedParam, Tensor]]:
+        """Look at private gradients as they are made; returns them."""
+        ...
+
+
 class PrivateTraining:
-    """Couples a module, its optimizer and its loader; see `PrivacyEngine.make_private`."""
+    """Couples a module, its optimizer and its loader; see `PrivacyEngine.make_private`.
+
+    Attributes:
+        observer: Who looks at each step's quantities; None for nobody.
+    """
 
     def __init__(
         self,
@@ -159,6 +184,7 @@ class PrivateTraining:
         self._uncommitted: int | None = None
         self._is_taken = False  # the step of the last release, by a graph
         self._has_warned = False
+        self.observer: StepObserver | None = None
         self._loss_check = LossCheck(
             batch_dim=settings.batch_dim,
             rows_per_sample=settings.rows_per_sample,
@@ -194,6 +220,11 @@ class PrivateTraining:
             *self._parameters.values(),
             *(each for each in self.module.parameters() if each.requires_grad),
         ]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the module runs for the engine's own sake, and not to be trained."""
+        return self._attachment.is_aside
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
@@ -310,11 +341,16 @@ class PrivateTraining:
         own = sums.shares() if self._is_all(batch, running) else None
         if own is None:
             sums.grid = Grid.of(running.release, batch.logical_size)
-            self.owner.add(sums, plan, [part.granule for part in self._dealing.parts])
+            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
+            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
         if batch.is_last:
             terms = self.terms(running, batch.logical_size)
-            self.release(running, batch.logical_size, private_gradients(self.owner, own, terms))
+            observer = self.observer
+            seen = None if observer is None else observer.see_totals
+            gradients = private_gradients(self.owner, own, terms, on_totals=seen)
+            gradients = gradients if observer is None else observer.see_noisy(gradients)
+            self.release(running, batch.logical_size, gradients)
         elif not self._has_warned and self._learning_rates() != running.rates:
             self._warn_of_scheduler()
 

@@ -14,6 +14,7 @@ from unison.shard.deal import BatchPlan, DealtLoader, batch_mean, current_plan, 
 from unison.shard.deferred.fill import materialize
 from unison.shard.deferred.recorder import meta_init, register_init
 from unison.shard.digest import digest, fingerprint, full_parameters
+from unison.shard.each_granule import running_granule
 from unison.shard.flat_group import CPUOffload, MixedPrecision
 from unison.shard.fsdp2 import stop_ordered_reduction, use_ordered_reduction
 from unison.shard.granules import PerGranule
@@ -81,6 +82,7 @@ __all__ = [
     "param_norm",
     "read_manifest",
     "register_init",
+    "running_granule",
     "save_checkpoint",
     "stop_ordered_reduction",
     "unit_memory",

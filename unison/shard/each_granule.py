@@ -525,6 +525,14 @@ Call = Callable[[int, tuple, dict[str, Any]], Any]
 CALLED_BY_GRANULE = "_unison_called_by_granule"
 
 
+_running: int | None = None
+
+
+def running_granule() -> int | None:
+    """Which of this rank's granules a module is called for; None where it gets all at once."""
+    return _running
+
+
 def call_each_granule(
     name: str, module: nn.Module, call: Call, num_granules: int, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
@@ -545,6 +553,7 @@ def call_each_granule(
         UnsupportedOperation: If a Python value differs between granules, or a granule changed an
             object that all granules share.
     """
+    global _running
     plan = plan_of((args, kwargs))
     is_recompute = is_in_backward()
     handed = GranuleArguments(name, num_granules, plan)
@@ -561,7 +570,11 @@ def call_each_granule(
         with of_granule(index), state.granule(index, own) as tensors:
             writable = (own_args, own_kwargs, own, tensors, handed.made[index])
             with nullcontext() if _looking is None else _looking.granule(writable):
-                outputs.append(call(index, own_args, own_kwargs))
+                before, _running = _running, index
+                try:
+                    outputs.append(call(index, own_args, own_kwargs))
+                finally:
+                    _running = before
     handed.check_shared()
     handed.join_changes()
     if not is_recompute:

@@ -1,11 +1,11 @@
 """A unit: a module whose parameters are gathered, used and freed together."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,22 @@ Set where somebody else than autograd makes the gradients of parameters: the ten
 the unit sums none."""
 
 
+class GradientObserver(Protocol):
+    """Sees gradients before and after they are summed; `unison.verify` writes them down."""
+
+    def see_gradient(self, piece: nn.Parameter, granule: int, gradient: Tensor) -> None:
+        """Look at this rank's gradient of a whole parameter, of one granule or of its rows."""
+        ...
+
+    def see_sum(self, piece: nn.Parameter, part: Tensor) -> None:
+        """Look at this rank's part of the sum over ranks, divided [elements]."""
+        ...
+
+
 class Unit:
     """Parameters of one module (those that no unit below it took) and their storage."""
+
+    observer: GradientObserver | None = None
 
     def __init__(
         self,
@@ -181,7 +195,7 @@ class Unit:
         is_own = isinstance(self.forward, MethodType) and self.forward.__self__ is self.module
         forward = self.forward.__func__.__get__(made.module) if is_own else self.forward  # type: ignore[union-attr]
         made.forward = made.inner = forward
-        made.compiled, made.context = None, None
+        made.compiled, made.context, made.observer = None, None, None
         made.is_inside = made.runs_hooks_first = False
         made._take_groups([group.copied(memo) for group in self.groups])
         return made
@@ -406,9 +420,23 @@ class Unit:
         if self.is_reducing:
             self.context.finish_reduce(self)
         if gradient is not None:
+            self._show(group, granule, [(slot, gradient)])
             reducer = self._reducer(group)
             assert isinstance(reducer, OrderedReducer)
             reducer.put(granule, slot, gradient)
+
+    def _show(
+        self, group: FlatGroup, granule: int, gradients: Iterable[tuple[int, Tensor | None]]
+    ) -> None:
+        """Let an observer see gradients; those of a ghost are of no granule of the batch."""
+        if self.observer is None:
+            return
+        own = self.edges[self.axes.all.rank :]
+        if granule != PLAIN and not own[0] <= granule < own[1]:
+            return
+        for slot, gradient in gradients:
+            if gradient is not None:
+                self.observer.see_gradient(group.pieces[slot], granule, gradient)
 
     def _reducer(self, group: FlatGroup) -> FastReducer | OrderedReducer:
         if group not in self._reducers:
@@ -441,6 +469,7 @@ class Unit:
         """Add the gradients at the leaves to those of earlier passes; they are summed later."""
         for group in self.trainable:
             for granule, gradients in group.take_gradients():
+                self._show(group, granule, enumerate(gradients))
                 self._reducer(group).take(granule, gradients)
 
     def start_reduce(self) -> None:
@@ -464,6 +493,10 @@ class Unit:
                 if self.options.gradient_divisor != 1:
                     present = [part for part in parts if part is not None]
                     torch._foreach_div_(present, self.options.gradient_divisor)
+                if self.observer is not None:
+                    for piece, part in zip(group.pieces, parts, strict=True):
+                        if part is not None:
+                            self.observer.see_sum(piece, part)
                 given = []
                 for slot, (part, is_used) in enumerate(zip(parts, reducer.used, strict=True)):
                     if part is not None and is_used:

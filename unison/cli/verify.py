@@ -1,0 +1,405 @@
+"""`unison verify`: the claims, two runs side by side, two traces, and models of your own."""
+
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from unison.cli.account import for_json
+from unison.errors import BadInput
+from unison.run_files import read_config, read_result
+from unison.shard import fingerprint
+from unison.train import result_table, run_on_local_ranks
+from unison.verify import (
+    SHARDINGS,
+    Case,
+    Claim,
+    Comparison,
+    RunComparison,
+    Subject,
+    Verdict,
+    claims,
+    compare,
+    compare_runs,
+    page,
+    try_claims,
+)
+
+verify = typer.Typer(
+    name="verify",
+    help="Check what unison promises: by itself, on runs and models of your own.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the figures as one page of HTML too.")
+]
+
+
+@verify.callback(invoke_without_command=True)
+def _claims(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="1 and 2 ranks, the main claims: under two minutes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="1, 2, 3, 4 and 8 ranks, and every clipping mode.")
+    ] = False,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Try what unison promises, on this machine: the claims of docs/verify.md.
+
+    A small model is trained as real processes on several numbers of ranks, in all the ways that
+    must come to one result, and every quantity of every step is compared. The exit code is 1 if a
+    claim fails.
+
+    \b
+    unison verify --quick
+    unison verify --html claims.html
+    unison verify diff a.trace b.trace
+    unison verify model mymodule:build_model --data mymodule:batch
+    unison verify runs runs/a runs/b
+    """
+    if context.invoked_subcommand is not None:
+        if quick or full or as_json or html:
+            raise BadInput(
+                f"put options after {context.invoked_subcommand!r}: unison verify "
+                f"{context.invoked_subcommand} --help"
+            )
+        return
+    if quick and full:
+        raise BadInput("--quick and --full exclude each other")
+    depth = "quick" if quick else "full" if full else "default"
+    verdicts, seconds = _tried(claims(depth), None, None)
+    _tell("unison verify", verdicts, seconds, as_json=as_json, html=html, what=depth)
+
+
+def _tried(
+    tried: list[Claim], subject: Subject | None, folder: Path | None
+) -> tuple[list[Verdict], float]:
+    """Train and compare, telling on the terminal what is going on."""
+    started, screen = time.perf_counter(), Console(stderr=True)
+    temporary = tempfile.TemporaryDirectory(prefix="unison-verify-")
+    with temporary, screen.status("starting") as status:
+
+        def on_launch(size: int, count: int) -> None:
+            ranks = f"{size} rank{'s' if size > 1 else ''}"
+            status.update(f"{count} training{'s' if count > 1 else ''} on {ranks}")
+
+        verdicts = try_claims(
+            tried,
+            launch=run_on_local_ranks,
+            folder=folder or Path(temporary.name),
+            subject=subject,
+            on_launch=on_launch,
+        )
+    return verdicts, time.perf_counter() - started
+
+
+def _tell(
+    title: str,
+    verdicts: list[Verdict],
+    seconds: float,
+    *,
+    as_json: bool,
+    html: Path | None,
+    what: str,
+) -> None:
+    """Print verdicts, write the page, and end with 1 if a claim failed."""
+    failed = sum(not each.holds for each in verdicts)
+    count = sum(each.num_runs for each in verdicts)
+    summary = (
+        f"{failed} of {len(verdicts)} claims fail"
+        if failed
+        else f"all {len(verdicts)} claims hold, on {count} trainings"
+    )
+    about = {"what": what, "seconds": round(seconds, 1), **fingerprint()}
+    if html is not None:
+        _write(
+            html,
+            page(
+                title,
+                summary,
+                is_good=not failed,
+                columns=(
+                    "claim",
+                    "compared",
+                    "ranks",
+                    "trainings",
+                    "largest difference",
+                    "verdict",
+                ),
+                rows=[_row(each) for each in verdicts],
+                faults=[fault for each in verdicts for fault in each.faults],
+                about=about,
+            ),
+        )
+    if as_json:
+        found = [asdict(each) | {"holds": each.holds} for each in verdicts]
+        figures = {"holds": not failed, "claims": found, "conditions": about}
+        typer.echo(json.dumps(for_json(figures), allow_nan=False))
+    else:
+        screen = Console()
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("claim", "ranks", "trainings", "largest", "verdict"):
+            table.add_column(name, justify="right" if name == "largest" else "left")
+        for each in verdicts:
+            claim, _, ranks, runs, largest, verdict = _row(each)
+            style = "green" if each.holds else "bold red"
+            table.add_row(claim, ranks, runs, largest, f"[{style}]{verdict}[/]")
+        screen.print(table)
+        for fault in (fault for each in verdicts for fault in each.faults):
+            screen.print()
+            screen.print(fault, style="red", highlight=False, markup=False)
+        screen.print()
+        style = "bold red" if failed else "bold green"
+        screen.print(f"[{style}]{summary}[/]  [dim]{seconds:.0f} s[/]", highlight=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    largest = "0" if verdict.largest == 0 else f"{verdict.largest:.1e}"
+    if verdict.tolerance:
+        largest += f" (≤ {verdict.tolerance:.0e})"
+    ranks = ", ".join(map(str, verdict.num_ranks))
+    said = "holds" if verdict.holds else "fails"
+    return verdict.claim, verdict.quantity, ranks, str(verdict.num_runs), largest, said
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
+
+@verify.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A.trace", help="The trace of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="B.trace", help="That of another.")],
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="How far quantities may be apart; 0 compares bits.")
+    ] = 0.0,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Compare two traces rung by rung, and say where the runs first part, and likely why.
+
+    A trace is what `unison.verify.trace(file, model, optimizer)` writes around a training loop, on
+    any machine and number of ranks. The exit code is 1 if the two differ.
+    """
+    found = compare(first, second, tolerance=tolerance)
+    rows = _rungs(found)
+    if html is not None:
+        _write(
+            html,
+            page(
+                f"{first} and {second}",
+                found.verdict,
+                is_good=found.is_equal,
+                columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
+                rows=rows,
+                faults=[] if found.first is None else [str(found.first)],
+                about={
+                    "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
+                    "different conditions": "; ".join(found.conditions) or "none",
+                    "only in one of them": ", ".join(found.left_out) or "nothing",
+                },
+            ),
+        )
+    if as_json:
+        told = {"is_equal": found.is_equal, "largest": found.largest, "verdict": found.verdict}
+        typer.echo(json.dumps(for_json(asdict(found) | told), allow_nan=False))
+    else:
+        screen = Console()
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("rung", "step", "compared", "differing", "largest", ""):
+            table.add_column(name, justify="left" if name in ("rung", "") else "right")
+        for row in rows:
+            style = "green" if row[-1] == "equal" else "bold red"
+            table.add_row(*row[:-1], f"[{style}]{row[-1]}[/]")
+        screen.print(table)
+        screen.print()
+        style = "bold green" if found.is_equal else "bold red"
+        screen.print(f"[{style}]{escape(found.verdict)}[/]", highlight=False)
+        if found.left_out:
+            screen.print(f"only in one of them: {', '.join(found.left_out)}", style="dim")
+    if not found.is_equal:
+        raise typer.Exit(1)
+
+
+def _rungs(found: Comparison) -> list[tuple[str, ...]]:
+    return [
+        (
+            each.rung,
+            str(each.step),
+            str(each.num_compared),
+            str(each.num_differing),
+            "0" if each.largest == 0 else f"{each.largest:.1e}",
+            "differs" if each.num_differing else "equal",
+        )
+        for each in found.rungs
+    ]
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+@verify.command()
+def model(
+    build: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns your torch.nn.Module.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="ROWS",
+            help="module:function that returns a batch as the model is called with (labels apart), "
+            "or a .safetensors or .json file of rows by name.",
+        ),
+    ],
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Of (output, batch), returns one loss per row; the next token's by default.",
+        ),
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "1,2,4",
+    private: Annotated[
+        bool, typer.Option("--private", help="Train privately too: norms, noise and all.")
+    ] = False,
+    shard: Annotated[str, typer.Option(help=f"One of {', '.join(SHARDINGS)}.")] = "zero3",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4,
+    granule: Annotated[int, typer.Option(min=1, help="Rows that are computed together.")] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces in this folder.")
+    ] = None,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Train a model of your own on several numbers of ranks, and compare every quantity.
+
+    The model is built on every rank after torch.manual_seed, sharded, and trained for a few steps
+    with the ordered reducer. What must be equal is compared rung by rung: where two numbers of
+    ranks first part, the module or parameter is named. The exit code is 1 if they do.
+
+    \b
+    unison verify model mymodule:build_model --data mymodule:batch
+    unison verify model mymodule:build_model --data rows.safetensors --private --ranks 1,4
+    """
+    sizes = _sizes(ranks)
+    subject = Subject(
+        build=build,
+        data=data,
+        loss=loss,
+        steps=steps,
+        batch_size=batch_size,
+        granule=granule,
+        lr=lr,
+    )
+    subject.rows()  # what cannot be read is told before ranks are started
+    subject.model(drops=True)
+    trainings = ("plain", "private") if private else ("plain",)
+    tried = [
+        Claim(
+            name=f"{training} training of {build} does not depend on ranks",
+            quantity="every rung, from initial to updated parameters",
+            reference=(Case(training=training, shard=shard), sizes[0]),
+            runs=tuple((Case(training=training, shard=shard), size) for size in sizes[1:]),
+        )
+        for training in trainings
+    ]
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    verdicts, seconds = _tried(tried, subject, out)
+    _tell(f"unison verify model {build}", verdicts, seconds, as_json=as_json, html=html, what=build)
+
+
+def _sizes(ranks: str) -> list[int]:
+    try:
+        sizes = [int(each) for each in ranks.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) < 2 or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise BadInput(
+            f"--ranks must be two or more different numbers such as 1,2,4, found {ranks!r}"
+        )
+    return sizes
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@verify.command()
+def runs(
+    first: Annotated[Path, typer.Argument(help="The folder of a run that has ended.")],
+    second: Annotated[Path, typer.Argument(help="That of another one.")],
+    as_json: Json = False,
+) -> None:
+    """Say whether two runs agree bit for bit, and if not, where they part.
+
+    The runs must be one experiment: the same model, data, seed and optimisation. They may differ in
+    the number of ranks, in sharding and in micro-batches. Of a private run, noise and sampling must
+    come from a seed (--no-secure-noise): no other run has a secret key. Compared are all metrics of
+    all steps, and every parameter. The exit code is 1 if runs with the ordered reducer differ.
+
+    \b
+    unison train --reducer ordered --nproc 2 --out runs/two
+    unison train --reducer ordered --out runs/one
+    unison verify runs runs/two runs/one
+    """
+    found = compare_runs(first, second)
+    if as_json:
+        figures = asdict(found) | {"has_same_bits": found.has_same_bits, "verdict": found.verdict}
+        typer.echo(json.dumps(figures))
+    else:
+        style = "bold green" if found.has_same_bits else "yellow"
+        style = style if found.keeps_its_promise else "bold red"
+        screen = Console()
+        screen.print(_comparison_table(found))
+        screen.print()
+        screen.print(found.verdict, style=style, highlight=False)
+        screen.print()
+        screen.print(result_table(read_result(first), read_config(first).mechanism.steps))
+    if not found.keeps_its_promise:
+        raise typer.Exit(1)
+
+
+def _comparison_table(found: RunComparison) -> Table:
+    """Both runs in two columns, and how far they are apart."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("last value (of how many)")
+    for folder in found.folders:
+        table.add_column(folder, justify="right", overflow="fold")
+    table.add_column("difference", justify="right")
+    table.add_row("ranks", *map(str, found.num_ranks), "")
+    table.add_row("sharding", *found.shardings, "")
+    for each in found.series:
+        table.add_row(
+            f"{each.name} ({each.num_values})",
+            f"{each.first:.9g}",
+            f"{each.second:.9g}",
+            "0" if each.parts_at is None else f"{each.largest:.1e}",
+        )
+    parameters = found.parameters
+    table.add_row(
+        f"{parameters.num_elements:,} parameters",
+        *(digest[:12] for digest in parameters.digests),
+        "0" if parameters.is_none else f"{parameters.largest:.1e}",
+    )
+    return table
