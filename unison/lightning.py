@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from unison.config import Privacy
@@ -28,6 +29,7 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     attach,
+    resized,
     sampling_for,
     steps_per_epoch,
 )
@@ -45,7 +47,8 @@ class PrivacyCallback(Callback):
             steps, and is a budget: training ends before a step that would pass it.
         ledger: File to write the ledger to. A run that goes on from a checkpoint must find it, so
             it lies beside checkpoints, not in a folder that Lightning numbers anew.
-        max_physical_batch_size: Most rows in one pass; the loader's batch size is that of a step.
+        max_physical_batch_size: Most rows in one pass of one process; the loader's batch size,
+            times the number of processes, is that of a step.
         seed: Used where `privacy.secure_noise` is off.
         settings: Other arguments of `PrivacyEngine.make_private`, such as `row_shape`.
 
@@ -76,7 +79,10 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         refusals = {
-            "several processes": (trainer.world_size > 1, "use one"),
+            f"strategy {type(trainer.strategy).__name__}": (
+                not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy),
+                "use one device, or strategy='ddp'",
+            ),
             "manual optimisation": (not pl_module.automatic_optimization, "use make_private"),
             "accumulate_grad_batches": (
                 trainer.accumulate_grad_batches != 1,
@@ -89,6 +95,9 @@ class PrivacyCallback(Callback):
                 raise UnsupportedOperation(f"PrivacyCallback cannot be used with {name}; {remedy}")
         source = trainer.fit_loop._data_source
         self._data: Any = source.dataloader()
+        if trainer.world_size > 1 and self._data.batch_size is not None:  # that of one process
+            size = self._data.batch_size * trainer.world_size
+            self._data = resized(self._data, size, drop_last=self._data.drop_last)
         sampling = sampling_for(self.privacy, self._data.batch_size, len(self._data.dataset))
         source.instance = range(steps_per_epoch(sampling))
 
@@ -112,6 +121,8 @@ class PrivacyCallback(Callback):
         )
         if self._state is not None:
             self.engine.load_state_dict(self._state)
+        # The engine adds the processes' gradients up: DDP would wait for some, and none come.
+        trainer.strategy.model = pl_module
         self._begin = pl_module.on_train_batch_start
         pl_module.on_train_batch_start = partial(self._begin_step, trainer, pl_module)  # type: ignore[method-assign]
         pl_module.training_step = partial(self._training_step, trainer, pl_module)  # type: ignore[method-assign]
@@ -161,6 +172,8 @@ class PrivacyCallback(Callback):
         """Log σ, and at the end of an epoch ε."""
         assert self.engine is not None
         assert self._loader is not None
+        if self._loader.on_leave is not None:  # what comes until the next step is not followed
+            self._loader.on_leave()
         release = self.engine.mechanism.release(max(0, self._loader.next_step - 1))
         pl_module.log("noise_multiplier", release.noise_multiplier, batch_size=1)
         if trainer.is_last_batch:

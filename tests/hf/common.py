@@ -38,9 +38,10 @@ SIZES = {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def llama() -> LlamaForCausalLM:
+def llama(**settings: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.2))
+    given = SIZES | {"num_key_value_heads": 1, "initializer_range": 0.2} | settings
+    return LlamaForCausalLM(LlamaConfig(**given))
 
 
 def bert(kind: Any = BertForSequenceClassification, **settings: Any) -> Any:
@@ -99,6 +100,11 @@ def silent() -> Privacy:
     return found
 
 
+def whole(value: Any) -> Tensor:
+    """A tensor, or what ranks hold of it together."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 class Gradients(TrainerCallback):
     """Keeps what the optimizer got at its first step."""
 
@@ -110,7 +116,7 @@ class Gradients(TrainerCallback):
         self.num_steps += 1
         if not self.found:
             self.found = {
-                name: each.grad.detach().clone()
+                name: whole(each.grad.detach()).clone()
                 for name, each in model.named_parameters()
                 if each.requires_grad
             }

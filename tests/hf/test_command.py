@@ -17,6 +17,7 @@ from tests.cli.conftest import unison as unison_fixture
 from tests.fuzz.test_no_pickle import Evil, unpickled
 from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokenizer
 from unison.errors import BadInput
+from unison.hf import PrivateTrainer
 from unison.hf.command import _load, _row, read_records
 from unison.models import ModelConfig, build, save
 from unison.run_files import COUNTERFACTUAL_FILE
@@ -100,6 +101,38 @@ def test_pickled_weights_are_not_loaded(tmp_path, name):
         _load(folder, AutoModelForCausalLM)
     assert names == []
     assert not hacked.exists()
+
+
+def test_a_run_that_stopped_goes_on_with_its_settings(tmp_path, unison, monkeypatch):
+    base = folder_of_model(tmp_path / "base", llama())
+    data = write(tmp_path / "x.jsonl", [{"text": "say yes"}] * 16)
+    run = tmp_path / "run"
+    given = ["--model", base, "--data", data, "--out", run, "--lora", 2, "--checkpoint-every", 1]
+    own = PrivateTrainer.training_step
+
+    def stopped(self, *args):
+        if self.state.global_step == 1:
+            raise KeyboardInterrupt
+        return own(self, *args)
+
+    monkeypatch.setattr(PrivateTrainer, "training_step", stopped)
+    assert unison("finetune", *given, *PLAN)[0] != 0
+    monkeypatch.setattr(PrivateTrainer, "training_step", own)
+    assert ledger_counts(run) == (1, 1)
+    code, _, error = unison("finetune", *given, *PLAN)
+    assert code == 2
+    assert "--resume it" in error
+    code, _, error = unison("finetune", "--resume", run, "--lr", 1)
+    assert code == 2
+    assert "leave --lr out" in error
+    code, text, _ = unison("finetune", "--resume", run)
+    assert code == 0
+    assert "after 2 steps" in text
+    assert ledger_counts(run) == (2, 2)
+    code, _, error = unison("finetune", "--resume", run)
+    assert code == 2
+    assert "has ended" in error
+    assert unison("export", run, "--out", tmp_path / "out")[0] == 0
 
 
 @pytest.mark.parametrize("family", ["decoder", "gpt2"])

@@ -11,18 +11,25 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from dp_accounting import rdp
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import T5Config, T5ForConditionalGeneration
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Subset
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import unison
 from tests.harness.ranks import ranks
 from tests.hf.common import (
-    CLIP_NORM,
     DELTA,
     MAX_LENGTH,
     VOCAB,
     Gradients,
-    StopAt,
     accelerator,
     arguments,
     bert,
@@ -161,6 +168,50 @@ def test_two_processes_make_the_step_of_one(world, tmp_path):
         assert ledger_counts(tmp_path) == (2, 2)
 
 
+@pytest.mark.full
+@ranks(2)
+def test_a_sharded_model_is_saved_whole(world, tmp_path):
+    def trained(model, name):
+        args = arguments(tmp_path / name, max_steps=2, save_strategy="steps", save_steps=2)
+        trainer = PrivateTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows(),
+            eval_dataset=rows(num_rows=6),
+            privacy=privacy(secure_noise=False),
+            max_length=MAX_LENGTH,
+            data_collator=padded_on_the_left,
+        )
+        train(trainer)
+        trainer.save_model(str(tmp_path / name / "model"))
+        world.barrier()
+        return trainer, unison.full_state_dict(trainer.model)
+
+    with accelerator(world.rank, world.size):
+        trainer, state = trained(unison.auto_shard(llama(num_hidden_layers=2)), "all")
+        for folder in ("model", "checkpoint-2"):
+            plain = LlamaForCausalLM.from_pretrained(tmp_path / "all" / folder)
+            assert all(torch.equal(each, state[name]) for name, each in plain.named_parameters())
+        found = trainer.evaluate()["eval_loss"]
+        held = padded_on_the_left(rows(num_rows=6))
+        assert found == pytest.approx(
+            float(plain(**held).loss), rel=0.2
+        )  # a mean of batches' means
+
+        lora = get_peft_model(
+            llama(num_hidden_layers=2), LoraConfig(r=2, target_modules=["q_proj"])
+        )
+        _, state = trained(unison.auto_shard(lora), "lora")
+        again = PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "lora" / "model")
+        saved = get_peft_model_state_dict(again)
+        for name, each in saved.items():
+            assert torch.equal(each, state[name.replace(".weight", ".default.weight")]), name
+
+        alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "parts"))["parts"]
+        with pytest.raises(unison.BadInput, match="sharded over 1 of 2 processes"):
+            trained(unison.fully_shard(llama(), mesh=alone), "alone")
+
+
 def test_steps_commits_and_logs_agree_and_epsilon_is_the_accountants(tmp_path):
     seen = Gradients()
     trainer = PrivateTrainer(
@@ -263,55 +314,6 @@ def test_a_collator_that_pads_to_the_longest_row_does_not_let_rows_meet(tmp_path
     assert error_of(seen.found, expected) < 1e-6
 
 
-def test_a_record_moves_the_sum_by_at_most_the_clip_norm(tmp_path):
-    data, sums = rows(), []
-    data[7]["labels"] = data[7]["input_ids"]  # more labels than others have
-    for number, records in enumerate((data, [*data[:7], *data[8:]])):
-        seen = Gradients()
-        args = arguments(tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)
-        args.per_device_train_batch_size = len(records)  # all of them
-        trainer = PrivateTrainer(
-            model=llama(),
-            args=args,
-            train_dataset=records,
-            privacy=silent(),
-            max_length=MAX_LENGTH,
-            callbacks=[seen],
-        )
-        train(trainer)
-        sums.append(
-            torch.cat([each.double().flatten() * len(records) for each in seen.found.values()])
-        )
-    assert 0.1 * CLIP_NORM < float((sums[0] - sums[1]).norm()) <= CLIP_NORM * (1 + 1e-5)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    def trainer(folder, **settings):
-        args = arguments(folder, max_steps=3, save_strategy="steps", save_steps=100)
-        args.gradient_accumulation_steps = 10  # all rows in every step: ε is computed at once
-        args.logging_strategy, args.logging_steps = "steps", 2
-        return PrivateTrainer(
-            model=llama(),
-            args=args,
-            train_dataset=rows(),
-            privacy=privacy(secure_noise=False),
-            max_length=MAX_LENGTH,
-            **settings,
-        )
-
-    whole = trainer(tmp_path / "whole")
-    train(whole)
-    train(trainer(tmp_path / "parts", callbacks=[StopAt(1)]))
-    assert ledger_counts(tmp_path / "parts") == (1, 1)
-    rest = trainer(tmp_path / "parts")
-    train(rest, resume_from_checkpoint=True)
-    assert ledger_counts(tmp_path / "parts") == (3, 3)
-    for name, each in whole.model.named_parameters():
-        assert torch.equal(each, rest.model.get_parameter(name)), name
-    assert whole.state.log_history[:1] == rest.state.log_history[:1]
-    assert [each["step"] for each in rest.state.log_history] == [2, 3]
-
-
 def test_training_ends_at_the_budget(tmp_path, caplog):
     def trainer():
         return PrivateTrainer(
@@ -350,19 +352,23 @@ def test_arguments_that_contradict_privacy_are_refused(case, tmp_path):
 
 def test_data_that_contradict_privacy_are_refused_before_anything_is_spent(tmp_path):
     data = rows()
-    with pytest.raises(unison.BadInput, match="eval_dataset is train_dataset"):
-        PrivateTrainer(
-            model=llama(),
-            args=arguments(tmp_path),
-            train_dataset=data,
-            eval_dataset=data,
-            privacy=privacy(),
-        )
+    for evaluated in (data, {"seen": data}, data[:3], Subset(data, [0])):
+        with pytest.raises(unison.BadInput, match="rows that are trained on"):
+            PrivateTrainer(
+                model=llama(),
+                args=arguments(tmp_path),
+                train_dataset=data,
+                eval_dataset=evaluated,
+                privacy=privacy(),
+            )
     with pytest.raises(unison.BadInput, match=r"must be a unison\.Privacy"):
         PrivateTrainer(model=llama(), args=arguments(tmp_path), privacy={"epsilon": 3})
     trainer = PrivateTrainer(
         model=llama(), args=arguments(tmp_path), train_dataset=data, privacy=privacy()
     )
+    for look in (trainer.evaluate, trainer.predict):
+        with pytest.raises(unison.BadInput, match="rows that are trained on"):
+            look(data)
     with pytest.raises(unison.BadInput, match="max_length="):
         train(trainer)
     assert ledger_counts(tmp_path) == (0, 0)

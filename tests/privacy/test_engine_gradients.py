@@ -258,3 +258,14 @@ def test_a_closure_runs_once(is_named):
     assert calls == [True, True]
     assert (engine.ledger.num_intents, engine.ledger.num_commits) == (2, 2)
     assert torch.equal(module[0].weight, twin[0].weight)
+
+
+@pytest.mark.parametrize(("said", "found"), [("mean", "sum"), ("sum", "mean")])
+def test_a_loss_that_is_not_what_it_was_said_to_be_is_refused(said, found):
+    engine, module, _, private = attach(loss_reduction=said)
+    x, y = next(iter(private))
+    with pytest.raises(UnsupportedOperation, match=f"is a {found} over rows and was said to be a"):
+        cross_entropy(module(x), y, reduction=found).backward()
+    assert engine.ledger.num_intents == 0
+    private.abandon()
+    engine.detach()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from unison.errors import BadInput
 
 if TYPE_CHECKING:
-    from unison.hf.command import FinetuneConfig, export, finetune, generate
+    from unison.hf.command import FinetuneConfig, export, finetune, generate, resume
     from unison.hf.sft import PrivateSFTTrainer
     from unison.hf.trainer import PrivateTrainer
 
@@ -29,6 +29,7 @@ __all__ = [
     "export",
     "finetune",
     "generate",
+    "resume",
 ]
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "export": ("command", "hf"),
     "finetune": ("command", "hf"),
     "generate": ("command", "hf"),
+    "resume": ("command", "hf"),
 }
 
 

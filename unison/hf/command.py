@@ -1,12 +1,13 @@
 """A model of transformers that is fine-tuned privately by a command, and its use afterwards.
 
-The folder of a run holds the ledger, the fine-tuned model (or its adapter) with its tokenizer in
-`model/`, and `result.json`. All of it is covered by ε.
+The folder of a run holds the ledger, what it was asked for (`finetune.json`), checkpoints if there
+are any, the fine-tuned model (or its adapter) with its tokenizer in `model/`, and `result.json`.
+All of it is covered by ε.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     TrainingArguments,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from unison.config import Privacy
 from unison.errors import BadInput
@@ -29,6 +31,7 @@ from unison.run_files import COUNTERFACTUAL_FILE
 
 MODEL_FOLDER = "model"
 RESULT_FILE = "result.json"
+SETTINGS_FILE = "finetune.json"
 _ADAPTER_FILE = "adapter_config.json"
 _MODELS = {"causal-lm": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 _FORMS = (
@@ -55,6 +58,7 @@ class FinetuneConfig:
         lr: Learning rate of AdamW.
         bf16: Whether passes run in bfloat16.
         seed: Of the adapter's initial values and dropout; of no noise.
+        checkpoint_every: Steps between checkpoints, of which the newest is kept; 0 for none.
     """
 
     model: Path
@@ -68,6 +72,33 @@ class FinetuneConfig:
     lr: float = 2e-4
     bf16: bool = False
     seed: int = 0
+    checkpoint_every: int = 0
+
+
+def resume(run: Path) -> dict[str, Any]:
+    """Go on with a run of `finetune` that stopped, from its newest checkpoint.
+
+    Returns:
+        The same as `finetune`. What was spent after the checkpoint stays spent: a run that lost
+        steps may end at its budget before its last one.
+
+    Raises:
+        BadInput: There is no run, no checkpoint, or nothing left to do.
+    """
+    try:
+        saved = json.loads((run / SETTINGS_FILE).read_text())
+        paths = {name: Path(saved["config"][name]) for name in ("model", "data")}
+        config = FinetuneConfig(**saved["config"] | paths | {"out": run})
+        privacy = Privacy(**saved["privacy"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{run} is no run of `unison finetune`: {error}") from error
+    if (run / RESULT_FILE).is_file():
+        raise BadInput(f"{run} has ended; its model is in {run / MODEL_FOLDER}")
+    if get_last_checkpoint(str(run)) is None:
+        raise BadInput(
+            f"{run} has no checkpoint to go on from: start another one, with --checkpoint-every"
+        )
+    return _run(config, privacy, is_resumed=True)
 
 
 def finetune(config: FinetuneConfig, privacy: Privacy) -> dict[str, Any]:
@@ -82,8 +113,12 @@ def finetune(config: FinetuneConfig, privacy: Privacy) -> dict[str, Any]:
     if config.out.exists() and any(config.out.iterdir()):
         raise BadInput(
             f"{config.out} is there already, and its ledger counts what its run has spent; choose "
-            "another --out"
+            "another --out, or --resume it"
         )
+    return _run(config, privacy, is_resumed=False)
+
+
+def _run(config: FinetuneConfig, privacy: Privacy, *, is_resumed: bool) -> dict[str, Any]:
     if config.batch_size % config.micro_batch_size:
         raise BadInput(
             "batch_size must be a multiple of micro_batch_size, found "
@@ -115,7 +150,9 @@ def finetune(config: FinetuneConfig, privacy: Privacy) -> dict[str, Any]:
             learning_rate=config.lr,
             bf16=config.bf16,
             seed=config.seed,
-            save_strategy="no",
+            save_strategy="steps" if config.checkpoint_every else "no",
+            save_steps=config.checkpoint_every or 1,
+            save_total_limit=1,
             report_to=[],
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
@@ -124,7 +161,12 @@ def finetune(config: FinetuneConfig, privacy: Privacy) -> dict[str, Any]:
         privacy=privacy,
         max_length=config.max_length,
     )
-    done = trainer.train()
+    if not is_resumed:
+        paths = {name: str(getattr(config, name).resolve()) for name in ("model", "data", "out")}
+        given = {"config": asdict(config) | paths, "privacy": asdict(privacy)}
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / SETTINGS_FILE).write_text(json.dumps(given, indent=2) + "\n")
+    done = trainer.train(resume_from_checkpoint=is_resumed or None)
     folder = config.out / MODEL_FOLDER
     trainer.save_model(str(folder))
     tokenizer.save_pretrained(folder)

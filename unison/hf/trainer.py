@@ -10,17 +10,22 @@ size of a draw are not, and are left out.
 """
 
 import copy
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -41,6 +46,13 @@ from unison.privacy import (
     attach,
     sampling_for,
     steps_per_epoch,
+)
+from unison.shard import (
+    ShardedTensor,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    units_of,
 )
 
 STATE_FILE = "privacy.json"  # of the engine, in a checkpoint
@@ -82,12 +94,21 @@ class PrivateSteps:
     state: Any
     compute_loss_func: Any
     processing_class: Any
+    train_dataset: Any
 
     def __init__(
         self, *args: Any, privacy: Privacy, max_length: int | None = None, **settings: Any
     ) -> None:
         if not isinstance(privacy, Privacy):
             raise BadInput(f"privacy must be a unison.Privacy(...), found {privacy!r}")
+        if not hasattr(Trainer, "_prepare_for_training"):
+            raise BadInput(
+                f"transformers {transformers.__version__} has another Trainer than the one that "
+                "this extends: pip install 'unison[hf]'"
+            )
+        # Before TRL makes other data sets of them.
+        given = inspect.signature(super().__init__).bind_partial(*args, **settings).arguments
+        _refuse_training_rows(given.get("eval_dataset"), given.get("train_dataset"))
         super().__init__(*args, **settings)
         self.privacy = privacy
         self._max_length = max_length or getattr(self.args, "max_length", None)  # TRL's have one
@@ -96,6 +117,7 @@ class PrivateSteps:
         self._engine: PrivacyEngine | None = None
         self._loader: PrivateLoader | None = None
         self._batches: Iterator[Any] = iter(())
+        self._whole: dict[str, Tensor] | None = None  # a sharded model's values, while it is saved
         _refuse(self)
 
     # --- a run -----------------------------------------------------------------------------------
@@ -158,13 +180,27 @@ class PrivateSteps:
         sampling = sampling_for(self.privacy, self._batch_size, len(theirs.dataset))
         return DataLoader(range(steps_per_epoch(sampling)))  # type: ignore[arg-type]
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As the Trainer's; rows that are trained on are refused."""
+        is_named = eval_dataset is None or isinstance(eval_dataset, str)  # given, and looked at
+        _refuse_training_rows(None if is_named else eval_dataset, self.train_dataset)
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """As the Trainer's; rows that are trained on are refused."""
+        _refuse_training_rows(test_dataset, self.train_dataset)
+        return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
+        # The Trainer's word for a model that sees to its own gradients: it is not put into DDP.
+        self.is_distributed_loading_by_transformers = self._is_sharded
         prepared = super()._prepare_for_training(  # type: ignore[misc]
             max_steps, train_dataloader, resume_from_checkpoint
         )
+        self.is_distributed_loading_by_transformers = False
         self._engine, self._loader = attach(
             self.privacy,
             module=prepared[0],
@@ -185,11 +221,56 @@ class PrivateSteps:
             self._engine.load_state_dict(json.loads(path.read_text()))
         return prepared
 
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the engine adds the ranks' gradients up."""
+
+    # --- what is saved ---------------------------------------------------------------------------
+
+    @property
+    def _is_sharded(self) -> bool:
+        kinds = ShardedTensor, DTensor
+        return any(isinstance(each, kinds) for each in self.model.parameters())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, as the Trainer does; with a sharded one every process must call."""
+        if self._is_sharded:
+            each_node = self.args.save_on_each_node
+            self._whole = full_state_dict(self.model, rank0_only=not each_node)
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        with self._whole_optimizer(is_saved=True):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save and self._engine is not None:
             state = json.dumps(self._engine.state_dict())
             (Path(output_dir) / STATE_FILE).write_text(state + "\n")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._whole_optimizer(is_saved=False):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    @contextmanager
+    def _whole_optimizer(self, *, is_saved: bool) -> Iterator[None]:
+        """Let the Trainer see the state of a sharded model's optimizer as that of the whole."""
+        optimizer = self.optimizer
+        if self._is_sharded:
+            parts = self.model, getattr(optimizer, "optimizer", optimizer)  # accelerate's has one
+            each_node = self.args.save_on_each_node
+            state = full_optimizer_state_dict(*parts, rank0_only=not each_node) if is_saved else {}
+            self.optimizer = SimpleNamespace(
+                state_dict=lambda: state,
+                load_state_dict=lambda saved: load_full_optimizer_state_dict(*parts, saved),
+            )
+        try:
+            yield
+        finally:
+            self.optimizer = optimizer
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -232,6 +313,9 @@ class PrivateSteps:
         """
         for batch in inputs:
             super().training_step(model, batch)  # type: ignore[misc]
+        assert self._loader is not None
+        if self._loader.on_leave is not None:  # what comes until the next step is not followed
+            self._loader.on_leave()
         return torch.zeros((), device=self.args.device)
 
     def compute_loss(
@@ -251,8 +335,11 @@ class PrivateSteps:
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         kind = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
         is_of_tokens = torch.is_tensor(labels) and labels.ndim == 2 and kind in _LOSSES_OF_TOKENS
-        if not model.training or self.compute_loss_func is not None or not is_of_tokens:
+        if not model.training:
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
+        if self.compute_loss_func is not None or not is_of_tokens:
+            # The Trainer's own: TRL's would run the model twice, and log what it finds.
+            return Trainer.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
         is_encoder_decoder = getattr(base.config, "is_encoder_decoder", False)
         if not is_encoder_decoder:  # those make their decoder's inputs from labels
             inputs = {name: each for name, each in inputs.items() if name != "labels"}
@@ -398,7 +485,11 @@ def _refuse(trainer: Any) -> None:
     refusals = {
         "fp16": (args.fp16, "scaled gradients cannot be clipped; use bf16=True"),
         "deepspeed": (args.deepspeed, "its engine owns the gradients; leave it out"),
-        "fsdp": (args.fsdp, "accelerate's sharding owns the gradients; leave it out"),
+        "fsdp": (
+            args.fsdp,
+            "accelerate's sharding owns the gradients; leave it out, and give the trainer a model "
+            "that unison.auto_shard has sharded",
+        ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
             "steps that are tried again are spent again; lower per_device_train_batch_size and "
@@ -407,6 +498,10 @@ def _refuse(trainer: Any) -> None:
         "label_smoothing_factor": (
             args.label_smoothing_factor,
             "its loss divides by a count over all rows; give compute_loss_func a mean of rows",
+        ),
+        "parallelism_config": (
+            args.parallelism_config,
+            "what splits a row or a layer over processes is not known to clipping; leave it out",
         ),
         "include_num_input_tokens_seen": (
             args.include_num_input_tokens_seen not in ("no", False),
@@ -420,13 +515,44 @@ def _refuse(trainer: Any) -> None:
     for name, (is_set, remedy) in refusals.items():
         if is_set:
             raise UnsupportedOperation(f"{name} cannot be used in private training: {remedy}")
-    if trainer.eval_dataset is not None and trainer.eval_dataset is trainer.train_dataset:
-        raise BadInput(
-            "eval_dataset is train_dataset: an evaluation on training rows is covered by no ε; "
-            "evaluate on rows that are not trained on"
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise UnsupportedOperation(
+            f"train_dataset is an IterableDataset ({type(trainer.train_dataset).__name__}): its "
+            "records have no number, so they cannot be drawn independently; give one with "
+            "__getitem__ and __len__"
         )
+    for unit in units_of(trainer.model)[:1]:
+        if unit.axes.all.size != args.world_size:
+            raise BadInput(
+                f"the model is sharded over {unit.axes.all.size} of {args.world_size} processes: "
+                "make the TrainingArguments first, which join them, and shard the model then"
+            )
     if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         raise UnsupportedOperation(
             "the model's config has output_router_logits=True: the router's loss balances experts "
-            "over all rows of a batch, so that rows mix; set it to False"
+            "over all rows of a batch, so that rows mix; set it to False, or SFTConfig's "
+            "router_aux_loss_coef to 0.0"
+        )
+
+
+def _refuse_training_rows(evaluated: Any, trained: Any) -> None:
+    """Refuse to evaluate on rows that are trained on, as far as that can be seen."""
+    if isinstance(evaluated, dict):
+        for each in evaluated.values():
+            _refuse_training_rows(each, trained)
+        return
+    while isinstance(evaluated, Subset):
+        evaluated = evaluated.dataset
+    if evaluated is None or trained is None:
+        return
+    fingerprint = getattr(evaluated, "_fingerprint", None)  # of Hugging Face's data sets
+    is_same = evaluated is trained
+    is_same |= fingerprint is not None and fingerprint == getattr(trained, "_fingerprint", None)
+    if isinstance(evaluated, list) and isinstance(trained, list):
+        known = set(map(id, trained))
+        is_same |= any(id(each) in known for each in evaluated)
+    if is_same:
+        raise BadInput(
+            "the rows to evaluate on are rows that are trained on: no ε covers what is found on "
+            "them; evaluate on rows that are held out"
         )

@@ -134,13 +134,24 @@ def unprepared(prepared: Any) -> Any:
     while not hasattr(batches, "sampler"):  # accelerate's own stand around the user's
         batches = batches.batch_sampler
     is_shuffled = type(batches.sampler).__module__ == home  # a random one, seeded by accelerate
-    return DataLoader(
-        prepared.dataset,
-        batch_size=prepared.total_batch_size,
-        shuffle=True if is_shuffled else None,
-        sampler=None if is_shuffled else batches.sampler,
+    return resized(
+        prepared,
+        prepared.total_batch_size,
+        RandomSampler(prepared.dataset) if is_shuffled else batches.sampler,
         drop_last=batches.drop_last,
-        **{name: getattr(prepared, name) for name in KEPT_SETTINGS},
+    )
+
+
+def resized(
+    data_loader: DataLoader[Any], batch_size: int, sampler: Any = None, *, drop_last: bool = False
+) -> DataLoader[Any]:
+    """A loader of the same records with another batch size, such as that of all processes."""
+    return DataLoader(
+        data_loader.dataset,
+        batch_size=batch_size,
+        sampler=data_loader.sampler if sampler is None else sampler,
+        drop_last=drop_last,
+        **{name: getattr(data_loader, name) for name in KEPT_SETTINGS},
     )
 
 

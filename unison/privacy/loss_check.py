@@ -416,6 +416,7 @@ class LossCheck:
         batch_dim: Dimension of the samples.
         rows_per_sample: Rows that belong to one record.
         rechecks: Whether known paths are checked again at passes 2, 4, 8, ….
+        is_mean: Whether the loss is said to be a mean of rows' losses, else a sum.
         substitutes: Functions that must not run again, each with what runs in its place.
 
     Attributes:
@@ -429,9 +430,11 @@ class LossCheck:
         batch_dim: int,
         rows_per_sample: int = 1,
         rechecks: bool = True,
+        is_mean: bool = True,
         substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
     ) -> None:
         self._rechecks, self._substitutes = rechecks, substitutes or {}
+        self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
         # checked last, with a record of then and its gradients, by slot.
@@ -525,7 +528,7 @@ class LossCheck:
                 f"divides by the number of labels that are not {ignored}, and rows have different "
                 "numbers of them, so that each row's gradient depends on the others. Use "
                 "unison.per_sample_loss(logits, labels).mean(), or a sum over tokens "
-                "(reduction='sum') divided by a public number"
+                "(reduction='sum') divided by a public number with loss_reduction='sum'"
             )
             is_uneven = sent_to_host((counts != counts[0]).any())
             self._pending.append((is_uneven, operation, message))
@@ -551,7 +554,7 @@ class LossCheck:
         unit: Gradients = {}
         grads: Gradients = {}
         if left == rows:
-            _size_check(program, base[0])
+            _size_check(program, base[0], is_mean=self._is_mean)
             if known is not None:
                 self._compare_with_before(program, *known)
             for values, into in ((roots, unit), (base[0], grads)):
@@ -723,7 +726,7 @@ class LossCheck:
         except Exception:  # the record's values do not go together with this batch's
             return
         first = {slot: rows.matrix(now[slot])[:1] for slot in grads}
-        _require_factor(first, grads, num_before / rows.num_rows)
+        _require_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
 
 
 # --- what every pass is asked ---------------------------------------------------------------------
@@ -917,8 +920,8 @@ def _blame(
     return "see the loss"
 
 
-def _size_check(program: Program, before: Gradients) -> None:
-    """Leave one record out: gradients may change by the factor of a mean."""
+def _size_check(program: Program, before: Gradients, *, is_mean: bool) -> None:
+    """Leave one record out: gradients change by the factor of a mean, or those of a sum do not."""
     rows = program.rows
     left = replace(rows, num_units=rows.num_units - 1)
     if program.is_granular:
@@ -928,14 +931,25 @@ def _size_check(program: Program, before: Gradients) -> None:
     except Exception:  # sizes are written into the program; steps of other sizes will tell
         return
     first = {slot: grad[: left.num_units] for slot, grad in rows.matrices(before)}
-    _require_factor(dict(left.matrices(now)), first, rows.num_units / left.num_units)
+    factor = rows.num_units / left.num_units
+    _require_factor(dict(left.matrices(now)), first, factor, is_mean=is_mean)
 
 
-def _require_factor(now: Gradients, before: Gradients, factor: float) -> None:
-    for each in (1.0, factor):
+def _require_factor(now: Gradients, before: Gradients, factor: float, *, is_mean: bool) -> None:
+    def changes_by(factor: float) -> bool:
         # Losses are often made in float32, whatever the module's dtype is.
-        if all(_is_close(now[slot], grad * each, 1e-4) for slot, grad in before.items()):
-            return
+        return all(_is_close(now[slot], grad * factor, 1e-4) for slot, grad in before.items())
+
+    if changes_by(factor if is_mean else 1.0):
+        return
+    if changes_by(1.0 if is_mean else factor):
+        found, said = ("sum", "mean") if is_mean else ("mean", "sum")
+        _refuse(
+            f"the loss is a {found} over rows and was said to be a {said}, so that a row's "
+            "gradient would be multiplied by a number of others",
+            f"Send back the {said} of the rows' losses, or say make_private("
+            f"loss_reduction={found!r})",
+        )
     _refuse(
         "with another number of rows the gradient of a row changes by neither 1 nor "
         f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",

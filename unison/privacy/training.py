@@ -189,6 +189,7 @@ class PrivateTraining:
             batch_dim=settings.batch_dim,
             rows_per_sample=settings.rows_per_sample,
             rechecks=settings.recheck,
+            is_mean=loss_reduction == "mean",
             substitutes={batch_mean: local_batch_mean},
         )
         self._recorder = LossRecorder(self._loss_check.judge)
