@@ -207,6 +207,8 @@ def test_heads_that_are_not_known_are_refused():
     for changes in ({"likelihood": "gaussian"}, {"sharing": "reduce"}, {"fisher": "forward"}):
         with pytest.raises(BadInput, match=f"pass {next(iter(changes))}="):
             KFACConfig(head="exact", **changes)
+    with pytest.raises(BadInput, match="policy='diagonal' makes none"):
+        KFACConfig(head="exact", policy="diagonal")
     with pytest.raises(BadInput, match="pass damping_form='pi' or 'factored', or"):
         observed_head(30, x, policy="all", damping_form="joint")
     own = {"u_g": torch.ones(1, 4) / 2, "p_g": torch.zeros(4), "t_g": torch.tensor(0.0)}
