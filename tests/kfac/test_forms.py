@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import unison
-from tests.harness import run_on_ranks
+from tests.harness import World, run_on_ranks
 from tests.kfac.common import loss, relative, settings
-from tests.kfac.sharded import run
+from tests.kfac.sharded import difference, run
 from tests.kfac.test_low_rank import check_bits, stepped
 from unison.errors import BadInput
 from unison.kfac import KFACConfig, NotInvertible, layers
@@ -189,6 +189,35 @@ def test_averaged_heads_are_near_and_stored(tmp_path):
         assert other.layers == kfac.layers
 
 
+def run_with_few_tokens(world: World, case: dict[str, Any]) -> dict[str, Any]:
+    """A run whose head takes columns of some tokens only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kfac_module, "MOST_HEAD_TOKENS", 12)
+        return run(world, case)
+
+
+def test_ranks_choose_the_same_tokens_for_the_head():
+    case = {"head": "exact", "policy": "all", "counts": (7, 3), "granule": 2, "decay": 0.5}
+    case |= {"max_rank": 8, "dtype": torch.float32}
+    expected = run_on_ranks(1, run_with_few_tokens, {"how": "units", **case})[0]
+    assert [each["g_form"] for each in expected["layers"]].count("diagonal less columns") == 1
+    for found in run_on_ranks(3, run_with_few_tokens, {"how": "units", **case}):
+        assert found["digest"] == expected["digest"]
+        assert difference(found, expected) == 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["all", "auto"])
+@pytest.mark.parametrize(("size", "how"), [(2, "fsdp2"), (3, "none"), (4, "units")])
+def test_the_head_on_uneven_ranks_is_that_of_one(size, how, policy):
+    case = {"head": "exact", "policy": policy, "counts": (6, 6)}
+    alone = run_on_ranks(1, run, {"how": "none", **case})[0]
+    shares = {2: [0, 6], 3: [4, 0, 2], 4: [1, 0, 3, 2]}[size]
+    for found in run_on_ranks(size, run, {"how": how, "shares": shares, **case}):
+        for name, value in alone["parameters"].items():
+            assert relative(found["parameters"][name], value) <= 1e-11
+
+
 def test_heads_that_are_not_known_are_refused():
     x = torch.randn(3, 6)
     for model, match in (
@@ -207,6 +236,8 @@ def test_heads_that_are_not_known_are_refused():
     for changes in ({"likelihood": "gaussian"}, {"sharing": "reduce"}, {"fisher": "forward"}):
         with pytest.raises(BadInput, match=f"pass {next(iter(changes))}="):
             KFACConfig(head="exact", **changes)
+    with pytest.raises(BadInput, match="policy='diagonal' makes none"):
+        KFACConfig(head="exact", policy="diagonal")
     with pytest.raises(BadInput, match="pass damping_form='pi' or 'factored', or"):
         observed_head(30, x, policy="all", damping_form="joint")
     own = {"u_g": torch.ones(1, 4) / 2, "p_g": torch.zeros(4), "t_g": torch.tensor(0.0)}

@@ -203,7 +203,9 @@ def test_sides_that_are_too_long():
     assert forms(50257, 8192)["g"] == (Form.IDENTITY, "G as the identity (longer than 8192)")
     assert forms(2049, 100, policy="blocked")["g"][1] == "G by 3 blocks of 683 (policy blocked)"
     both = forms_of(50_000, 50_000, 8192, KFACConfig(), is_head=False)
-    assert both == "both sides above 8192"
+    assert both == "every side above 8192"
+    config = KFACConfig(fisher="forward")
+    assert forms_of(65, 50_000, 8192, config, is_head=False) == "every side above 8192"
 
 
 def test_a_long_side_is_chosen_by_itself(monkeypatch):

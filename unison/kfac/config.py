@@ -172,6 +172,8 @@ class KFACConfig:
     def _check_head(self) -> None:
         if self.head != "exact":
             return
+        if self.policy in ("diagonal", "identity"):
+            raise BadInput(f"head='exact' is G of a matrix, and policy={self.policy!r} makes none")
         fisher = ("fisher", ("mc", "empirical", "exact"))
         for name, choices in (("likelihood", ("categorical",)), ("sharing", ("expand",)), fisher):
             if (found := getattr(self, name)) not in choices:

@@ -207,7 +207,9 @@ def _sides_of(
     (rows, columns, _) = sides.pop()
     is_exact_head = config.head == "exact" and _makes_outputs(products, num_outputs)
     if config.policy == "kronecker":
-        return {"g": (Form.EXACT, "its true Fisher matrix")} if is_exact_head else {}
+        return (
+            {"g": (Form.EXACT, "G as a matrix (its true Fisher matrix)")} if is_exact_head else {}
+        )
     if rows * columns < config.min_layer_size and not is_exact_head:
         return f"fewer than {config.min_layer_size} elements"
     tokens = 1 if config.sharing == "reduce" else sum(use.g.shape[1] for use in products)
@@ -280,7 +282,7 @@ def forms_of(
                 kept = f", at most {config.max_rank} kept" if config.has_rank else ""
                 text = f"by {num_tokens} columns{kept}"
             case Form.SOFTMAX:
-                text = f"by a diagonal less {config.max_rank} columns at most"
+                text = "by a diagonal less columns"
             case Form.EXACT:
                 text = "as a matrix"
             case Form.BLOCKED:
@@ -288,8 +290,9 @@ def forms_of(
             case Form.IDENTITY:
                 text = "as the identity"
         found[side] = form, f"{side.upper()} {text} ({why})"
-    if len(found) == 2 and all(form is Form.IDENTITY for form, _ in found.values()):
-        return f"both sides above {config.max_factor_size}"
+    num_sides = 1 if config.fisher == "forward" else 2
+    if [form for form, _ in found.values()] == [Form.IDENTITY] * num_sides:
+        return f"every side above {config.max_factor_size}"
     return found
 
 
