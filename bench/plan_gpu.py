@@ -109,6 +109,7 @@ def predict(name: str) -> dict[str, Any]:
         "place": usage.peak.place,
         "by_category": usage.peak.by_category,
         "flops": usage.flops,
+        "moved_bytes": usage.moved_bytes,
         "num_operations": usage.num_operations,
         "step_seconds": found.step_seconds,
     }

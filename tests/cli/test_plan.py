@@ -101,6 +101,7 @@ def step_that_needs(gib: dict[str, float]):
             needed_bytes=needed,
             memory_bytes=79 * 2**30,
             compute_seconds=0.0,
+            host_seconds=0.0,
             network_seconds=0.0,
             update_seconds=0.0,
             step_seconds=seconds,

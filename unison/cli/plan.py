@@ -247,6 +247,8 @@ def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
     num_run = min(scenario.passes, MOST_SIMULATED)
     usage = simulate(make, replace(scenario, passes=num_run))
     usage.flops = usage.flops * scenario.passes // num_run
+    usage.moved_bytes = usage.moved_bytes * scenario.passes // num_run
+    usage.num_operations = usage.num_operations * scenario.passes // num_run
     for key in usage.bytes_sent:
         usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
     return usage
@@ -438,6 +440,7 @@ def show(
             table.add_row(label, f"{num_bytes / GIB:,.4f} GiB")
     table.add_row("arithmetic of each GPU", f"{usage.flops / 1e12:,.2f} TFLOP")
     table.add_row("computing", f"{found.compute_seconds:,.3f} s")
+    table.add_row("calling", f"{found.host_seconds:,.3f} s")
     table.add_row("collectives, beside it", f"{found.network_seconds:,.3f} s")
     table.add_row("optimizer", f"{found.update_seconds:,.3f} s")
     table.add_row("all together", f"{found.step_seconds:,.3f} s", style="bold")

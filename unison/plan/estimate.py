@@ -13,15 +13,15 @@ from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
 
 GIB = 2**30
 
-# What a GPU holds beside tensors. Neither number has been measured for unison: they are choices, on
-# the safe side of what users of FSDP report, and every plan says so.
+# What a GPU holds beside tensors. One H200 alone held 0.76 GiB, and its allocator 1 to 11 % more
+# than tensors took (bench/plan_gpu.py); NCCL's buffers of several ranks have not been measured.
 RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
 RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
 
-# The share of its peak arithmetic that a GPU reaches in the products of a transformer: a choice
-# too, which measured runs may replace.
-EFFICIENCY = 0.45
-ADAM_TRAFFIC = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v, in float32
+# Fitted to eager steps on an H200 (bench/results/plan-gpu.json): the share of its peak arithmetic
+# that products reach, and what the host takes to call an operation.
+EFFICIENCY = 0.6
+SECONDS_PER_OPERATION = 6.5e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,10 @@ class Estimate:
         peak_bytes: Of tensors.
         needed_bytes: With the safety margin.
         memory_bytes: What the GPU has.
-        compute_seconds: Arithmetic, of all passes.
+        compute_seconds: Products at the GPU's rate, and all else at that of its memory.
+        host_seconds: Calling operations, while the GPU works on earlier ones.
         network_seconds: Collectives; they run beside the arithmetic.
-        update_seconds: The optimizer's step.
+        update_seconds: What an offloaded optimizer adds.
         step_seconds: All together.
     """
 
@@ -127,6 +128,7 @@ class Estimate:
     needed_bytes: int
     memory_bytes: int
     compute_seconds: float
+    host_seconds: float
     network_seconds: float
     update_seconds: float
     step_seconds: float
@@ -142,24 +144,25 @@ def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) ->
     peak = usage.peak.total
     tflops = gpu.bf16_tflops if scenario.precision == "bf16" else gpu.fp32_tflops
     compute = usage.flops / (tflops * 1e12 * EFFICIENCY)
+    compute += usage.moved_bytes / (1e9 * gpu.memory_gb_per_s)
+    host = usage.num_operations * SECONDS_PER_OPERATION
     network = sum(
         num_bytes / (1e9 * (gpu.link_gb_per_s if is_inside(size, gpu) else gpu.network_gb_per_s))
         for (_, size), num_bytes in usage.bytes_sent.items()
         if size > 1
     )
-    copies = scenario.replicas if scenario.shard == "hybrid" else 1
-    share = num_parameters * copies / scenario.world_size
-    update = share * ADAM_TRAFFIC / (1e9 * gpu.memory_gb_per_s)
+    update = 0.0
     if scenario.offload:  # gradients to the host, parameters back; the host steps meanwhile
-        update = share * 8 / (1e9 * gpu.host_gb_per_s)
+        update = num_parameters / scenario.world_size * 8 / (1e9 * gpu.host_gb_per_s)
     return Estimate(
         peak_bytes=peak,
         needed_bytes=peak + RUNTIME_BYTES + int(RESERVED_SHARE * peak),
         memory_bytes=int(gpu.memory_gib * GIB),
         compute_seconds=compute,
+        host_seconds=host,
         network_seconds=network,
         update_seconds=update,
-        step_seconds=max(compute, network) + update,
+        step_seconds=max(compute, host, network) + update,
     )
 
 
@@ -173,18 +176,16 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
     kind = scenario.precision
     tflops = gpu.bf16_tflops if kind == "bf16" else gpu.fp32_tflops
     lines = [
-        f"margin, not measured: {RUNTIME_BYTES / GIB:g} GiB for CUDA, NCCL and cuBLAS, and "
-        f"{RESERVED_SHARE:.0%} of the peak that the allocator holds and cannot use",
-        f"time, not measured: {EFFICIENCY:.0%} of {tflops:g} TFLOP/s in {kind}; collectives beside "
-        f"it, {gpu.link_gb_per_s:g} GB/s in a machine of {gpu.per_machine} and "
-        f"{gpu.network_gb_per_s:g} GB/s between machines; then the optimizer, at "
-        + (
-            f"{gpu.host_gb_per_s:g} GB/s to the host and back"
-            if scenario.offload
-            else f"{gpu.memory_gb_per_s:g} GB/s"
-        ),
-        "memory is that of eager steps: torch.compile, and what unison's kernels for GPUs hold in "
-        "the place of torch's while samples are clipped, are not modelled",
+        f"margin: {RUNTIME_BYTES / GIB:g} GiB for CUDA, NCCL and cuBLAS, and {RESERVED_SHARE:.0%} "
+        "of the peak that the allocator holds and cannot use; one H200 alone held 0.76 GiB and 1 "
+        "to 11 %, of several nothing was measured",
+        f"time, fitted to eager steps on one H200: {EFFICIENCY:.0%} of {tflops:g} TFLOP/s in "
+        f"{kind}, {gpu.memory_gb_per_s:g} GB/s for all else, or {SECONDS_PER_OPERATION * 1e6:g} µs "
+        "of the host for each operation, whichever is longer; not measured: collectives beside it, "
+        f"{gpu.link_gb_per_s:g} GB/s in a machine of {gpu.per_machine} and "
+        f"{gpu.network_gb_per_s:g} GB/s between machines"
+        + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
+        "both are of eager steps: torch.compile is not modelled, nor the time of kernels that clip",
         "attention is one kernel that keeps no scores",
     ]
     if kind == "bf16":

@@ -121,6 +121,7 @@ class Usage:
         peaks: The peak of every place of the step, in order; a place may come more than once.
         bytes_sent: What this rank sent, by collective and number of ranks in its group.
         flops: Of matrix products, convolutions and attention.
+        moved_bytes: Of tensors that other operations read or write.
         num_operations: How many operations were called that are not mere views.
         host_bytes: What the rank's share of the host holds, at most, of an offloaded model.
     """
@@ -128,6 +129,7 @@ class Usage:
     peaks: list[Peak] = field(default_factory=list)
     bytes_sent: Counter[tuple[str, int]] = field(default_factory=Counter)
     flops: int = 0
+    moved_bytes: int = 0
     num_operations: int = 0
     host_bytes: int = 0
 
@@ -241,6 +243,9 @@ class Meter(TorchDispatchMode):
             self._count_collective(func, args)
         elif packet in _FLOPS:
             self.usage.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        elif not func.is_view:
+            for tensor in {id(each): each for each in _tensors((args, result))}.values():
+                self.usage.moved_bytes += tensor.nbytes if tensor.device.type == self._device else 0
         if maker.startswith(("clip/", "kfac/")):
             for tensor in _tensors(args):
                 if tensor.device.type == self._device:
