@@ -1,7 +1,7 @@
 """What do 13, 175 and 1,000 billion parameters take of each GPU, and does the ZeRO paper agree?
 
     python -m bench.scale headline      # bench/results/scale.json
-    python -m bench.scale sweep         # 175b on 64 to 512 GPUs; bench/results/scale-sweep.json
+    python -m bench.scale sweep         # 175b on 64 to 1,024 GPUs; bench/results/scale-sweep.json
 
 Each case is `unison plan ... --json` in a process of its own, whose time and memory are written
 beside what it says. Nothing here needs a GPU. Beside it stands the arithmetic of the ZeRO paper
@@ -28,8 +28,12 @@ HEADLINE = {
     "175b on 128": "--preset 175b --gpus 128",
     "1t on 256, offloaded": "--preset 1t --gpus 256 --offload params,optimizer",
 }
-WORLDS = (64, 128, 256, 512)
-SWEEP = {f"175b on {world}": f"--preset 175b --gpus {world}" for world in WORLDS}
+WORLDS = (64, 128, 256, 512, 1024)
+SWEEP = {
+    f"175b on {world}{kind}": f"--preset 175b --gpus {world}{option}"
+    for kind, option in (("", ""), (", private", " --private"))
+    for world in WORLDS
+}
 
 
 def run_plan(options: str) -> dict[str, Any]:
