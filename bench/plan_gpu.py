@@ -172,6 +172,7 @@ def main() -> int:
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         plans = {name: pool.submit(predict, name) for name in names}
         for name in names:
+            real: dict[str, Any]
             try:
                 real = earlier.get(name) or run(name, device)
             except Exception as error:  # the other cases count all the same
