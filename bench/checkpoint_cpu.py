@@ -47,7 +47,7 @@ class Settings:
 
 
 def measure(settings: Settings) -> dict[bool, list[tuple[float, float]]]:
-    """Run on every rank; by whether a block has a checkpoint, its seconds and those of processors."""
+    """Run on every rank; seconds and processors' seconds of blocks with a checkpoint, and without."""
     with join_world("cpu") as world:
         torch.set_num_threads(1)
         model = unison.auto_shard(build(CONFIG))
