@@ -47,12 +47,13 @@ class Settings:
 
 
 def measure(settings: Settings) -> dict[bool, list[tuple[float, float]]]:
-    """Run on every rank; seconds and processors' seconds of blocks with a checkpoint, and without."""
+    """Run on every rank; by whether a block has a checkpoint: seconds, those of processors."""
     with join_world("cpu") as world:
         torch.set_num_threads(1)
         model = unison.auto_shard(build(CONFIG))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
         folder = Path(settings.folder) / "checkpoint"
         shape = (settings.batch_size // world.size, CONFIG.context_length + 1)
         rows = torch.randint(0, CONFIG.vocab_size, shape)
