@@ -364,9 +364,10 @@ class Tracer:
         """Add what this rank adds to a sum over ranks."""
         rung, name = "gradients before reduction", owned.name
         part = self._part(rung, name, owned.shape, value)
-        # Ranks that add up: one group for each place on other axes.
-        group = self._adapter.ranks.group
-        key = ("summand", group and min(dist.get_process_group_ranks(group)), index)
+        # Which ranks add up: one group of them for each place on other axes.
+        group, own = self._adapter.ranks.group, self._adapter.everyone.rank
+        first = own if group is None else min(dist.get_process_group_ranks(group))
+        key = ("summand", first, index)
         part.blocks[key] = part.blocks.get(key, 0) + digests
         self._add_values(rung, name, part, key, index, value)
 
