@@ -11,7 +11,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH), nn.Linear(WIDTH, 3))
 
 
-def rows() -> tuple[Tensor, Tensor]:
+def rows() -> tuple[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return (torch.randn(10, WIDTH, generator=generator),)
 

@@ -12,8 +12,8 @@ from unison.errors import BadInput
 from unison.parallel import ShardedParam
 from unison.rng import Box
 from unison.verify import Trace, compare, page, quantities, trace
-from unison.verify.ladder import ulps_between
-from unison.verify.quantities import Elements, block_digests, positions
+from unison.verify.ladder import OF_ROWS, ulps_between
+from unison.verify.quantities import Elements, Quantity, block_digests, positions
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 5), (123, 77)])
@@ -242,3 +242,98 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert not any(word in made for word in ("http", "<script", "<link", "@import", "url("))
     assert "max-width: 640px" in made
     assert "viewport" in made
+
+
+# ---- causes, of quantities made by hand ----------------------------------------------------------
+
+
+def quantity(rung, values, name="w", step=0, **flags):
+    """What a trace would keep of these values; rows of one value each where it has rows."""
+    value = torch.as_tensor(values, dtype=torch.float32)
+    blocks = block_digests(value, Elements.all(value.numel())).tolist()
+    if rung in OF_ROWS:
+        blocks = value.view(torch.int32).tolist()
+    return Quantity(
+        step=step,
+        rung=rung,
+        name=name,
+        shape=tuple(value.shape),
+        dtype="float32",
+        blocks=tuple(blocks),
+        values=tuple(value.double()[positions(len(value), 64)].tolist()),
+        norm=float(value.double().norm()),
+        **flags,
+    )
+
+
+def run_of(*quantities, num_ranks=1, is_private=False):
+    return Trace("a run", num_ranks, is_private, {}, {}, {each.key: each for each in quantities})
+
+
+DRAWN = torch.randn(60, generator=torch.Generator().manual_seed(5))
+OTHER = torch.randn(60, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize(
+    ("rung", "second", "words"),
+    [
+        ("initial parameters", OTHER, "another RNG stream"),
+        ("initial parameters", DRAWN * 2, "every value is 2 times the other's: another init"),
+        ("inputs", DRAWN[[1, 0, *range(2, 60)]], "rows 0, 1 are swapped"),
+        ("inputs", OTHER, "0 of 60 rows are in both"),
+        ("activations", DRAWN / 4, "scaled by 1/world size; a forward"),
+        ("activations", DRAWN * 3, "an impure module: every value is 3 times"),
+        ("loss", DRAWN[:1] * 4, "world size: a sum for a mean"),
+        ("per-sample norms", DRAWN.abs() * 2, "√world size too large"),
+        ("per-sample norms", DRAWN.abs() + 0.1, "counted twice"),
+        ("per-sample norms", DRAWN.abs() * 0.8 - 0.01 * DRAWN.abs() ** 2, "left out"),
+        ("coefficients", DRAWN * 0.9, "another clip norm C"),
+        ("gradients before reduction", DRAWN / 4, "scaled by 1/world size before"),
+        ("gradients after reduction", OTHER, "a rank's summand is missing"),
+        ("gradients after reduction", torch.cat([DRAWN[:40], OTHER[40:]]), "lost a part"),
+        ("noise", DRAWN * 1.5, "σ is 1.5 times"),
+        ("noise", DRAWN * 0, "adds no noise"),
+        ("noise", OTHER, "other noise of about the same size"),
+        ("curvature", OTHER, "(a ring)"),
+        ("curvature", DRAWN * 16, "world size²: by each rank's own count"),
+        ("gradients", DRAWN / 4, "scaled by 1/world size"),
+        ("gradients", OTHER, "clipping by the whole norm"),
+        ("optimizer state", OTHER, "from equal gradients"),
+        ("updated parameters", OTHER, "the update itself"),
+        ("updated parameters", DRAWN * (1 + 1e-6 * OTHER), "no more than rounding"),
+    ],
+)
+def test_likely_causes(rung, second, words):
+    first = DRAWN.abs() if rung == "per-sample norms" else DRAWN
+    one = run_of(quantity(rung, first[: len(second)]))
+    other = run_of(quantity(rung, second), num_ranks=4)
+    found = compare(one, other).first
+    assert found is not None
+    assert (found.rung, found.name) == (rung, "w")
+    assert words in str(found.cause)
+
+
+def test_sums_that_are_not_those_of_their_summands_are_found_in_one_run():
+    before = quantity("gradients before reduction", DRAWN)
+    after = quantity("gradients after reduction", OTHER)
+    run = run_of(before, after, num_ranks=2, is_private=True)
+    found = compare(run, run).first
+    assert found is not None
+    assert found.rung == "gradients after reduction"
+    assert "before and after it" in found.where
+
+
+def test_copies_that_differ_and_equal_draws_are_named():
+    one = run_of(quantity("initial parameters", DRAWN))
+    for flag, words in (("disagree", "hold different values"), ("repeats", "drawn by rank")):
+        other = run_of(quantity("initial parameters", OTHER, **{flag: True}))
+        found = compare(one, other).first
+        assert found is not None
+        assert words in str(found.cause)
+    stale = run_of(*(quantity("per-sample norms", DRAWN[:5], step=step) for step in (0, 1)))
+    fresh = run_of(
+        quantity("per-sample norms", DRAWN[:5]), quantity("per-sample norms", OTHER[:5], step=1)
+    )
+    found = compare(fresh, stale).first
+    assert found is not None
+    assert (found.step, str(found.cause)[:12]) == (1, "a stale norm")

@@ -265,8 +265,8 @@ class Tracer:
             for owned in self._params:
                 for key, value in self._optimizer.state.get(owned.parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim():
-                        part = value.to_local() if hasattr(value, "to_local") else value
-                        self._see_part("optimizer state", owned, part, f"{owned.name}: {key}")
+                        name = f"{owned.name}: {key}"
+                        self._see_part("optimizer state", owned, _local(value), name)
             self._see_parameters("updated parameters")
         self._flush()
         self._step, self._loss = self._step + 1, None
@@ -331,8 +331,8 @@ class Tracer:
             with _unseen():
                 total = self._totals.pop(owned.name, None)
                 if total is not None:
-                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                    noise = local.detach().reshape(-1).double() * self._divisor - total
+                    local = _local(gradient).detach().reshape(-1)
+                    noise = local.double() * self._divisor - total
                     self._see_part("noise", owned, noise)
             yield owned, gradient
 
@@ -364,9 +364,10 @@ class Tracer:
         """Add what this rank adds to a sum over ranks."""
         rung, name = "gradients before reduction", owned.name
         part = self._part(rung, name, owned.shape, value)
-        # Ranks that add up: one group for each place on other axes.
-        group = self._adapter.ranks.group
-        key = ("summand", group and min(dist.get_process_group_ranks(group)), index)
+        # Which ranks add up: one group of them for each place on other axes.
+        group, own = self._adapter.ranks.group, self._adapter.everyone.rank
+        first = own if group is None else min(dist.get_process_group_ranks(group))
+        key = ("summand", first, index)
         part.blocks[key] = part.blocks.get(key, 0) + digests
         self._add_values(rung, name, part, key, index, value)
 
@@ -409,7 +410,8 @@ class Tracer:
             if not others:
                 return
             root = self._adapter.module
-            for path, value in root.named_parameters():
+            frozen: dict[str, Any] = dict(root.named_parameters())
+            for path, value in frozen.items():
                 if not value.requires_grad:
                     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                     self._see_whole(rung, canonical_name(path), whole)
@@ -429,8 +431,7 @@ class Tracer:
             if isinstance(value, PerGranule):
                 pieces = list(enumerate(value.parts))
             else:
-                own = value.to_local() if hasattr(value, "to_local") else value
-                pieces = [(granule, own.as_subclass(Tensor))]
+                pieces = [(granule, _local(value).as_subclass(Tensor))]
             for index, piece in pieces:
                 if plan is None:
                     ranks = self._adapter.ranks
@@ -526,6 +527,11 @@ def _who_trains(trained: set[int], trainers: Any) -> Any:
         if any(id(parameter) in trained for parameter in each.trained):
             return each
     return None
+
+
+def _local(value: Any) -> Tensor:
+    """This rank's part of a tensor that may be spread over ranks."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _number(value: Any) -> Tensor:
