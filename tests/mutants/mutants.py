@@ -173,6 +173,7 @@ _SHARD = [
     ("_nodes", "sorted(nodes, key=lambda node: node[0])", "nodes"),
 ]
 _RNG = [
+    ("open_sealed_key", "made_for.hex() != data", "False"),
     ("Key.check_process", "os.getpid() != self._process", "False"),
     ("NoiseClock.advance", "step <= last", "step < last"),
     ("Stream.__post_init__", "self.name, self.step", "self.name, 0"),
