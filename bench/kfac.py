@@ -52,8 +52,9 @@ WIDTH = 256
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)  # tokens of an update, by the rows of a side
 SIZES = (1024, 2048, 4096)
+ROUNDS = 2
 if DEVICE == "cpu":  # a few minutes there as well
-    SHARES, SIZES = SHARES[1:5], SIZES[:2]
+    SHARES, SIZES, ROUNDS = (1 / 8, 1 / 2, 1), SIZES[:2], 1
 DECAYS = (0.0, 0.95)
 VOCABULARIES = (2000, 6000, 9000)
 UPDATE_EVERY = 20
@@ -383,9 +384,9 @@ def main() -> None:
     asked = [options.only] if options.only else list(LIMITS)
     figures: dict[str, Any] = {}
     if "forms" in asked:
-        figures["forms"] = measure_forms(rounds=2)
+        figures["forms"] = measure_forms(ROUNDS)
     if "vocabulary" in asked:
-        figures["vocabulary"] = measure_vocabularies(rounds=5)
+        figures["vocabulary"] = measure_vocabularies(rounds=4)
         print(figures["vocabulary"], flush=True)
     if "adamw" in asked and (DEVICE == "cuda" or options.only):
         figures["adamw"] = measure(
