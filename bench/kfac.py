@@ -28,7 +28,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,14 @@ FORMS = {  # by policy
     "auto": "auto",
 }
 WIDTH = 256
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)  # tokens of an update, by the rows of a side
+SIZES = (1024, 2048, 4096)
+ROUNDS = 2
+if DEVICE == "cpu":  # a few minutes there as well
+    SHARES, SIZES, ROUNDS = (1 / 8, 1 / 2, 1), SIZES[:2], 1
 DECAYS = (0.0, 0.95)
 VOCABULARIES = (2000, 6000, 9000)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UPDATE_EVERY = 20
 RATE = 1e-4
 
@@ -82,10 +86,10 @@ def make_period(policy: str, n: int, tokens: int, decay: float) -> tuple[Callabl
     return period, kfac
 
 
-def measure_forms(sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+def measure_forms(rounds: int) -> dict[str, Any]:
     """Seconds of periods by form, for sides and tokens; how far `auto` is from the best."""
     rows, worst = [], 0.0
-    for decay, n, share in itertools.product(DECAYS, sizes, SHARES):
+    for decay, n, share in itertools.product(DECAYS, SIZES, SHARES):
         tokens = int(n * share)
         periods = {name: make_period(each, n, tokens, decay) for name, each in FORMS.items()}
         first = {name: period() for name, (period, _) in periods.items()}
@@ -380,10 +384,9 @@ def main() -> None:
     asked = [options.only] if options.only else list(LIMITS)
     figures: dict[str, Any] = {}
     if "forms" in asked:
-        sizes = (1024, 2048, 4096) if DEVICE == "cuda" else (1024, 2048)
-        figures["forms"] = measure_forms(sizes, rounds=2)
+        figures["forms"] = measure_forms(ROUNDS)
     if "vocabulary" in asked:
-        figures["vocabulary"] = measure_vocabularies(rounds=5)
+        figures["vocabulary"] = measure_vocabularies(rounds=4)
         print(figures["vocabulary"], flush=True)
     if "adamw" in asked and (DEVICE == "cuda" or options.only):
         figures["adamw"] = measure(

@@ -200,11 +200,13 @@ def test_sides_that_are_too_long():
     assert forms(9000, 100_000)["g"] == (Form.BLOCKED, "G by 9 blocks of 1000 (longer than 8192)")
     assert forms(9000, 512, "cuda")["g"][0] is Form.BLOCKED  # eigenvectors are slow there
     assert forms(4096, 2048, "cuda") == {}
-    assert forms(50257, 8192)["g"] == (Form.IDENTITY, "G as the identity (longer than 8192)")
+    assert forms(50257, 8192) == "a side above 8192"
+    left_out = "G as the identity (policy one_sided, longer than 8192)"
+    assert forms(50257, 8192, policy="one_sided")["g"] == (Form.IDENTITY, left_out)
     assert forms(2049, 100, policy="blocked")["g"][1] == "G by 3 blocks of 683 (policy blocked)"
-    both = forms_of(50_000, 50_000, 8192, KFACConfig(), is_head=False)
-    assert both == "every side above 8192"
-    config = KFACConfig(fisher="forward")
+    config = KFACConfig(policy="one_sided")
+    assert forms_of(50_000, 50_000, 8192, config, is_head=False) == "every side above 8192"
+    config = KFACConfig(policy="one_sided", fisher="forward")
     assert forms_of(65, 50_000, 8192, config, is_head=False) == "every side above 8192"
 
 

@@ -18,7 +18,8 @@ from unison.errors import BadInput, UnsupportedOperation
 _CHOICES = {
     "reduction": ("auto", "factor"),
     "policy": (
-        *("auto", "all", "hybrid", "small_only", "blocked", "kronecker", "diagonal", "identity"),
+        *("auto", "all", "hybrid", "small_only", "blocked", "one_sided"),
+        *("kronecker", "diagonal", "identity"),
     ),
     "head": ("sampled", "exact"),
     "storage_device": ("auto", "cuda", "cpu"),
@@ -84,11 +85,12 @@ class KFACConfig:
             `"exact"`, the mean of diag(p) - pp' over tokens, whatever labels are.
         policy: What of a layer is factored, and which sides are held as the columns of tokens
             (low rank, inverted by Woodbury's identity) rather than as a matrix. `"auto"` takes
-            whatever costs least; where a side is too long for both, blocks on its diagonal, or the
-            identity; `"all"` holds G of every layer as columns; `"hybrid"` holds long sides and the
-            head so; `"small_only"` none, with a diagonal for layers with a long side; `"blocked"`
-            cuts long sides into blocks; `"kronecker"` makes matrices of all sides; `"diagonal"`
-            factors nothing; `"identity"` leaves everything to the grafted optimizer.
+            whatever costs least; where a side is too long for both, blocks on its diagonal, or a
+            diagonal for the layer; `"all"` holds G of every layer as columns; `"hybrid"` holds long
+            sides and the head so; `"small_only"` none, with a diagonal for layers with a long side;
+            `"blocked"` cuts long sides into blocks; `"one_sided"` takes sides that are too long as
+            the identity; `"kronecker"` makes matrices of all sides; `"diagonal"` factors nothing;
+            `"identity"` leaves everything to the grafted optimizer.
         min_layer_size: Matrices of fewer elements get a diagonal, but under `"kronecker"`.
         max_factor_size: The longest side that is held as a matrix, but under `"kronecker"`.
         max_rank: Columns that a low-rank side keeps over updates. With `decay`, more are compressed

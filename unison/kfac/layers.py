@@ -8,7 +8,7 @@ Then `assign` says which ranks invert and apply which layer.
 token, U with A = U'U / T. Where there are fewer tokens than about half of n, those are less to send
 and, by Woodbury's identity, less to invert. Which of both is decided once, from sizes that every
 rank knows: `forms_of`. Rows come to the owner in the order of granules. A side that fits as neither
-is cut into blocks, or left out.
+is cut into blocks, or its layer is not factored.
 """
 
 import heapq
@@ -324,14 +324,15 @@ def _form_of(
     if dense < math.inf:
         compared = f"{low / 1e9:.3g} Gflop an update instead of {dense / 1e9:.3g}"
         return (Form.DENSE, "") if dense <= low else (Form.COLUMNS, compared)
-    # Too long for a matrix. Blocks leave out what lies between them, the identity all of it.
-    blocked = math.inf if is_joint else costs[Form.BLOCKED]
+    # Too long for a matrix. Blocks leave out what lies between them. Rows of such a side, classes
+    # say, differ most in how often they are met: a diagonal sees that, the identity does not.
     why = f"longer than {config.max_factor_size}"
-    if low <= blocked and low < math.inf:
-        return Form.COLUMNS, why
-    if is_joint or config.policy == "small_only":
+    if config.policy == "one_sided":
+        return Form.IDENTITY, "policy one_sided, " + why
+    blocked = math.inf if is_joint or config.policy == "small_only" else costs[Form.BLOCKED]
+    if min(low, blocked) == math.inf:
         return None, why
-    return (Form.BLOCKED if blocked < math.inf else Form.IDENTITY), why
+    return (Form.COLUMNS if low <= blocked else Form.BLOCKED), why
 
 
 # What an operation costs in flops of float32 products: n³ of an inverse, a row of it, n³ of
