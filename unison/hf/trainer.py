@@ -197,10 +197,12 @@ class PrivateSteps:
         """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
         # The Trainer's word for a model that sees to its own gradients: it is not put into DDP.
         self.is_distributed_loading_by_transformers = self._is_sharded
-        prepared = super()._prepare_for_training(  # type: ignore[misc]
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
-        self.is_distributed_loading_by_transformers = False
+        try:
+            prepared = super()._prepare_for_training(  # type: ignore[misc]
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        finally:
+            self.is_distributed_loading_by_transformers = False
         self._engine, self._loader = attach(
             self.privacy,
             module=prepared[0],
