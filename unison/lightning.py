@@ -15,12 +15,13 @@ logical batch, whatever it counts: schedules, `max_steps`, logging, checkpoints.
 
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 from unison.config import Privacy
 from unison.errors import BadInput, UnsupportedOperation
@@ -94,11 +95,15 @@ class PrivacyCallback(Callback):
             if is_set:
                 raise UnsupportedOperation(f"PrivacyCallback cannot be used with {name}; {remedy}")
         source = trainer.fit_loop._data_source
-        self._data: Any = source.dataloader()
-        if trainer.world_size > 1 and self._data.batch_size is not None:  # that of one process
-            size = self._data.batch_size * trainer.world_size
-            self._data = resized(self._data, size, drop_last=self._data.drop_last)
-        sampling = sampling_for(self.privacy, self._data.batch_size, len(self._data.dataset))
+        data: Any = source.dataloader()
+        if not isinstance(data, DataLoader) or data.batch_size is None:
+            raise BadInput(
+                "PrivacyCallback takes one DataLoader with a batch_size, found "
+                f"{type(data).__name__}: one data set has one ε"
+            )
+        size = data.batch_size * trainer.world_size  # a loader's is that of one process
+        self._data = resized(data, size, drop_last=data.drop_last)
+        sampling = sampling_for(self.privacy, size, len(data.dataset))  # type: ignore[arg-type]
         source.instance = range(steps_per_epoch(sampling))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +130,9 @@ class PrivacyCallback(Callback):
         trainer.strategy.model = pl_module
         self._begin = pl_module.on_train_batch_start
         pl_module.on_train_batch_start = partial(self._begin_step, trainer, pl_module)  # type: ignore[method-assign]
-        pl_module.training_step = partial(self._training_step, trainer, pl_module)  # type: ignore[method-assign]
+        step = partial(self._training_step, trainer, pl_module)
+        # Lightning looks at the arguments of the user's.
+        pl_module.training_step = update_wrapper(step, pl_module.training_step)  # type: ignore[method-assign]
 
     def _begin_step(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -137,22 +144,46 @@ class PrivacyCallback(Callback):
             trainer.should_stop = True
             pl_module.print(f"training ends here: {error}")
             return -1
-        return self._begin(batch, batch_idx)
+        return self._begin(self._first, batch_idx)
 
     def _training_step(
         self, trainer: Trainer, pl_module: LightningModule, step: Any, *args: Any
     ) -> Any:
         """Run the user's step for all passes of a logical batch; return what the last one does."""
         assert self._loader is not None
-        pl_module.log = partial(pl_module.log, logger=False)  # type: ignore[method-assign]
+        monitors = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+        monitored = {getattr(each, "monitor", None) for each in monitors}
+        show = pl_module.log
+
+        def log(
+            name: str,
+            value: Any,
+            prog_bar: bool = False,
+            logger: Any = None,
+            *args: Any,
+            **more: Any,
+        ) -> None:
+            if monitored & {name, f"{name}_step", f"{name}_epoch"}:
+                raise BadInput(
+                    f"a callback or schedule monitors {name!r}, which training_step logs: no ε "
+                    "covers what is chosen by it; monitor a figure of held-out rows"
+                )
+            show(name, value, prog_bar, False, *args, **more)
+
+        pl_module.log = log  # type: ignore[method-assign]
         try:
             batch = self._first
             while True:
                 batch = trainer.strategy.batch_to_device(batch)
                 output: Any = type(pl_module).training_step(pl_module, batch, *args)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise UnsupportedOperation(
+                        "training_step returned no loss, to skip a step: rows that are drawn are "
+                        "counted; return a loss for every batch"
+                    )
                 if not self._loader.is_open:
                     return output
-                loss = output["loss"] if isinstance(output, Mapping) else output
                 trainer.strategy.backward(loss, None)
                 batch = self._next_pass()
         finally:

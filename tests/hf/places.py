@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trl import SFTConfig
@@ -95,16 +96,15 @@ def flat(values: dict[str, Tensor]) -> Tensor:
     return torch.cat([each.double().flatten() for each in values.values()])
 
 
-def with_trainer(order: Order, *, is_sharded: bool = False) -> Run:
+def with_trainer(order: Order, *, shard: Callable[[Any], Any] = lambda model: model) -> Run:
     records = order.left(rows())
     records[-1] = records[-1] | {"labels": records[-1]["input_ids"]}  # more labels than others
 
     def make(seen: list[Any]) -> Any:
         given = {"per_device_train_batch_size": len(records) // order.size}
         args = arguments(order.folder, **given, **_of(order))
-        model = llama(num_hidden_layers=2)
         return PrivateTrainer(
-            model=unison.auto_shard(model) if is_sharded else model,
+            model=shard(llama(num_hidden_layers=2)),
             args=args,
             train_dataset=records,
             privacy=order.privacy,
@@ -113,6 +113,12 @@ def with_trainer(order: Order, *, is_sharded: bool = False) -> Run:
         )
 
     return _of_trainer(make, order, lambda _: records)
+
+
+def by_fsdp2(model: Any) -> Any:
+    for block in model.model.layers:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def with_sft(order: Order, *, form: str = "text") -> Run:

@@ -11,9 +11,17 @@ pytest.importorskip("trl")
 
 from dp_accounting import rdp
 
+import unison
 from tests.harness.ranks import ranks
 from tests.hf.common import CLIP_NORM, DELTA, ledger_counts, privacy, silent
-from tests.hf.places import Order, with_accelerate, with_lightning, with_sft, with_trainer
+from tests.hf.places import (
+    Order,
+    by_fsdp2,
+    with_accelerate,
+    with_lightning,
+    with_sft,
+    with_trainer,
+)
 from tests.privacy.accounts import sampled, times
 from unison.privacy.mechanism import sensitivity_factor
 
@@ -27,7 +35,8 @@ PLACES = {
 }
 TOGETHER = {  # on several processes
     "Trainer": with_trainer,
-    "Trainer, sharded": partial(with_trainer, is_sharded=True),
+    "Trainer, sharded": partial(with_trainer, shard=unison.auto_shard),
+    "Trainer, FSDP2": partial(with_trainer, shard=by_fsdp2),
     "accelerate": with_accelerate,
     "Lightning": with_lightning,
     "Lightning, calls itself": partial(with_lightning, calls_itself=True),

@@ -12,6 +12,7 @@ pytest.importorskip("lightning")
 
 from dp_accounting import rdp
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 
 import unison
@@ -31,6 +32,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 BATCH, SEED = 12, 3
+QUIET = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Net(LightningModule):
@@ -48,7 +55,8 @@ class Net(LightningModule):
         self.num_calls += 1
         x, y = batch
         loss = cross_entropy(self(x) if self.calls_itself else self.net(x), y)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, logger=True)
+        self.log_dict({"train_other": loss})
         return loss
 
     def on_before_optimizer_step(self, optimizer):
@@ -80,6 +88,7 @@ def fit(
     checkpoint=None,
     batch=BATCH,
     rows=None,
+    others=(),
     **settings,
 ):
     callback = PrivacyCallback(
@@ -89,13 +98,10 @@ def fit(
         seed=SEED,
     )
     trainer = Trainer(
-        accelerator="cpu",
-        callbacks=[callback],
+        callbacks=[callback, *others],
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **{"max_steps": 4, "devices": 1} | settings,
     )
     loader = DataLoader(rows or TensorDataset(*data()), batch_size=batch, shuffle=True)
@@ -133,7 +139,7 @@ def test_steps_are_those_of_a_private_loop(calls_itself, tmp_path):
     assert "training_step" not in vars(model)
 
     text = (tmp_path / "metrics.csv").read_text()
-    assert "train_loss" not in text
+    assert "train_" not in text
     assert "noise_multiplier" in text
     assert len(text.splitlines()) == 1 + 4
 
@@ -176,9 +182,38 @@ class Parts(Net):
         return cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
+class Short(Net):
+    """Takes no number of the batch, and looks at the batch before."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen = len(batch[0])
+
+    def training_step(self, batch):
+        assert len(batch[0]) == self.seen
+        return {"loss": super().training_step(batch, 0)}
+
+
+def test_hooks_are_called_as_they_are_written(tmp_path):
+    assert fit(tmp_path, Short(), max_steps=1).global_step == 1
+
+
+class Skips(Net):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
 def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path):
     with pytest.raises(unison.UnsupportedOperation, match="larger batch size"):
         fit(tmp_path, Net(), accumulate_grad_batches=2)
     with pytest.raises(unison.UnsupportedOperation, match="a gradient reached"):
         fit(tmp_path, Parts())
+    with pytest.raises(unison.UnsupportedOperation, match="returned no loss"):
+        fit(tmp_path, Skips())
+    with pytest.raises(unison.BadInput, match="monitors 'train_loss'"):
+        fit(tmp_path, Net(), others=[EarlyStopping("train_loss")])
+    private = PrivacyCallback(privacy(), ledger=tmp_path / "none")
+    trainer = Trainer(callbacks=[private], logger=False, **QUIET)
+    loaders = {"a": DataLoader(TensorDataset(*data()))}
+    with pytest.raises(unison.BadInput, match="one DataLoader with a batch_size, found dict"):
+        trainer.fit(Net(), train_dataloaders=loaders)
     assert counts(tmp_path) == (0, 0)

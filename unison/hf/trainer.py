@@ -197,10 +197,12 @@ class PrivateSteps:
         """Attach the engine to what the Trainer has prepared, and go on from a checkpoint."""
         # The Trainer's word for a model that sees to its own gradients: it is not put into DDP.
         self.is_distributed_loading_by_transformers = self._is_sharded
-        prepared = super()._prepare_for_training(  # type: ignore[misc]
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
-        self.is_distributed_loading_by_transformers = False
+        try:
+            prepared = super()._prepare_for_training(  # type: ignore[misc]
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        finally:
+            self.is_distributed_loading_by_transformers = False
         self._engine, self._loader = attach(
             self.privacy,
             module=prepared[0],
@@ -228,8 +230,19 @@ class PrivateSteps:
 
     @property
     def _is_sharded(self) -> bool:
-        kinds = ShardedTensor, DTensor
-        return any(isinstance(each, kinds) for each in self.model.parameters())
+        return _are_sharded(self.model)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model, unless it is sharded: that is where it belongs."""
+        if not _are_sharded(model):
+            return super()._move_model_to_device(model, device)  # type: ignore[misc]
+        found = next(model.parameters()).device.type
+        if found != device.type:
+            raise BadInput(
+                f"the model is sharded on {found} and would train on {device.type}: move it there "
+                "before it is sharded"
+            )
+        return None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as the Trainer does; with a sharded one every process must call."""
@@ -477,6 +490,10 @@ class RowCollator:
                     "trainer a public max_length=, which rows are cut or padded to"
                 )
         return torch.cat(parts)
+
+
+def _are_sharded(model: nn.Module) -> bool:
+    return any(isinstance(each, ShardedTensor | DTensor) for each in model.parameters())
 
 
 def _refuse(trainer: Any) -> None:

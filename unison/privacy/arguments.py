@@ -146,10 +146,13 @@ def resized(
     data_loader: DataLoader[Any], batch_size: int, sampler: Any = None, *, drop_last: bool = False
 ) -> DataLoader[Any]:
     """A loader of the same records with another batch size, such as that of all processes."""
+    if sampler is None:
+        refuse_unknown_loader(data_loader)  # what is special to it would be lost
+        sampler = data_loader.sampler
     return DataLoader(
         data_loader.dataset,
         batch_size=batch_size,
-        sampler=data_loader.sampler if sampler is None else sampler,
+        sampler=sampler,
         drop_last=drop_last,
         **{name: getattr(data_loader, name) for name in KEPT_SETTINGS},
     )
