@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from unison import check
 from unison.errors import BadInput
 from unison.parallel import MakeSums, ShardedParam, adapter_of, curvatures, private_trainings
-from unison.shard import PerGranule, current_plan, fingerprint, running_granule, units_of
+from unison.shard import BatchPlan, PerGranule, current_plan, fingerprint, running_granule, units_of
 from unison.torch_internals import canonical_name
 from unison.verify.quantities import (
     DRAWN,
@@ -126,6 +126,7 @@ class Tracer:
         self._parts: dict[tuple[str, str], Contribution] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._loss: float | None = None
+        self._plan: BatchPlan | None = None  # of the pass under way
         self._step, self._handles = 0, []
         self._totals: dict[str, Tensor] = {}
         self._divisor = 1.0
@@ -172,7 +173,7 @@ class Tracer:
             hook = functools.partial(self._see_module, canonical_name(name))
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         self._handles += [
-            root.register_forward_pre_hook(self._see_call, prepend=True),
+            root.register_forward_pre_hook(self._see_call, prepend=True, with_kwargs=True),
             self._optimizer.register_step_pre_hook(self._see_gradients),
             self._optimizer.register_step_post_hook(self._see_step),
         ]
@@ -207,9 +208,18 @@ class Tracer:
         is_recompute = torch._C._current_graph_task_id() != -1
         return not is_aside and not is_recompute and module.training and torch.is_grad_enabled()
 
-    def _see_call(self, module: nn.Module, args: tuple) -> None:
-        if self._is_looking(module):
-            self._calls.clear()
+    def _see_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._is_looking(module):
+            return
+        self._calls.clear()
+        # The plan that was published last may be of another loop, whose rows these are not.
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        dealt = [leaf.plan for leaf in leaves if isinstance(leaf, PerGranule)]
+        self._plan = plan = next((each for each in dealt if each is not None), current_plan())
+        if plan is not None and not dealt:
+            sizes = {len(leaf) for leaf in leaves if leaf.dim()}
+            if plan.is_granular or len(plan.sample_ids) not in sizes:
+                self._plan = None
 
     def _see_module(
         self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
@@ -426,7 +436,7 @@ class Tracer:
 
     def _see_rows(self, rung: str, name: str, value: Tensor, granule: int | None = None) -> None:
         """See a tensor of which each row is a sample's, if it is one."""
-        plan = current_plan()
+        plan = self._plan
         with _unseen():
             if isinstance(value, PerGranule):
                 pieces = list(enumerate(value.parts))
