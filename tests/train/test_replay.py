@@ -96,10 +96,9 @@ def test_records_do_not_depend_on_sharding(seeded, text_file, tmp_path, shard):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("forked_ranks")
-def test_one_rank_replays_stretches_of_eight(tmp_path):
-    settings = RECORDED | {"steps": 20, "checkpoint_every": 4, "batch_size": 16}
-    settings |= {"data": "stdlib", "overrides": {}}
-    config = config_of(tmp_path / "run", Path("stdlib"), SEEDED, **settings)
+def test_one_rank_replays_stretches_of_eight(text_file, tmp_path):
+    settings = RECORDED | {"steps": 20, "checkpoint_every": 4, "batch_size": 16, "overrides": {}}
+    config = config_of(tmp_path / "run", text_file, SEEDED, **settings)  # preset tiny, as it is
     run_on_local_ranks(train, config, num_ranks=8)
     rng = random.Random(0)
     for _ in range(20):
