@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trl import SFTConfig
@@ -113,12 +112,6 @@ def with_trainer(order: Order, *, shard: Callable[[Any], Any] = lambda model: mo
         )
 
     return _of_trainer(make, order, lambda _: records)
-
-
-def by_fsdp2(model: Any) -> Any:
-    for block in model.model.layers:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def with_sft(order: Order, *, form: str = "text") -> Run:

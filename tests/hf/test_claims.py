@@ -16,7 +16,6 @@ from tests.harness.ranks import ranks
 from tests.hf.common import CLIP_NORM, DELTA, ledger_counts, privacy, silent
 from tests.hf.places import (
     Order,
-    by_fsdp2,
     with_accelerate,
     with_lightning,
     with_sft,
@@ -36,7 +35,6 @@ PLACES = {
 TOGETHER = {  # on several processes
     "Trainer": with_trainer,
     "Trainer, sharded": partial(with_trainer, shard=unison.auto_shard),
-    "Trainer, FSDP2": partial(with_trainer, shard=by_fsdp2),
     "accelerate": with_accelerate,
     "Lightning": with_lightning,
     "Lightning, calls itself": partial(with_lightning, calls_itself=True),

@@ -493,7 +493,7 @@ class RowCollator:
 
 
 def _are_sharded(model: nn.Module) -> bool:
-    return any(isinstance(each, ShardedTensor | DTensor) for each in model.parameters())
+    return any(isinstance(each, ShardedTensor) for each in model.parameters())
 
 
 def _refuse(trainer: Any) -> None:
@@ -537,6 +537,11 @@ def _refuse(trainer: Any) -> None:
             f"train_dataset is an IterableDataset ({type(trainer.train_dataset).__name__}): its "
             "records have no number, so they cannot be drawn independently; give one with "
             "__getitem__ and __len__"
+        )
+    if any(isinstance(each, DTensor) for each in trainer.model.parameters()):
+        raise UnsupportedOperation(
+            "the model is sharded by torch's own fully_shard or parallelize_module, whose "
+            "checkpoints the Trainer cannot load; shard it with unison.auto_shard"
         )
     for unit in units_of(trainer.model)[:1]:
         if unit.axes.all.size != args.world_size:
