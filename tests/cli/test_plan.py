@@ -88,6 +88,19 @@ def test_a_model_of_ones_own(plan, tmp_path, monkeypatch):
         assert err.count("\n") == 1
 
 
+def test_adapters_alone(plan):
+    pytest.importorskip("peft")
+    options = "--preset tiny --num-layers 2 --seq 16"
+    whole, adapters = (
+        json.loads(plan(*options.split(), "--json", *more)[1]) for more in ((), ("--lora", 2))
+    )
+    assert 0 < adapters["parameters"] < whole["parameters"] / 10
+    assert adapters["peak"]["bytes"]["optimizer"] < whole["peak"]["bytes"]["optimizer"] / 5
+    code, _, err = plan(*options.split(), "--lora", -1)
+    assert code == 2
+    assert "lora" in err
+
+
 def step_that_needs(gib: dict[str, float]):
     """Plan scenarios of known size and speed: `full` and computing again are slower, hosts most."""
 

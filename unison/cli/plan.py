@@ -74,6 +74,9 @@ def plan(
     private: Annotated[bool, typer.Option("--private", help="Train with DP-SGD.")] = False,
     clipping: Annotated[str, typer.Option(help="How --private computes the clipping.")] = "auto",
     kfac: Annotated[bool, typer.Option("--kfac", help="Precondition with K-FAC.")] = False,
+    lora: Annotated[
+        int, typer.Option(help="Train adapters of this rank in the blocks' linear layers alone.")
+    ] = 0,
     rows: Annotated[int | None, typer.Option(help="Rows of the data set, each a record.")] = None,
     epochs: Annotated[float, typer.Option(help="How often each row is drawn, on average.")] = 1.0,
     epsilon: Annotated[float | None, typer.Option(help="ε to spend: decides the noise.")] = None,
@@ -136,10 +139,11 @@ def plan(
         precision=precision,
         clipping=clipping if private else None,
         kfac=kfac,
+        lora=lora,
         checkpoint_activations=checkpoint_activations,
         offload=frozenset(each.strip() for each in offload.split(",") if each.strip()),
     )
-    num_parameters = count_trained(make)
+    num_parameters = count_trained(make, lora)
     spending = None
     if rows is not None:
         spending = budget(
@@ -413,6 +417,7 @@ def show(
     """Print a plan for a person."""
     peak = usage.peak
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
+    kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""
     screen.print(
         f"{num_parameters:,} parameters on {scenario.world_size} GPUs: {kind}{scenario.shard}, "
         f"{scenario.precision}, {scenario.rows} rows of {scenario.row_length} tokens on each GPU, "

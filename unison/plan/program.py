@@ -134,8 +134,8 @@ def simulate(build: Build, scenario: Scenario, *, machine: str = "cuda") -> Usag
         dist.destroy_process_group()
 
 
-def count_trained(build: Build) -> int:
-    """Count the elements that a model trains.
+def count_trained(build: Build, lora: int = 0) -> int:
+    """Count the elements that a model trains, or its adapters.
 
     Raises:
         BadInput: If it is no module, or trains nothing.
@@ -144,6 +144,9 @@ def count_trained(build: Build) -> int:
         model = build()
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a function that builds a module, found {type(model).__name__}")
+    if lora:
+        with meta_init():
+            _add_lora(model, lora)
     count = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if count == 0:
         raise BadInput(f"{type(model).__name__} has no parameter that is trained")
@@ -233,6 +236,8 @@ def _add_lora(model: nn.Module, rank: int) -> None:
         if id(layer) in inside
         and (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D")
     ]
+    if not names:
+        raise BadInput(f"--lora needs linear layers in blocks, and {type(model).__name__} has none")
     model.requires_grad_(False)
     inject_adapter_in_model(LoraConfig(r=rank, lora_dropout=0.0, target_modules=names), model)
 
