@@ -1032,8 +1032,10 @@ def _is_close(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
     tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
     # In parts: logits in float64 would take four times the memory that they do.
     parts = [_whole(each).reshape(-1).split(1 << 22) for each in (a, b)]
-    largest = [torch.nan_to_num(each.double().abs(), posinf=0.0).max() for each in parts[1]]
-    scale = float(torch.stack(largest).max()) if b.numel() else 0.0
+    largest = [
+        torch.nan_to_num(each.double().abs(), posinf=0.0).max() for each in parts[1] if len(each)
+    ]
+    scale = float(torch.stack(largest).max()) if largest else 0.0
     return all(
         torch.allclose(x.double(), y.double(), tolerance, tolerance * scale, equal_nan=True)
         for x, y in zip(*parts, strict=True)
