@@ -15,7 +15,7 @@ from unison.cli import main
 from unison.errors import Diverged
 from unison.train import loop, train
 
-SECONDS = 20  # more than anything here takes, on a busy machine
+SECONDS = 60  # more than anything here takes, on a busy machine: an account took 10 on an idle one
 
 
 @contextlib.contextmanager
