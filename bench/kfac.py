@@ -379,7 +379,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", default="kfac-gpu" if DEVICE == "cuda" else "kfac-cpu")
+    parser.add_argument("--name", default="kfac-gpu" if DEVICE == "cuda" else "kfac-cpu")
+    parser.add_argument("--directory", default="bench/results")
     options = parser.parse_args()
     asked = [options.only] if options.only else list(LIMITS)
     figures: dict[str, Any] = {}
@@ -392,7 +393,7 @@ def main() -> None:
         figures["adamw"] = measure(
             options.preset, options.batch_size, options.tokens, options.rounds
         )
-    print(write_result(options.out, figures).read_text())
+    print(write_result(options.name, figures, directory=options.directory).read_text())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from unison.replay import (
     RECORD_FILE,
     TREE_FILE,
     Record,
-    Recorder,
     StepRecord,
+    StepRecorder,
     _BitSums,
     _factors,
     _factors_of_blocks,
@@ -95,7 +95,7 @@ def test_the_unit_that_was_changed_is_named():
     torch.manual_seed(0)
     model = Blocks()
     layers = [each for each in model.layers if isinstance(each, nn.Linear)]
-    recorder = Recorder(model, 0, 1, lambda x: x)
+    recorder = StepRecorder(model, 0, 1, lambda x: x)
     assert recorder.units == ("layers.0", "layers.1", "layers.2", "(root)")
     _, before = recorder.take()
     with torch.no_grad():
@@ -118,11 +118,11 @@ def test_the_unit_that_was_changed_is_named():
 
 def test_ranks_that_hold_copies_add_up_to_one():
     model = Blocks()
-    _, whole = Recorder(model, 0, 1, lambda x: x).take()
+    _, whole = StepRecorder(model, 0, 1, lambda x: x).take()
     sums: list[torch.Tensor] = []
     for rank in range(3):
-        Recorder(model, rank, 3, lambda x: sums.append(x.clone()) or x).take()
-    _, added = Recorder(model, 0, 3, lambda x: sum(sums)).take()  # type: ignore[arg-type]
+        StepRecorder(model, rank, 3, lambda x: sums.append(x.clone()) or x).take()
+    _, added = StepRecorder(model, 0, 3, lambda x: sum(sums)).take()  # type: ignore[arg-type]
     assert added == whole
 
 
@@ -134,14 +134,14 @@ def add_up(value: torch.Tensor) -> torch.Tensor:
 def digests_on(world: World, replicas: int) -> tuple[str, ...]:
     mesh = init_device_mesh("cpu", (replicas, world.size // replicas))
     model = auto_shard(build(ODD, seed=0), mesh=mesh)
-    return Recorder(model, world.rank, world.size, add_up).take()[1]
+    return StepRecorder(model, world.rank, world.size, add_up).take()[1]
 
 
 @pytest.mark.parametrize(
     ("size", "replicas"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
 )
 def test_digests_of_shards_are_those_of_the_whole(size, replicas):
-    _, whole = Recorder(build(ODD, seed=0), 0, 1, lambda x: x).take()
+    _, whole = StepRecorder(build(ODD, seed=0), 0, 1, lambda x: x).take()
     assert run_on_ranks(size, digests_on, replicas) == [whole] * size
 
 
@@ -149,7 +149,7 @@ def test_rows_are_known_by_content_and_place_and_not_by_passes():
     model, ids, tokens = Blocks(), torch.arange(10, 16), torch.randint(0, 99, (6, 7))
     digests = set()
     for cuts in ([0, 6], [0, 2, 6], [0, 1, 1, 6]):
-        recorder = Recorder(model, 0, 1, lambda x: x)
+        recorder = StepRecorder(model, 0, 1, lambda x: x)
         for a, b in itertools.pairwise(cuts):
             positions = torch.cat([torch.arange(a, b), torch.tensor([-1, -1])])  # and padding
             padding = torch.zeros(2, 7, dtype=torch.int64)
@@ -158,7 +158,7 @@ def test_rows_are_known_by_content_and_place_and_not_by_passes():
             )
         digests.add(recorder.take()[0])
     assert len(digests) == 1
-    recorder = Recorder(model, 0, 1, lambda x: x)
+    recorder = StepRecorder(model, 0, 1, lambda x: x)
     recorder.see(torch.arange(6), ids, tokens[[0, 1, 3, 2, 4, 5]])
     assert recorder.take()[0] not in digests
 

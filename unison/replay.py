@@ -101,7 +101,7 @@ class _BitSums:
         return (sums * self._of_blocks[place]).sum(dim=1)
 
 
-class Recorder:
+class StepRecorder:
     """Makes the digests of a run's steps; every rank has one.
 
     Args:

@@ -30,7 +30,7 @@ from unison.data import (
 from unison.errors import BadInput, OutOfRoom, UnisonError
 from unison.models import LanguageModel, ModelConfig, build, count_parameters, preset, save
 from unison.privacy import BudgetSpent
-from unison.replay import Recorder, StepRecord, open_record
+from unison.replay import StepRecord, StepRecorder, open_record
 from unison.rng import Key
 from unison.run_files import (
     CONFIG_FILE,
@@ -323,7 +323,7 @@ class Run:
         self.record: Callable[..., None] = lambda step, **values: None
         self.recorder = None
         if config.output.record:
-            self.recorder = Recorder(model, world.rank, world.size, world.sum)
+            self.recorder = StepRecorder(model, world.rank, world.size, world.sum)
         self.take_record: Callable[[StepRecord], None] = lambda record: None
         self.is_replay = is_replay
         # Whether files must not hold what no ε covers.

@@ -216,7 +216,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         stack.enter_context(run.regime.attached())
         stack.enter_context(run.transform.attached(curvature))
         del curvature
-        comparison = Comparison(Path(config.output.folder), first)
+        comparison = ReplayComparison(Path(config.output.folder), first)
         stack.callback(comparison.record.close)
         run.take_record = comparison.take
         run.record_step(begins, {})
@@ -249,7 +249,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         return result
 
 
-class Comparison:
+class ReplayComparison:
     """Compares the steps of a replay with a run's record, on every rank alike.
 
     Attributes:
