@@ -50,7 +50,7 @@ def many_cases():
             "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
         for name, is_noisy in (("sum", False), ("noisy", True)):
             yield f"release {name} {aligned}", k.release_kernel, {
-                "num_warps": 4 if is_noisy else 8, **plain}, {}, {
+                "num_warps": 1 if is_noisy else 8, **plain}, {}, {
                 "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
                 "ALIGNED": aligned,
                 "TILE": k._NOISY_TILE if is_noisy else k._COMBINE_TILE, **at_once}

@@ -207,7 +207,8 @@ _DTYPES = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-_SQUARE_TILE, _COMBINE_TILE, _NOISY_TILE = 8192, 4096, 1024
+_SQUARE_TILE, _COMBINE_TILE = 8192, 4096
+_NOISY_TILE = 256  # by single warps, which are faster than blocks of four by 5 %
 _SAMPLES_AT_ONCE = 4
 
 
@@ -301,7 +302,7 @@ def release(
                 NOISY=noise is not None, DTYPE=_DTYPES[dtype], ADD=add,
                 ALIGNED=is_aligned, TILE=size,
                 AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
-                num_warps=8 if noise is None else 4, enable_fp_fusion=False,
+                num_warps=8 if noise is None else 1, enable_fp_fusion=False,
             )  # fmt: skip
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory

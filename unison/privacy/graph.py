@@ -418,6 +418,10 @@ class RecordedPass:
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Run the pass on the batch in the user's hands, and return its loss."""
+        with self._training.unfollowed():  # it was followed when it was recorded
+            return self._run(*batch)
+
+    def _run(self, *batch: Tensor) -> Tensor:
         training, recorded = self._training, self._pass
         current = training.loader.current
         if current is None:

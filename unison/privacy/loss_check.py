@@ -434,7 +434,7 @@ class LossCheck:
         substitutes: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
     ) -> None:
         self._rechecks, self._substitutes = rechecks, substitutes or {}
-        self._is_mean = is_mean
+        self._says_mean = self._is_mean = is_mean
         self._rows = RecordLayout(1, rows_per_sample, batch_dim)
         # Of each path: rows and numbers when it was taken last; rows and numbers when it was
         # checked last, with a record of then and its gradients, by slot.
@@ -445,8 +445,14 @@ class LossCheck:
         self.num_checks = 0
         self.has_terms = False
 
-    def begin(self, num_rows: int) -> None:
-        """Begin a pass of so many rows."""
+    def begin(self, num_rows: int, *, is_sum: bool = False) -> None:
+        """Begin a pass of so many rows.
+
+        Args:
+            num_rows: How many.
+            is_sum: Whether rows' losses are added up by us, whatever the user says of his.
+        """
+        self._is_mean = self._says_mean and not is_sum
         self._rows = replace(self._rows, num_units=num_rows // self._rows.per_unit)
         self._pending.clear()
         self.has_terms = False

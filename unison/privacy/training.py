@@ -258,6 +258,10 @@ class PrivateTraining:
                 "loader.abandon() to give a step up. To accumulate several batches, give the "
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
+        with self.unfollowed():  # the last batch may still be in the user's hands
+            self._begin_batch(step)
+
+    def _begin_batch(self, step: int) -> None:
         self._key.check_process()
         refuse_accumulation()
         if self._guard is not None:
@@ -388,8 +392,8 @@ class PrivateTraining:
 
     @contextmanager
     def _followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
-        """Follow the loss of a batch that is not the loader's, as that of those that are."""
-        self._loss_check.begin(len(batch[0]))
+        """Follow the losses of a batch that is not the loader's, which a recorded pass adds up."""
+        self._loss_check.begin(len(batch[0]), is_sum=True)
         self._recorder.begin(batch)
         try:
             yield
@@ -398,6 +402,15 @@ class PrivateTraining:
             self._recorder.remove()
         if not self._recorder.is_judged:
             refuse_unseen()
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Run code of ours, which need not be followed, while a batch is in the user's hands."""
+        self._recorder.suspend()
+        try:
+            yield
+        finally:
+            self._recorder.resume()
 
     def terms(self, running: LogicalBatch, num_samples: int) -> ReleaseTerms:
         """On which terms a logical batch is released, once its intent is written."""
