@@ -1,6 +1,8 @@
 """A pass as a CUDA graph: the gradients of the same pass without one."""
 
 import copy
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.models import build, preset
-from unison.privacy import PrivacyEngine, graph
+from unison.privacy import PrivacyEngine, graph, training
 from unison.privacy import noise as noises
 from unison.privacy.engine import RecordedPass
 
@@ -207,6 +209,35 @@ def test_other_shapes_are_refused():
     run = engine.capture_graph(lambda x, y: model(x, labels=y), ids.cuda(), labels.cuda())
     with pytest.raises(BadInput, match="at most 4 rows of shape"):
         run(ids[:, :3].cuda(), labels[:, :3].cuda())
+
+
+@pytest.fixture
+def recording_on_a_cpu(monkeypatch):
+    """Let passes be recorded without a GPU: they run, and nothing is kept of it."""
+    monkeypatch.setattr(training, "takes", lambda *_: True)
+    monkeypatch.setattr(graph, "_check_example", lambda _: None)
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.usefixtures("recording_on_a_cpu")
+def test_a_pass_is_followed_when_it_is_recorded(reduction):
+    """It adds its rows' losses up whatever the user does with his; losses that mix are refused."""
+    engine, model, _, loader = private(
+        "cpu", batch_size=4, poisson_sampling=False, loss_reduction=reduction
+    )
+    batch = next(iter(loader))
+    engine.capture_graph(lambda x, y: model(x, labels=y), *batch)
+
+    def mixed(x, y):
+        losses = model(x, labels=y)
+        return losses * losses.mean()
+
+    with pytest.raises(UnsupportedOperation, match="depend"):
+        engine.capture_graph(mixed, *batch)
 
 
 def test_a_cpu_has_no_graphs():
