@@ -18,7 +18,7 @@ def run(tmp_path_factory):
 def test_one_step_on_this_rank(unison, run):
     code, out, err = unison("replay", run, "--device", "cpu")
     assert (code, err) == (0, "")
-    assert "1 of 1 steps (1 to 1) are equal to the bit, replayed on 1 rank from step 0" in out
+    assert "step 1 is equal to the bit, replayed on 1 rank from step 0" in out
 
 
 CASES = {

@@ -291,6 +291,7 @@ FLIPPED[41] *= -1  # the bit of the sign
         ("per-sample norms", DRAWN.abs() + 0.1, "counted twice"),
         ("per-sample norms", DRAWN.abs() * (1.002 + 5e-4 * OTHER.tanh()), "counted twice"),
         ("per-sample norms", DRAWN.abs().roll(1), "the norms of others"),
+        ("per-sample norms", DRAWN.abs() * (OTHER > 0), "samples without a norm"),
         ("per-sample norms", DRAWN.abs() * 0.8 - 0.01 * DRAWN.abs() ** 2, "left out"),
         ("coefficients", DRAWN * 0.9, "another clip norm C"),
         ("gradients before reduction", DRAWN / 4, "scaled by 1/world size before"),

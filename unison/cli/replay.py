@@ -124,13 +124,15 @@ def replay(
 
 
 def _say_replay(result: ReplayResult) -> str:
-    first, stop = result.steps
+    begin, count, equal = result.steps[0] + 1, result.num_compared, result.num_equal
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
     lines = [f"note: {each}" for each in result.notes]
-    lines.append(
-        f"{result.num_equal} of {result.num_compared} steps ({first + 1} to {stop}) are equal to "
-        f"the bit, replayed on {ranks} from step {result.begins}"
-    )
+    if count == 1:
+        said = f"step {begin} {'is equal to the bit' if equal else 'differs'}"
+    else:
+        said = f"{equal} of {count} steps ({begin} to {begin + count - 1}) "
+        said += f"{'is' if equal == 1 else 'are'} equal to the bit"
+    lines.append(f"{said}, replayed on {ranks} from step {result.begins}")
     if result.parting is not None:
         lines.append(result.parting.sentence)
         if result.conditions:
@@ -172,7 +174,8 @@ def _compare(run: Path, other: Path) -> tuple[Parting | None, dict[str, Any]]:
 def _say_records(run: Path, other: Path, parting: Parting | None, figures: dict[str, Any]) -> str:
     looked = f"({figures['num_lookups']} look-ups)"
     if parting is None:
-        return f"{run} and {other} agree in all {figures['num_steps']} steps {looked}"
+        steps = f"all {figures['num_steps']} steps" if figures["num_steps"] != 1 else "their step"
+        return f"{run} and {other} agree in {steps} {looked}"
     return f"{run} and {other}: {parting.sentence} {looked}"
 
 

@@ -116,11 +116,13 @@ def _tell(
     """Print verdicts, write the page, and end with 1 if a claim failed."""
     failed = sum(not each.holds for each in verdicts)
     count = sum(each.num_runs for each in verdicts)
-    summary = (
-        f"{failed} of {len(verdicts)} claims fail"
-        if failed
-        else f"all {len(verdicts)} claims hold, on {count} trainings"
-    )
+    is_one, trainings = len(verdicts) == 1, f"{count} training{'s' if count > 1 else ''}"
+    if failed:
+        some = f"{failed} of {len(verdicts)} claims {'fails' if failed == 1 else 'fail'}"
+        summary = "the claim fails" if is_one else some
+    else:
+        claims_hold = "the claim holds" if is_one else f"all {len(verdicts)} claims hold"
+        summary = f"{claims_hold}, on {trainings}"
     about = {"what": what, "seconds": round(seconds, 1), **fingerprint()}
     about |= {"threads": 1}  # of each rank, whatever this process has
     for name in ("granule", "compiled"):  # each training has its own

@@ -519,14 +519,17 @@ def _cause_at_rung(pair: _Pair) -> str | None:
         case "coefficients" if scale:
             return f"coefficients are scaled by {scale}"
         case "coefficients":
-            return f"{times}another clip norm C or clipping rule, or coefficients of other rows"
+            return (
+                f"{times}another clip norm C or clipping rule, or coefficients of other rows or of "
+                "none"
+            )
         case "gradients before reduction" if scale:
             return f"gradients are scaled by {scale} before they are added over ranks"
         case "gradients before reduction":
             return (
                 f"{times}this parameter's gradient itself: a use of it is missing or counted "
-                "twice, a granule is computed at another shape, samples are weighted otherwise, or "
-                "a gather of parameters for the backward pass was cut short"
+                "twice, a granule is computed at another shape, samples are weighted otherwise or "
+                "padding counts, or a gather of parameters for the backward pass was cut short"
             )
         case "gradients after reduction" if scale:
             return f"the sum over ranks is scaled by {scale}: a sum for a mean, or the reverse"
@@ -545,7 +548,7 @@ def _cause_at_rung(pair: _Pair) -> str | None:
             return (
                 f"{times}factors that are not the sum over ranks of each token's own product: Gram "
                 "matrices of tokens that were added up, one rank's update after another's (a "
-                "ring), a mean of means, or another count"
+                "ring), a mean of means, padding that counts, or another count"
             )
         case "gradients" if not pair.sees_reduction:
             scaled = f"scaled by {scale}, a mean for a sum or the reverse; or " if scale else times
@@ -598,6 +601,10 @@ def _cause_of_norms(pair: _Pair) -> str:
     if pair.times:
         return f"{pair.times}the divisor of the loss is undone twice, or not at all"
     p, q = _values(pair.x, pair.y)
+    if np.any((p == 0) != (q == 0)):
+        return (
+            "samples without a norm: a rank's part is dropped, or a gather over ranks was cut short"
+        )
     if len(p) and np.all(q >= p * (1 - 1e-6)):
         return (
             "all norms are larger: a parameter is counted twice (replicated along a tensor axis, "
