@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import unison
 from bench.runner import Ratio, ratio_of, write_result
@@ -71,10 +72,10 @@ def measure(options: argparse.Namespace) -> dict[str, Ratio]:
 
                 see, in_rows = recorder.see, 0.0
 
-                def timed_see(*args) -> None:
+                def timed_see(positions: Tensor, *columns: Tensor) -> None:
                     nonlocal in_rows
                     began = time.perf_counter()
-                    see(*args)
+                    see(positions, *columns)
                     in_rows += time.perf_counter() - began
 
                 run.take_record, recorder.see = take, timed_see

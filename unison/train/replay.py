@@ -24,6 +24,7 @@ from unison.shard import full_parameters
 from unison.train.loop import Run, check_memory, open_rows, plan_model, running_out_of_room
 from unison.train.run_folder import write_json
 from unison.train.world import StopSignals, World, join_world
+from unison.verify import trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +231,7 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         with closing(run.regime.passes(range(begins, stop))) as passes:
             for step in range(begins + 1, stop + 1):
                 if step == first + 1 and asked.trace is not None:
-                    tracing = unison.verify.trace(
+                    tracing = trace(
                         asked.trace,
                         run.parallel.module,
                         run.optimizer,
