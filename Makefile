@@ -29,21 +29,21 @@ install: $(READY)  ## create .venv and install unison with its development tools
 # What both runs of the demo train. Bits can be compared only where the noise can be drawn again.
 DEMO := --private --epsilon 8 --delta 1e-5 --no-secure-noise --seed 0 --unsafe-diagnostics \
 	--data records --layout documents --row-length 216 --preset tiny --num-layers 2 \
-	--reducer ordered --granule 8 --batch-size 48 --steps 24 --warmup-steps 4 \
-	--eval-every 12 --log-every 4 --record --overwrite
+	--reducer ordered --granule 8 --batch-size 32 --micro-batch-size 16 --steps 16 \
+	--warmup-steps 4 --eval-every 8 --eval-rows 32 --log-every 4 --record --overwrite
 
 demo: $(READY)  ## train privately on two ranks, again on one, and compare the bits; 2 to 4 minutes
 	@echo "1/4  private training, sharded over two ranks"
 	@echo "     NOT PRIVATE IN EARNEST: bits can be compared only if both runs draw the"
 	@echo "     same noise, so it comes from a seed. Leave --no-secure-noise out, and it"
 	@echo "     comes from a secret key."
-	@$(BIN)/unison train $(DEMO) --nproc 2 --shard full --checkpoint-every 12 --out runs/demo
+	@$(BIN)/unison train $(DEMO) --nproc 2 --shard full --checkpoint-every 8 --out runs/demo
 	@echo; echo "2/4  the same experiment on one rank"
 	@$(BIN)/unison train $(DEMO) --nproc 1 --out runs/demo-one-rank
 	@echo; echo "3/4  do the two agree?"
 	@$(BIN)/unison verify runs runs/demo runs/demo-one-rank
 	@echo; echo "4/4  three steps of the first run again, on one rank: is every one what was recorded?"
-	@$(BIN)/unison replay runs/demo --steps 12:15 --nproc 1
+	@$(BIN)/unison replay runs/demo --steps 8:11 --nproc 1
 
 demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo-sharded --overwrite

@@ -258,7 +258,8 @@ class Parting:
             for name, (a, b) in self.applied.items()
         ]
         if self.unit is not None:
-            more = f" and {len(self.units) - 1} units more" if len(self.units) > 1 else ""
+            others = len(self.units) - 1
+            more = f" and {others} unit{'s' if others > 1 else ''} more" if others else ""
             found.append(f"the parameters of {self.unit}{more}")
         where = f"at step {self.step}" if self.step else "in the initial values"
         return f"the first difference is {where}: {', '.join(found)}"

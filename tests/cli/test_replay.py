@@ -18,7 +18,7 @@ def run(tmp_path_factory):
 def test_one_step_on_this_rank(unison, run):
     code, out, err = unison("replay", run, "--device", "cpu")
     assert (code, err) == (0, "")
-    assert "1 of 1 steps (1 to 1) are equal to the bit, replayed on 1 rank from step 0" in out
+    assert "step 1 is equal to the bit, replayed on 1 rank from step 0" in out
 
 
 CASES = {
@@ -28,6 +28,9 @@ CASES = {
     "--without x": "--without takes row numbers",
     "--without 1": "go together",
     "--out here": "go together",
+    "--trace pyproject.toml": "choose another --trace",
+    "--trace no/such/a.trace": "its folder is not there",
+    "--trace a.trace --against nowhere": "leave the rest out",
     "--device tpu": "device must be one of",
     "--seal-key nowhere": "no sealed key",
     "--against nowhere": "holds no record.jsonl",

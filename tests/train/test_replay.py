@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.train.private_runs import GIVEN, SEEDED, SMALL, config_of
+from unison.config import Kfac
 from unison.data import RowDataset
 from unison.errors import BadInput, Diverged
 from unison.models import load
@@ -18,6 +19,7 @@ from unison.privacy.training import PrivateTraining
 from unison.replay import RECORD_FILE, TREE_FILE, Record, first_difference
 from unison.rng import Key, seal
 from unison.train import ReplayConfig, loop, replay, resumed_config, run_on_local_ranks, train
+from unison.verify import RUNGS, Trace, compare
 
 RECORDED = {"reducer": "ordered", "granule": 2, "batch_size": 6, "steps": 3, "shard": "full"}
 RECORDED |= {"record": True, "checkpoint_every": 2, "keep_checkpoints": 9}
@@ -58,9 +60,11 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
 
 
-def test_a_private_stretch_is_taken_again_from_the_nearest_checkpoint(seeded):
+def test_a_private_stretch_is_taken_again_from_the_nearest_checkpoint(seeded, tmp_path):
     before = contents(seeded)
-    found = check(seeded, (2, 3))
+    found = check(seeded, (2, 3), trace=str(tmp_path / "a.trace"))
+    rungs = {entry.rung for entry in Trace.open(tmp_path / "a.trace").entries.values()}
+    assert (found.epsilon, rungs) == ("inf", set(RUNGS) - {"curvature"})
     assert (found.begins, found.num_compared, found.num_equal) == (2, 1, 1)
     assert found.digest == json.loads((seeded / "result.json").read_text())["digest"]
     assert contents(seeded) == before  # nothing is written there
@@ -70,6 +74,45 @@ def test_an_ordinary_run_is_taken_again_in_other_passes(ordinary):
     found = check(ordinary, (1, 3), micro_batch_size=2)
     assert (found.begins, found.num_compared, found.num_equal) == (0, 2, 2)
     assert found.is_equal
+
+
+def test_a_trace_of_a_stretch_says_why_it_differs(ordinary, tmp_path, monkeypatch):
+    a, b, other = (str(tmp_path / name) for name in ("a", "b", "other"))
+    check(ordinary, (2, 3), trace=a)
+    check(ordinary, (1, 3), trace=b, micro_batch_size=2)
+    found = compare(a, b)
+    assert found.is_equal
+    assert {each.step for each in found.rungs} == {3}
+    Fault("row", 3, random.Random(0), monkeypatch)
+    assert not check(ordinary, (2, 3), trace=other).is_equal
+    first = compare(a, other).first
+    assert first is not None
+    assert (first.step, first.rung) == (3, "inputs")
+
+
+KINDS = {
+    "kfac": (None, {"kfac": Kfac(update_every=2, invert_every=2), "optimizer": "sgd"}),
+    "compiled": (None, {"compile": True}),
+    "compiled private": (SEEDED, {"compile": True}),
+    "truncated": (replace(SEEDED, sampling="truncated", capacity=7), {}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("shard", ["full", "other"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_every_kind_is_replayed_at_other_world_sizes(text_file, tmp_path, kind, shard):
+    privacy, settings = KINDS[kind]
+    other = "zero2" if privacy is None else "ddp"  # which is not for ordered sums but private ones
+    settings = RECORDED | settings | {"shard": other if shard == "other" else shard, "steps": 5}
+    run = tmp_path / "run"
+    run_on_local_ranks(train, config_of(run, text_file, privacy, **settings), num_ranks=2)
+    for num_ranks in (1, 3):
+        config = ReplayConfig(run=str(run), steps=(3, 5), device="cpu")
+        found = run_on_local_ranks(replay, config, num_ranks=num_ranks)
+        assert (found.begins, found.num_equal, found.parting) == (2, 2, None), (num_ranks, found)
 
 
 @pytest.mark.full

@@ -159,6 +159,27 @@ def mean_of_sums() -> AbstractContextManager:
     )
 
 
+def other_labels() -> AbstractContextManager:
+    """The labels of a batch are those of its rows in another order."""
+    return rewritten(
+        cases,
+        "run_case",
+        "losses, output = subject.losses(model, batch)",
+        "output = model(batch[:, :-1])\n"
+        "                losses = per_sample_loss(output, batch[:, 1:].roll(1, 0))",
+    )
+
+
+def silent_rank() -> AbstractContextManager:
+    """The first rank's loss does not count, under DDP."""
+    return rewritten(
+        cases,
+        "run_case",
+        "(loss * scale).backward()",
+        "(loss * scale * dist.get_rank()).backward()",
+    )
+
+
 def scaled_gradient() -> AbstractContextManager:
     """The loss is right, and what is sent back is divided by the number of ranks."""
     return rewritten(cases, "run_case", "(loss * scale).backward()", "(loss / 2).backward()")
@@ -187,17 +208,25 @@ def part_of(value: Any) -> Tensor:
     return (value.local if hasattr(value, "local") else value).detach()
 
 
-def flipped_bit(step: int, name: str, element: int, bit: int) -> AbstractContextManager:
-    """One bit of a parameter turns over after a step, on the rank that holds it."""
+def flipped_bit(
+    step: int, name: str, element: int, bit: int, where: str = "parameter"
+) -> AbstractContextManager:
+    """One bit of a parameter, its gradient or its state turns over, on the rank that holds it."""
 
-    def flip(model: nn.Module, done: int) -> None:
+    def flip(model: nn.Module, optimizer: Any, done: int) -> None:
         owned = next(each for each in adapter_of(model).params if each.name == name)
-        if done == step and owned.start <= element < owned.stop:
-            local = owned.local.detach().view(torch.int32).view(-1)
-            local[element - owned.start] ^= 1 << bit
+        if done != step or not owned.start <= element < owned.stop:
+            return
+        values = {
+            "parameter": owned.local,
+            "gradient": owned.parameter.grad,
+            "state": optimizer.state[owned.parameter].get("exp_avg_sq"),
+        }
+        part_of(values[where]).view(torch.int32).view(-1)[element - owned.start] ^= 1 << bit
 
-    hook = "    done = 0\n    optimizer.register_step_post_hook(lambda *_: flip(model, done))\n"
-    return rewritten(cases, "run_case", "    done = 0\n", hook, flip=flip)
+    when = "pre" if where == "gradient" else "post"
+    hook = f"optimizer.register_step_{when}_hook(lambda *_: flip(model, optimizer, done))"
+    return rewritten(cases, "run_case", "    done = 0\n", f"    done = 0\n    {hook}\n", flip=flip)
 
 
 # ---- exchange ------------------------------------------------------------------------------------
@@ -210,6 +239,20 @@ def truncated_gather() -> AbstractContextManager:
     def gather(self: Ranks, full: Tensor, shard: Tensor) -> Any:
         work = original(self, full, shard)
         if self.size > 1 and full.is_floating_point():
+            work.wait()
+            full[full.numel() * 3 // 4 :] = 0
+        return work
+
+    return mock.patch.object(Ranks, "gather", gather)
+
+
+def truncated_backward() -> AbstractContextManager:
+    """The last elements of parameters that the backward pass gathers anew never arrive."""
+    original = Ranks.gather
+
+    def gather(self: Ranks, full: Tensor, shard: Tensor) -> Any:
+        work = original(self, full, shard)
+        if self.size > 1 and full.is_floating_point() and torch._C._current_graph_task_id() != -1:
             work.wait()
             full[full.numel() * 3 // 4 :] = 0
         return work
@@ -252,13 +295,18 @@ def norms_over_ranks() -> AbstractContextManager:
     return total_norms(lambda norms, _: SampleNorms(norms.squared * size, norms.upper * size))
 
 
-def counted_twice() -> AbstractContextManager:
+def counted_twice(number: int = 0) -> AbstractContextManager:
     """A parameter lies in two units, and counts twice."""
     return total_norms(
         lambda norms, table: SampleNorms(
-            norms.squared + table.squared[0], norms.upper + table.upper[0]
+            norms.squared + table.squared[number], norms.upper + table.upper[number]
         )
     )
+
+
+def rolled_norms() -> AbstractContextManager:
+    """Every row of a pass has the norm of the one before it."""
+    return total_norms(lambda norms, _: SampleNorms(norms.squared.roll(1), norms.upper.roll(1)))
 
 
 def stale_norms() -> AbstractContextManager:
@@ -324,6 +372,16 @@ def other_sigma(step: int, factor: float) -> AbstractContextManager:
 
     def normal(stream: Any, where: Any, std: float, **kwargs: Any) -> Tensor:
         return original(stream, where, std * (factor if stream.step == step else 1), **kwargs)
+
+    return mock.patch.object(noise, "secure_normal", normal)
+
+
+def noise_of_every_rank() -> AbstractContextManager:
+    """Every rank adds noise of the whole σ."""
+    original, factor = noise.secure_normal, math.sqrt(dist.get_world_size())
+
+    def normal(stream: Any, where: Any, std: float, **kwargs: Any) -> Tensor:
+        return original(stream, where, std * factor, **kwargs)
 
     return mock.patch.object(noise, "secure_normal", normal)
 
@@ -410,14 +468,22 @@ FAULTS = {
         "per-sample norms", "√world size", norms_over_ranks, PRIVATE
     ),
     "a parameter counted twice": Fault("per-sample norms", "twice", counted_twice, PRIVATE),
+    "a small parameter counted twice": Fault(
+        "per-sample norms", "counted twice", partial(counted_twice, 5), PRIVATE
+    ),
+    "norms of other rows": Fault("per-sample norms", "the norms of others", rolled_norms, PRIVATE),
     "a stale norm": Fault("per-sample norms", "stale", stale_norms, WHOLE, step=1),
     "a missing cross term": Fault("per-sample norms", "cross term", missing_cross_term, PRIVATE),
     "another clip norm": Fault("coefficients", "clip norm", other_clip_norm, PRIVATE),
+    "labels of other rows": Fault("loss", "labels of other rows", other_labels),
     "padding that counts": Fault(
         "loss", "padding in it", padding_counts, subject=Subject(batch_size=5)
     ),
     "gradients scaled by 1/world size": Fault(
         "gradients before reduction", "1/world size", scaled_gradient
+    ),
+    "a truncated gather of the backward pass": Fault(
+        "gradients before reduction", "for the backward pass", truncated_backward
     ),
     "a mean for a sum in the reduction": Fault(
         "gradients after reduction", "1/world size", mean_for_sum
@@ -425,6 +491,12 @@ FAULTS = {
     "a dropped rank": Fault("gradients after reduction", "a rank's summand", dropped_rank, PRIVATE),
     "equal noise on every shard": Fault("noise", "every rank's part", equal_noise, PRIVATE),
     "a changed σ": Fault("noise", "σ is 0.5 times", partial(other_sigma, 0, 0.5), PRIVATE),
+    "noise that every rank adds": Fault(
+        "noise", "√world size: added on every rank", noise_of_every_rank, PRIVATE
+    ),
+    "a rank without a part, under DDP": Fault(
+        "gradients", "a rank's summand is missing", silent_rank, Case(shard="ddp")
+    ),
     "a norm of one rank's part": Fault(
         "gradients",
         "clipping by the whole norm",
@@ -440,5 +512,18 @@ FAULTS = {
         partial(flipped_bit, 1, "layers.1.ffn.w1.weight", 1439, 12),
         name="layers.1.ffn.w1.weight",
         step=1,
+    ),
+    "a flipped bit of a gradient": Fault(
+        "gradients",
+        "one flipped bit",
+        partial(flipped_bit, 1, "layers.0.ln1.weight", 7, 18, "gradient"),
+        name="layers.0.ln1.weight",
+        step=1,
+    ),
+    "a flipped sign in the optimizer's state": Fault(
+        "optimizer state",
+        "one flipped bit",
+        partial(flipped_bit, 0, "layers.1.attn.output_proj.weight", 0, 31, "state"),
+        name="layers.1.attn.output_proj.weight: exp_avg_sq",
     ),
 }

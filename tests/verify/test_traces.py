@@ -272,6 +272,8 @@ def run_of(*quantities, num_ranks=1, is_private=False):
 
 DRAWN = torch.randn(60, generator=torch.Generator().manual_seed(5))
 OTHER = torch.randn(60, generator=torch.Generator().manual_seed(6))
+FLIPPED = DRAWN.clone()
+FLIPPED[41] *= -1  # the bit of the sign
 
 
 @pytest.mark.parametrize(
@@ -284,14 +286,19 @@ OTHER = torch.randn(60, generator=torch.Generator().manual_seed(6))
         ("activations", DRAWN / 4, "scaled by 1/world size; a forward"),
         ("activations", DRAWN * 3, "an impure module: every value is 3 times"),
         ("loss", DRAWN[:1] * 4, "world size: a sum for a mean"),
+        ("loss", DRAWN[:1] * 1.3, "labels of other rows"),
         ("per-sample norms", DRAWN.abs() * 2, "√world size too large"),
         ("per-sample norms", DRAWN.abs() + 0.1, "counted twice"),
+        ("per-sample norms", DRAWN.abs() * (1.002 + 5e-4 * OTHER.tanh()), "counted twice"),
+        ("per-sample norms", DRAWN.abs().roll(1), "the norms of others"),
+        ("per-sample norms", DRAWN.abs() * (OTHER > 0), "samples without a norm"),
         ("per-sample norms", DRAWN.abs() * 0.8 - 0.01 * DRAWN.abs() ** 2, "left out"),
         ("coefficients", DRAWN * 0.9, "another clip norm C"),
         ("gradients before reduction", DRAWN / 4, "scaled by 1/world size before"),
         ("gradients after reduction", OTHER, "a rank's summand is missing"),
         ("gradients after reduction", torch.cat([DRAWN[:40], OTHER[40:]]), "lost a part"),
         ("noise", DRAWN * 1.5, "σ is 1.5 times"),
+        ("noise", DRAWN * 2, "σ is 2 times the other's (√world size: added on every rank)"),
         ("noise", DRAWN * 0, "adds no noise"),
         ("noise", OTHER, "other noise of about the same size"),
         ("curvature", OTHER, "(a ring)"),
@@ -299,7 +306,9 @@ OTHER = torch.randn(60, generator=torch.Generator().manual_seed(6))
         ("gradients", DRAWN / 4, "scaled by 1/world size"),
         ("gradients", OTHER, "clipping by the whole norm"),
         ("optimizer state", OTHER, "from equal gradients"),
+        ("gradients", OTHER, "a rank's summand is missing"),
         ("updated parameters", OTHER, "the update itself"),
+        ("updated parameters", FLIPPED, "one flipped bit"),
         ("updated parameters", DRAWN * (1 + 1e-6 * OTHER), "no more than rounding"),
     ],
 )
@@ -311,6 +320,12 @@ def test_likely_causes(rung, second, words):
     assert found is not None
     assert (found.rung, found.name) == (rung, "w")
     assert words in str(found.cause)
+
+
+def test_a_factor_is_told_by_the_ranks_of_the_run_that_has_it():
+    one = run_of(quantity("activations", DRAWN), num_ranks=2)
+    other = run_of(quantity("activations", DRAWN / 4), num_ranks=4)
+    assert "scaled by 1/world size;" in str(compare(one, other).first)
 
 
 def test_sums_that_are_not_those_of_their_summands_are_found_in_one_run():

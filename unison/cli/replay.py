@@ -53,6 +53,14 @@ def replay(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the model --without.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write down what the steps compute, for unison verify diff. Of a private run it "
+            "holds what no ε covers.",
+        ),
+    ] = None,
     seal_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The sealed key of a private run.")
     ] = None,
@@ -78,9 +86,10 @@ def replay(
     unison replay runs/a --steps 400:420 --nproc 1
     unison replay runs/a --bisect
     unison replay runs/a --against runs/b
+    unison replay runs/a --steps 411:412 --trace a.trace
     """
     if against is not None:
-        if steps or bisect or without or out or seal_key:
+        if steps or bisect or without or out or trace or seal_key:
             raise BadInput("--against compares two records and trains nothing; leave the rest out")
         parting, figures = _compare(run, against)
         sentence = _say_records(run, against, parting, figures)
@@ -91,6 +100,7 @@ def replay(
             bisect=bisect,
             without=_ids_of(without),
             out=None if out is None else str(out),
+            trace=None if trace is None else str(trace),
             seal_key=None if seal_key is None else str(seal_key),
             passphrase_file=None if passphrase_file is None else str(passphrase_file),
             device=device,
@@ -114,20 +124,25 @@ def replay(
 
 
 def _say_replay(result: ReplayResult) -> str:
-    first, stop = result.steps
+    begin, count, equal = result.steps[0] + 1, result.num_compared, result.num_equal
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
     lines = [f"note: {each}" for each in result.notes]
-    lines.append(
-        f"{result.num_equal} of {result.num_compared} steps ({first + 1} to {stop}) are equal to "
-        f"the bit, replayed on {ranks} from step {result.begins}"
-    )
+    if count == 1:
+        said = f"step {begin} {'is equal to the bit' if equal else 'differs'}"
+    else:
+        said = f"{equal} of {count} steps ({begin} to {begin + count - 1}) "
+        said += f"{'is' if equal == 1 else 'are'} equal to the bit"
+    lines.append(f"{said}, replayed on {ranks} from step {result.begins}")
     if result.parting is not None:
         lines.append(result.parting.sentence)
         if result.conditions:
             lines.append(f"it ran under other conditions: {', '.join(result.conditions)}")
+    mark = "ε = ∞: " if result.epsilon else ""
+    if result.trace is not None:
+        held = "; it holds norms and sums without noise" if mark else ""
+        lines.append(f"{mark}the trace of the stretch is in {result.trace}{held}")
     if result.out is not None:
         listed = ", ".join(map(str, result.without))
-        mark = "ε = ∞: " if result.epsilon else ""
         lines.append(
             f"{mark}the model without rows {listed} is in {result.out}; compared with the run's "
             "own it gives them away"
@@ -159,7 +174,8 @@ def _compare(run: Path, other: Path) -> tuple[Parting | None, dict[str, Any]]:
 def _say_records(run: Path, other: Path, parting: Parting | None, figures: dict[str, Any]) -> str:
     looked = f"({figures['num_lookups']} look-ups)"
     if parting is None:
-        return f"{run} and {other} agree in all {figures['num_steps']} steps {looked}"
+        steps = f"all {figures['num_steps']} steps" if figures["num_steps"] != 1 else "their step"
+        return f"{run} and {other} agree in {steps} {looked}"
     return f"{run} and {other}: {parting.sentence} {looked}"
 
 

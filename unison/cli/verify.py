@@ -116,12 +116,17 @@ def _tell(
     """Print verdicts, write the page, and end with 1 if a claim failed."""
     failed = sum(not each.holds for each in verdicts)
     count = sum(each.num_runs for each in verdicts)
-    summary = (
-        f"{failed} of {len(verdicts)} claims fail"
-        if failed
-        else f"all {len(verdicts)} claims hold, on {count} trainings"
-    )
+    is_one, trainings = len(verdicts) == 1, f"{count} training{'s' if count > 1 else ''}"
+    if failed:
+        some = f"{failed} of {len(verdicts)} claims {'fails' if failed == 1 else 'fail'}"
+        summary = "the claim fails" if is_one else some
+    else:
+        claims_hold = "the claim holds" if is_one else f"all {len(verdicts)} claims hold"
+        summary = f"{claims_hold}, on {trainings}"
     about = {"what": what, "seconds": round(seconds, 1), **fingerprint()}
+    about |= {"threads": 1}  # of each rank, whatever this process has
+    for name in ("granule", "compiled"):  # each training has its own
+        del about[name]
     if html is not None:
         _write(
             html,
@@ -197,8 +202,9 @@ def diff(
 ) -> None:
     """Compare two traces rung by rung, and say where the runs first part, and likely why.
 
-    A trace is what `unison.verify.trace(file, model, optimizer)` writes around a training loop, on
-    any machine and number of ranks. The exit code is 1 if the two differ.
+    A trace is what `unison.verify.trace(file, model, optimizer)` writes around a training loop, and
+    `unison replay --trace` of steps of a recorded run, on any machine and number of ranks. The exit
+    code is 1 if the two differ.
     """
     found = compare(first, second, tolerance=tolerance)
     rows = _rungs(found)
@@ -211,7 +217,7 @@ def diff(
                 is_good=found.is_equal,
                 columns=("rung", "step", "compared", "differing", "largest difference", "verdict"),
                 rows=rows,
-                faults=[] if found.first is None else [str(found.first)],
+                faults=[],  # the summary says it
                 about={
                     "ranks": f"{found.num_ranks[0]} and {found.num_ranks[1]}",
                     "different conditions": "; ".join(found.conditions) or "none",

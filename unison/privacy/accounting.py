@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -403,14 +404,34 @@ def _ordered(events: Mapping[Event, int]) -> list[tuple[Event, int]]:
 def _epsilon_by_pld(events: Mapping[Event, int], delta: float, interval: float) -> float:
     from dp_accounting import pld
 
-    accountant = pld.PLDAccountant(_relation(events), value_discretization_interval=interval)
+    relation = _relation(events)
+    accountant = pld.PLDAccountant(relation, value_discretization_interval=interval)
     for event, count in _ordered(events):
-        if isinstance(event.sampling, TruncatedPoisson):
-            one = _pld_of_truncated(event.sampling, event.noise_multiplier, interval)
-            accountant._pld = accountant._pld.compose(one.self_compose(count))
+        sampling, z = event.sampling, event.noise_multiplier
+        if isinstance(sampling, TruncatedPoisson):
+            one = _pld_of_truncated(sampling, z, interval)
+        elif sampling is not None and 0 < sampling.rate < 1:
+            one = _pld_of_poisson(sampling.rate, z, interval, relation)
         else:
             accountant.compose(_dp_event(event), count)
+            continue
+        accountant._pld = accountant._pld.compose(one.self_compose(count))
     return float(accountant.get_epsilon(delta))
+
+
+@lru_cache(maxsize=8)  # a run asks for the ε of its one kind of step again and again
+def _pld_of_poisson(
+    rate: float, z: float, interval: float, relation: "dp_accounting.NeighboringRelation"
+) -> "PrivacyLossDistribution":
+    """The PLD of one step, as `PLDAccountant` makes it: seconds where there is little noise."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        z,
+        value_discretization_interval=interval,
+        sampling_prob=rate,
+        neighboring_relation=relation,
+    )
 
 
 def _epsilon_by_rdp(events: Mapping[Event, int], delta: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import unison
@@ -266,6 +267,7 @@ class Run:
         record: Writes numbers of a step to the run's metrics; on the main rank.
         recorder: Makes digests of every step; None unless the run keeps them.
         take_record: Takes what the recorder made of a step.
+        see_loss: Sees the loss of each pass, and returns it: a tracer's.
         is_replay: Whether steps are taken again to look at them: nothing is written to the folder.
         notes: What a person should know of how it goes on.
         source: The checkpoint that it goes on from.
@@ -325,6 +327,7 @@ class Run:
         if config.output.record:
             self.recorder = StepRecorder(model, world.rank, world.size, world.sum)
         self.take_record: Callable[[StepRecord], None] = lambda record: None
+        self.see_loss: Callable[[Tensor], Tensor] = lambda share: share
         self.is_replay = is_replay
         # Whether files must not hold what no ε covers.
         self.is_guarded = mechanism.privacy is not None and not config.output.unsafe_diagnostics
@@ -471,6 +474,7 @@ class Run:
             transform=self.transform,
             cast=self.cast,
             clip_norm=self.config.mechanism.clip_norm,
+            see_loss=self.see_loss,
         )
         self.progress.step = step
         return found

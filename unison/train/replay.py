@@ -24,6 +24,7 @@ from unison.shard import full_parameters
 from unison.train.loop import Run, check_memory, open_rows, plan_model, running_out_of_room
 from unison.train.run_folder import write_json
 from unison.train.world import StopSignals, World, join_world
+from unison.verify import trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class ReplayConfig:
         bisect: Whether to stop at the first step that differs.
         without: Rows of the training data that are emptied.
         out: A new folder for the model of a replay without some rows.
+        trace: A new file for a trace of the stretch, for `unison verify diff`.
         seal_key: The file with the run's sealed key.
         passphrase_file: A file with its passphrase.
         device: As in `Execution`.
@@ -47,6 +49,7 @@ class ReplayConfig:
     bisect: bool = False
     without: tuple[int, ...] = ()
     out: str | None = None
+    trace: str | None = None
     seal_key: str | None = None
     passphrase_file: str | None = None
     device: str = "auto"
@@ -83,8 +86,9 @@ class ReplayResult:
         notes: What a person should know of how it began.
         without: Rows that were emptied.
         out: Where the model without them lies; None for an ordinary replay.
-        epsilon: `"inf"` of a replay without some rows of a private run: the same noise with and
-            without a row gives the row away.
+        trace: Where the trace of the stretch lies.
+        epsilon: `"inf"` of what gives rows of a private run away: a model without some of them,
+            made with the same noise, and a trace, which holds norms and sums without noise.
     """
 
     run: str
@@ -99,6 +103,7 @@ class ReplayResult:
     notes: list[str] = field(default_factory=list)
     without: tuple[int, ...] = ()
     out: str | None = None
+    trace: str | None = None
     epsilon: str | None = None
 
     @property
@@ -156,8 +161,11 @@ def check_replay(config: ReplayConfig, num_ranks: int) -> tuple[TrainConfig, tup
             f"noise and sampling of {folder} came from a key that its owner keeps; give the file: "
             "--seal-key FILE"
         )
-    if config.out is not None and Path(config.out).exists():
-        raise BadInput(f"{config.out} is there already; choose another --out")
+    for option, path in {"--out": config.out, "--trace": config.trace}.items():
+        if path is not None and Path(path).exists():
+            raise BadInput(f"{path} is there already; choose another {option}")
+    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
+        raise BadInput(f"{config.trace} cannot be written: its folder is not there")
     before = saved.execution
     execution = Execution(
         device=config.device,
@@ -222,6 +230,15 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
         run.record_step(begins, {})
         with closing(run.regime.passes(range(begins, stop))) as passes:
             for step in range(begins + 1, stop + 1):
+                if step == first + 1 and asked.trace is not None:
+                    tracing = trace(
+                        asked.trace,
+                        run.parallel.module,
+                        run.optimizer,
+                        activations=not mechanism.compile,
+                        first_step=step,
+                    )
+                    run.see_loss = stack.enter_context(tracing).loss
                 figures, _ = run.advance(step, passes)
                 run.record_step(step, figures)
                 if asked.bisect and comparison.parting is not None:  # of what all ranks know
@@ -240,7 +257,8 @@ def _replay_in(world: World, asked: ReplayConfig) -> ReplayResult:
             notes=run.notes,
             without=asked.without,
             out=asked.out,
-            epsilon="inf" if asked.without and mechanism.privacy is not None else None,
+            trace=asked.trace,
+            epsilon="inf" if mechanism.privacy and (asked.without or asked.trace) else None,
         )
         if asked.out is not None:
             parameters = {n: value.cpu() for n, value in full_parameters(model) if world.is_main}

@@ -195,10 +195,11 @@ def train_step(
     transform: NaturalGradient | None = None,
     cast: Callable[[], AbstractContextManager] = nullcontext,
     clip_norm: float | None = None,
+    see_loss: Callable[[Tensor], Tensor] = lambda share: share,
 ) -> tuple[dict[str, float], int]:
     """Take one optimizer step on the logical batch of which this rank gets `passes`.
 
-    `passes` ends with the logical batch.
+    `passes` ends with the logical batch. `see_loss` is a tracer's: it returns what it is given.
 
     Returns:
         The step's loss, the norm of the gradient it was taken with and its learning rate, by the
@@ -222,7 +223,7 @@ def train_step(
         losses, is_last = objective(logits, batch)
         # In float64, so that the step's loss, rounded to the losses' own precision at the end, does
         # not tell in how many passes it came.
-        share = unison.batch_mean(losses.double())
+        share = see_loss(unison.batch_mean(losses.double()))
         # 3. Backward. The last pass completes the gradient: ranks sum theirs, and in a private run
         #    what was clipped gets its noise.
         with parallel.passes_on(is_last):

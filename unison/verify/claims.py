@@ -240,7 +240,7 @@ def try_claims(
             found = compared(claim, run)
             largest = max(largest, found.largest)
             if not found.is_equal:
-                faults.append(f"{in_words(run)}: {said_of(found)}")
+                faults.append(f"{in_words(run)} and the reference: {said_of(found)}")
         verdicts.append(
             Verdict(
                 claim=claim.name,
@@ -260,7 +260,7 @@ def said_of(found: Comparison) -> str:
     said = found.verdict
     for source, words in zip(found.sources, ("the reference", "this run"), strict=True):
         said = said.replace(source, words)
-    return said
+    return said[0].lower() + said[1:]
 
 
 def in_words(run: Run) -> str:

@@ -117,7 +117,8 @@ class Comparison:
         num_steps = len({each.step for each in self.rungs})
         count = sum(each.num_compared for each in self.rungs)
         how = "in every bit" if not self.tolerance else f"to {self.tolerance:.0e}"
-        return f"They agree {how}: {count:,} quantities of {num_steps} steps."
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        return f"They agree {how}: {count:,} quantities of {steps}."
 
 
 @np.errstate(all="ignore")  # runs may have diverged
@@ -141,8 +142,8 @@ def compare(
     both = {key[:2] for key in a.entries} & {key[:2] for key in b.entries}
     if not both:
         raise BadInput(f"{a.source} and {b.source} have no step in common")
-    num_steps = min(a.num_steps, b.num_steps)
-    left_out = {rung for step, rung, _ in keys if (step, rung) not in both and step < num_steps}
+    steps = {step for step, _ in both}
+    left_out = {rung for step, rung, _ in keys if (step, rung) not in both and step in steps}
     conditions = _differing(a.conditions, b.conditions)
     floors: dict[tuple[int, int], float] = {}
     for key, entry in a.entries.items():
@@ -236,19 +237,23 @@ def ulps_between(a: float, b: float, dtype: str) -> int | None:
     """
     if dtype not in _EPSILON or not (math.isfinite(a) and math.isfinite(b)):
         return None
-    # bfloat16 is the upper half of float32.
-    wide, bits, shift = {
-        "float64": (np.float64, np.int64, 0),
-        "float32": (np.float32, np.int32, 0),
-        "float16": (np.float16, np.int16, 0),
-        "bfloat16": (np.float32, np.int32, 16),
-    }[dtype]
     places = []
     for each in (a, b):
-        word = int(np.asarray(each, wide).view(bits))
-        lowest = -(1 << (np.dtype(bits).itemsize * 8 - 1))
-        places.append((word if word >= 0 else lowest - word) >> shift)
+        word = _bits(abs(each), dtype)
+        places.append(-word if math.copysign(1.0, each) < 0 else word)
     return abs(places[0] - places[1])
+
+
+def _bits(value: float, dtype: str) -> int:
+    """The bits of a floating-point number, as a number."""
+    # bfloat16 is the upper half of float32.
+    wide, bits, shift = {
+        "float64": (np.float64, np.uint64, 0),
+        "float32": (np.float32, np.uint32, 0),
+        "float16": (np.float16, np.uint16, 0),
+        "bfloat16": (np.float32, np.uint32, 16),
+    }[dtype]
+    return int(np.asarray(value, wide).view(bits)) >> shift
 
 
 # ---- the first difference ------------------------------------------------------------------------
@@ -367,26 +372,49 @@ class _Pair:
             return None
         ratios = q[large] / p[large]
         middle = float(np.median(ratios))
-        is_one = np.all(np.abs(ratios - middle) <= 2e-3 * abs(middle)) and math.isfinite(middle)
+        # A little of anything added to all is nearly a factor, too: it must stand out.
+        near = min(2e-3 * abs(middle), 0.02 * abs(middle - 1))
+        is_one = np.all(np.abs(ratios - middle) <= near) and math.isfinite(middle)
         return middle if is_one and abs(middle - 1) > 2e-3 else None
 
     @cached_property
     def scale(self) -> str | None:
         """That factor in terms of the numbers of ranks, if it is one: "1/world size"."""
-        ranks = self.b.num_ranks / self.a.num_ranks
-        if self.ratio is None or ranks == 1:
-            return None
-        known = {"world size": ranks, "√world size": math.sqrt(ranks), "world size²": ranks**2}
-        for name, value in known.items():
-            for words, factor in ((name, value), (f"1/{name}", 1 / value)):
-                if abs(self.ratio / factor - 1) < 5e-3:
+        return None if self.ratio is None else self.in_ranks(self.ratio, 5e-3)
+
+    def in_ranks(self, ratio: float, near: float) -> str | None:
+        """A factor in terms of the numbers of ranks, if it is one up to a part `near` of it."""
+        a, b = self.a.num_ranks, self.b.num_ranks
+        powers = {"world size": 1.0, "√world size": 0.5, "world size²": 2.0}
+        # Both runs may be off by their own number of ranks, or one of them alone.
+        for (name, power), size in itertools.product(powers.items(), (b / a, b, a)):
+            for words, factor in ((name, size**power), (f"1/{name}", size**-power)):
+                if a != b and size != 1 and abs(ratio / factor - 1) < near:
                     return words
         return None
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether one of the runs drew the same values for two parts of anything at this rung."""
+        return any(
+            each.repeats
+            for run in (self.a, self.b)
+            for each in run.entries.values()
+            if (each.step, each.rung) == (self.x.step, self.x.rung)
+        )
 
     @property
     def times(self) -> str:
         """That factor in words, if there is one."""
-        return "" if self.ratio is None else f"every value is {self.ratio:.4g} times the other's: "
+        if self.ratio is None or self.x.numel == 1:  # two numbers always have one
+            return ""
+        return f"every value is {self.ratio:.4g} times the other's: "
+
+    @property
+    def sees_reduction(self) -> bool:
+        """Whether the runs show what ranks add up, so that it is known to be equal."""
+        after = RUNGS.index("gradients after reduction")
+        return all((self.x.step, after, self.x.name) in run.entries for run in (self.a, self.b))
 
     @property
     def is_part(self) -> bool:
@@ -398,11 +426,14 @@ class _Pair:
     def is_flipped_bit(self) -> bool | None:
         """Whether a single element differs, in one bit; None if it is not among those kept."""
         p, q = _values(self.x, self.y)
-        if len(self.blocks) != 1 or self.x.numel < 64 or self.x.rung in OF_ROWS:
+        if len(self.blocks) != 1 or self.x.numel < 8 or self.x.rung in OF_ROWS:
             return False
-        pairs = list(zip(p[p != q], q[p != q], strict=True))
-        apart = ulps_between(*pairs[0], self.x.dtype) if len(pairs) == 1 else None
-        return None if not pairs else apart is not None and not apart & (apart - 1)
+        differ = (p != q) & ~(np.isnan(p) & np.isnan(q))
+        pairs = list(zip(p[differ], q[differ], strict=True))
+        if len(pairs) != 1 or self.x.dtype not in _EPSILON:
+            return False if pairs or len(p) == self.x.numel else None
+        one, other = (_bits(each, self.x.dtype) for each in pairs[0])
+        return (one ^ other).bit_count() == 1
 
 
 def _cause(pair: _Pair) -> str | None:
@@ -438,7 +469,7 @@ def _cause_at_rung(pair: _Pair) -> str | None:
     x, y, scale, times = pair.x, pair.y, pair.scale, pair.times
     match x.rung:
         case "initial parameters":
-            if x.repeats or y.repeats:
+            if pair.repeats:
                 return "every rank's part holds the same values: drawn by rank, not by element"
             if times:
                 return f"{times}another initialisation, or a parameter that was added up twice"
@@ -458,8 +489,9 @@ def _cause_at_rung(pair: _Pair) -> str | None:
             )
         case "inputs":
             shared = len(set(x.blocks) & set(y.blocks))
+            what = "rows" if len(x.blocks) == x.shape[0] else "groups of neighbouring rows"
             return (
-                f"{shared} of {len(x.blocks)} rows are in both batches: ranks read other samples "
+                f"{shared} of {len(x.blocks)} {what} are in both batches: ranks read other samples "
                 "than one process does (a sampler per rank, a generator that was consumed); use "
                 "unison.deal, or the loader of make_private"
             )
@@ -479,21 +511,25 @@ def _cause_at_rung(pair: _Pair) -> str | None:
             return f"the loss is scaled by {scale}: a sum for a mean over ranks, or the reverse"
         case "loss":
             return (
-                f"{times}a mean of per-rank means, a sum for a mean, or padding in it; "
-                "unison.batch_mean is the mean over the global batch"
+                f"{times}a mean of per-rank means, a sum for a mean, labels of other rows, or "
+                "padding in it; unison.batch_mean is the mean over the global batch"
             )
         case "per-sample norms":
             return _cause_of_norms(pair)
         case "coefficients" if scale:
             return f"coefficients are scaled by {scale}"
         case "coefficients":
-            return f"{times}another clip norm C or clipping rule, or coefficients of other rows"
+            return (
+                f"{times}another clip norm C or clipping rule, or coefficients of other rows or of "
+                "none"
+            )
         case "gradients before reduction" if scale:
             return f"gradients are scaled by {scale} before they are added over ranks"
         case "gradients before reduction":
             return (
                 f"{times}this parameter's gradient itself: a use of it is missing or counted "
-                "twice, a granule is computed at another shape, or samples are weighted otherwise"
+                "twice, a granule is computed at another shape, samples are weighted otherwise or "
+                "padding counts, or a gather of parameters for the backward pass was cut short"
             )
         case "gradients after reduction" if scale:
             return f"the sum over ranks is scaled by {scale}: a sum for a mean, or the reverse"
@@ -512,7 +548,14 @@ def _cause_at_rung(pair: _Pair) -> str | None:
             return (
                 f"{times}factors that are not the sum over ranks of each token's own product: Gram "
                 "matrices of tokens that were added up, one rank's update after another's (a "
-                "ring), a mean of means, or another count"
+                "ring), a mean of means, padding that counts, or another count"
+            )
+        case "gradients" if not pair.sees_reduction:
+            scaled = f"scaled by {scale}, a mean for a sum or the reverse; or " if scale else times
+            return (
+                f"{scaled}the gradient itself, its reduction (a rank's summand is missing or added "
+                "twice), clipping by the whole norm, or code of the loop: of this sharding nothing "
+                "in between is seen"
             )
         case "gradients" if scale:
             return (
@@ -525,8 +568,8 @@ def _cause_at_rung(pair: _Pair) -> str | None:
             )
         case "optimizer state":
             return (
-                "the optimizer computed otherwise from equal gradients: other settings, or state "
-                "that was not the same before"
+                "the optimizer computed otherwise from equal gradients: other settings, a "
+                "parameter that is stepped twice, or state that was not the same before"
             )
         case "updated parameters" if pair.is_part:
             return (
@@ -534,7 +577,10 @@ def _cause_at_rung(pair: _Pair) -> str | None:
                 "the optimizer that wrote to it"
             )
         case "updated parameters":
-            return "the update itself, or something else that wrote to the parameter"
+            return (
+                f"{times}the update itself (a parameter that is stepped twice, or not on every "
+                "rank), or something else that wrote to the parameter"
+            )
     return None
 
 
@@ -543,13 +589,22 @@ def _cause_of_norms(pair: _Pair) -> str:
         return "squared norms are summed over the data axis: √world size too large"
     if pair.scale is not None:
         return f"norms are scaled by {pair.scale}: gradients of a loss that each rank divided"
-    for mine, run in ((pair.y, pair.b), (pair.x, pair.a)):
+    for mine, other, run in ((pair.y, pair.x, pair.b), (pair.x, pair.y, pair.a)):
         before = run.entries.get((mine.step - 1, RUNGS.index(mine.rung), mine.name))
         if before is not None and set(mine.blocks) & set(before.blocks):
             return "a stale norm: samples have those of the step before"
+        if {mine.blocks[place] for place in pair.blocks} & set(other.blocks):
+            return (
+                "samples have the norms of others: rows are counted to other samples, or norms of "
+                "the pass before are used again (stale)"
+            )
     if pair.times:
         return f"{pair.times}the divisor of the loss is undone twice, or not at all"
     p, q = _values(pair.x, pair.y)
+    if np.any((p == 0) != (q == 0)):
+        return (
+            "samples without a norm: a rank's part is dropped, or a gather over ranks was cut short"
+        )
     if len(p) and np.all(q >= p * (1 - 1e-6)):
         return (
             "all norms are larger: a parameter is counted twice (replicated along a tensor axis, "
@@ -561,14 +616,14 @@ def _cause_of_norms(pair: _Pair) -> str:
             "tensor axis, the cross term of a tied one)"
         )
     return (
-        "norms of other gradients: a cross term of a tied parameter is missing, or rows are "
-        "counted to other samples"
+        "norms of other gradients: a cross term of a tied parameter is missing, a norm of one "
+        "parameter is stale, or a gather of parameters for the backward pass was cut short"
     )
 
 
 def _cause_of_noise(pair: _Pair) -> str:
     x, y = pair.x, pair.y
-    if x.repeats or y.repeats:
+    if pair.repeats:
         return (
             "every rank's part holds the same noise: drawn by rank, not by element; whoever "
             "subtracts two parts removes it"
@@ -577,9 +632,12 @@ def _cause_of_noise(pair: _Pair) -> str:
         return "one of the runs adds no noise"
     about = y.norm / x.norm
     # The sum of n squares of normals has a relative standard deviation of √(2/n).
-    if pair.ratio is None and (x.numel < 64 or abs(about - 1) < 4 / math.sqrt(x.numel)):
+    near = 4 / math.sqrt(x.numel)
+    if pair.ratio is None and (x.numel < 64 or abs(about - 1) < near):
         return "other noise of about the same size: another key, stream, step or element numbers"
-    ranks = f" ({pair.scale}: added on every rank)" if pair.scale else ""
+    scale = pair.scale or (pair.in_ranks(about, min(near, 0.05)) if pair.ratio is None else None)
+    how = "divided by ranks that do not add it up" if about < 1 else "added on every rank"
+    ranks = f" ({scale}: {how})" if scale else ""
     return f"noise of another standard deviation: σ is {about:.3g} times the other's{ranks}"
 
 

@@ -429,18 +429,13 @@ class Trace:
             raise BadInput(f"{file} cannot be read: {error.strerror}") from None
         return cls(str(file), *header, entries)
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that it holds."""
-        return 1 + max((step for step, _, _ in self.entries), default=-1)
-
 
 def _header(line: bytes, file: str) -> tuple[int, bool, dict[str, Any], dict[str, Any]]:
     found = parse(line, file) if line.startswith(b"{") else None
     if not isinstance(found, dict) or found.get("unison_trace") != FORMAT:
         raise BadInput(
             f"{file} is no trace; unison.verify.trace(file, model, optimizer) writes one around a "
-            "training loop, and `unison verify model --out FOLDER` leaves some"
+            "training loop, `unison replay --trace FILE` and `unison verify model --out FOLDER` do"
         )
     kinds = {"num_ranks": int, "is_private": bool, "conditions": dict, "notes": dict}
     wrong = [key for key, kind in kinds.items() if type(found.get(key)) is not kind]

@@ -57,6 +57,7 @@ def trace(
     num_values: int = NUM_VALUES,
     keep: Sequence[tuple[str, str]] = (),
     activations: bool = True,
+    first_step: int = 0,
     notes: Mapping[str, Any] | None = None,
 ) -> Iterator["Tracer"]:
     """Write down what a training loop computes; see [Note: a trace]. Every rank must enter it.
@@ -82,15 +83,17 @@ def trace(
         num_values: Values that are kept of each tensor, at fixed places.
         keep: (rung, name) of quantities of which all values are kept.
         activations: Whether modules' outputs are looked at; inside compiled code they cannot be.
+        first_step: The number of the first step that is seen.
         notes: What to say of the run; values that JSON can hold.
 
     Raises:
         BadInput: If the file cannot be written, or the model is traced already.
     """
     check.positive(num_values=num_values)
+    check.not_negative(first_step=first_step)
     if model in _traced:
         raise BadInput("the model is traced already; leave one of the two `trace` blocks out")
-    tracer = Tracer(model, optimizer, num_values=num_values, keep=keep)
+    tracer = Tracer(model, optimizer, num_values=num_values, keep=keep, first_step=first_step)
     _traced.add(model)
     try:
         tracer._begin(Path(file), notes or {}, activations=activations)
@@ -113,6 +116,7 @@ class Tracer:
         *,
         num_values: int,
         keep: Sequence[tuple[str, str]],
+        first_step: int,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._num_values, self._keep = num_values, set(keep)
@@ -127,7 +131,7 @@ class Tracer:
         self._calls: Counter[tuple[str, int]] = Counter()
         self._loss: float | None = None
         self._plan: BatchPlan | None = None  # of the pass under way
-        self._step, self._handles = 0, []
+        self._step, self._handles = first_step, []
         self._totals: dict[str, Tensor] = {}
         self._divisor = 1.0
         self._file: Any = None
