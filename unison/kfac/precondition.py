@@ -34,9 +34,9 @@ from torch import Tensor
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kfac.config import KFACConfig
-from unison.kfac.factors import phase, side_shape, unpacked
+from unison.kfac.factors import phase, unpacked
 from unison.kfac.inverse import Inverse, align, apply, fold, invert, join, stack
-from unison.kfac.layers import Form, Layer, Method, source_of
+from unison.kfac.layers import Form, Layer, source_of
 from unison.kfac.linalg import is_gpu, largest_elements
 from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
 from unison.parallel.exchange import buckets, swap
@@ -70,49 +70,6 @@ class LayerState:
         self._scales: dict[str, float] = {}  # of those that are stored in a narrow dtype
         self._weight = 0.0
         self.inverse: Inverse | None = None
-
-    def update(
-        self, vector: Tensor, num_tokens: float, num_labels: float, columns: Mapping[str, Tensor]
-    ) -> None:
-        """Average new factors in; nothing if there were no labels.
-
-        Args:
-            vector: The sums of all ranks, and after them the two numbers.
-            num_tokens: Tokens that the layer saw; means nothing for a diagonal.
-            num_labels: Labels that the loss was made of.
-            columns: The rows of all ranks, of the sides that are held so [tokens, n].
-        """
-        if num_labels == 0:
-            return
-        layer, sums, rest = self.layer, {}, vector[:-2]
-        if layer.method is Method.DIAGONAL:
-            sums = {"d": vector[:-1]}
-        else:
-            for side in ("a", "g"):
-                shape = side_shape(layer, side, self._config)
-                own, rest = rest[: math.prod(shape)], rest[math.prod(shape) :]
-                match layer.form(side):
-                    case _ if not len(own):
-                        pass
-                    case Form.BLOCKED:
-                        sums[f"blocks_{side}"] = own.view(shape)
-                    case Form.SOFTMAX:
-                        sums[f"p_{side}"] = own
-                    case _:
-                        sums[side] = unpacked(own, layer.side(side))
-        # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
-        shares = dict.fromkeys("gd", (1 - self._decay) / num_labels)
-        shares["a"] = (1 - self._decay) / max(num_tokens, 1.0)
-        for key, value in sums.items():
-            share = shares[key[-1]]
-            if key in self._averages:
-                before = self._read(key)
-                self._write(key, before.mul_(self._decay).add_(value, alpha=share))
-            else:
-                self._write(key, value * share)
-        for side, rows in columns.items():
-            self._add_columns(side, rows * shares[side] ** 0.5)
-        self._weight = self._decay * self._weight + (1 - self._decay)
 
     def _add_columns(self, side: str, rows: Tensor) -> None:
         """Average columns in: a sum of products is the product of all of them, side by side."""
@@ -194,6 +151,46 @@ class LayerState:
                     self._averages[key] = value.cpu().pin_memory()
         self.inverse = groups["inverse"] or None
         self._graft.load(groups["graft"])
+
+
+def update_layers(
+    updates: Iterable[tuple[LayerState, Values, Mapping[str, Tensor], int, int]],
+) -> None:
+    """Average new factors of layers in, each with few launches for all of them.
+
+    Args:
+        updates: Of each layer its state; the sums of all ranks, where matrices may be folded, which
+            are given away; the rows of all ranks, of sides that are held as columns [tokens, n];
+            tokens that the layer saw, which mean nothing for a diagonal; and labels that the loss
+            was made of: nothing changes without any.
+    """
+    items: list[tuple[LayerState, str, Tensor, float]] = []
+    for state, sums, columns, num_tokens, num_labels in updates:
+        if num_labels == 0:
+            continue
+        decay = state._decay
+        # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
+        shares = dict.fromkeys("gd", (1 - decay) / num_labels)
+        shares["a"] = (1 - decay) / max(num_tokens, 1)
+        items += [(state, key, value, shares[key[-1]]) for key, value in sums.items()]
+        for side, rows in columns.items():
+            state._add_columns(side, rows * shares[side] ** 0.5)
+        state._weight = decay * state._weight + (1 - decay)
+    for group in buckets(items, lambda item: 2 * item[2].nbytes, BYTES_AT_ONCE):
+        values = [
+            unpacked(value, state.layer.side(key)) if key in "ag" and value.ndim == 1 else value
+            for state, key, value, _ in group
+        ]
+        torch._foreach_mul_(values, [share for *_, share in group])
+        known = [n for n, (state, key, *_) in enumerate(group) if key in state._averages]
+        if known:
+            before = [group[n][0]._read(group[n][1]) for n in known]
+            torch._foreach_mul_(before, group[0][0]._decay)
+            torch._foreach_add_(before, [values[n] for n in known])
+            for n, value in zip(known, before, strict=True):
+                values[n] = value
+        for (state, key, *_), value in zip(group, values, strict=True):
+            state._write(key, value)
 
 
 def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_together: bool) -> None:
@@ -444,22 +441,23 @@ class Preconditioner:
 
     def _directions(self, source: Values) -> Values:
         """What is preconditioned, by parameter: new memory."""
-        matrices: list[Tensor] = []
-        views: Values = {}
+        found: Values = {}
         for layers, inverse in self.stacks:
             first, like = layers[0], source[layers[0].name]
             width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
-            whole = like.new_empty(len(layers), first.d_out, width)
-            whole[:, :, first.d_in :].zero_()  # the columns of padding
-            matrices.append(whole)
-            bias = whole[:, :, first.columns : first.d_in]
-            views.update(_by_parameter(layers, [whole[:, :, : first.columns], bias]))
-        if views:
-            values = [source[name].reshape(view.shape) for name, view in views.items()]
-            torch._foreach_copy_(list(views.values()), values)
-        found: Values = {}
-        for (layers, inverse), whole in zip(self.stacks, matrices, strict=True):
-            columns = [layers[0].columns, layers[0].d_in - layers[0].columns]
+            padding = like.new_zeros(first.d_out, width - first.d_in)
+            pieces: list[Tensor] = []  # side by side, which is one launch
+            for layer in layers:
+                weight = source[layer.name]
+                pieces.append(
+                    weight.reshape(layer.columns, layer.rows).T
+                    if layer.is_transposed
+                    else weight.reshape(layer.rows, layer.columns)
+                )
+                pieces += [] if layer.bias is None else [source[layer.bias].reshape(-1, 1)]
+                pieces += [padding] if padding.shape[1] else []
+            whole = torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
+            columns = [first.columns, first.d_in - first.columns]
             found.update(_by_parameter(layers, apply(inverse, whole, columns)))
         if self._diagonals:
             own = [source[name] for name in self._diagonals]
