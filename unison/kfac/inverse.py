@@ -538,9 +538,8 @@ def _by_cholesky(
             return [inverse], is_right.reshape(1)
         matrices = [factors[number] for number in own]
         added = [dampings[number] for number in own]
-        whole, is_right = inverses_of_positive(matrices, added, sizes[own[0]])
-        ends = [len(factors[number]) + paddings[number] for number in own]
-        return [each[:end, :end] for each, end in zip(whole, ends, strict=True)], is_right
+        extra = [paddings[number] for number in own]
+        return inverses_of_positive(matrices, added, sizes[own[0]], extra)
 
     with full_float32():
         jobs = [functools.partial(invert_group, own) for own in places]

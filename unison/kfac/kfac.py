@@ -284,7 +284,9 @@ class KFAC:
         """
         ranks = self._adapter.ranks
         held = [each for each in self._adapter.params if each.parameter.grad is not None]
-        sizes = largest_elements([each.gradient() for each in held])
+        sizes = largest_elements(
+            [each.gradient(each.shape if not each.is_part else (-1,)) for each in held]
+        )
         largest_of = torch.stack(sizes) if held else torch.zeros(1, device=self._device)
         # Squares, since Adam takes them.
         is_finite = largest_of.to(wide(largest_of.dtype)).square().isfinite()
@@ -350,7 +352,6 @@ class KFAC:
             gradients,
             is_together=self._is_together,
             is_overflow=is_overflow,
-            is_free=self.config.kl_clip is None,
         )
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)

@@ -184,19 +184,21 @@ def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
     _multiply_into(between, last, product, alpha=-1)
 
 
-def gram_of_lower(x: Tensor, out: Tensor | None = None) -> Tensor:  # [..., n, n] -> [..., n, n]
-    """X'X of a lower triangle, in `out` or new memory."""
+def gram_of_lower(
+    x: Tensor, leaf: int | None = None, out: Tensor | None = None
+) -> Tensor:  # [..., n, n] -> [..., n, n]
+    """X'X of a lower triangle, in `out` or new memory; up to `leaf` rows at once."""
     n = x.shape[-1]
     found = torch.empty_like(x) if out is None else out
-    if n <= LEAF:
+    if n <= (leaf or LEAF):
         return _multiply_into(found, x.mT, x)
     k = _half(n)
     first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
-    gram_of_lower(first, found[..., :k, :k])
+    gram_of_lower(first, leaf, found[..., :k, :k])
     _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
     _multiply_into(found[..., k:, :k], last.mT, between)
     found[..., :k, k:] = found[..., k:, :k].mT
-    gram_of_lower(last, found[..., k:, k:])
+    gram_of_lower(last, leaf, found[..., k:, k:])
     return found
 
 
@@ -259,8 +261,8 @@ def joint_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def inverses_of_positive(
-    matrices: list[Tensor], dampings: list[float], size: int
-) -> tuple[Tensor, Tensor]:
+    matrices: list[Tensor], dampings: list[float], size: int, paddings: Sequence[int] = ()
+) -> tuple[list[Tensor], Tensor]:
     """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
 
     Args:
@@ -268,9 +270,10 @@ def inverses_of_positive(
         dampings: Of each matrix.
         size: What to pad all of them to, n or more.
 
+        paddings: Rows and columns of the identity that each inverse ends with; none by default.
+
     Returns:
-        The inverses [batch, size, size], which are that of the identity beyond n; whether each is
-        right [batch].
+        The inverses [n, n], views of one memory; whether each is right [batch].
     """
     whole = matrices[0].new_zeros(len(matrices), size, size)
     lengths = [len(each) for each in matrices]
@@ -284,10 +287,13 @@ def inverses_of_positive(
     _factorise_(whole, 0, size, leaves)
     whole.tril_()
     _invert_factors_(whole, 0, size, leaves)
-    found = gram_of_lower(whole)
+    # Blocks on the diagonal in one product of float32: of three, errors were ten times as large.
+    found = gram_of_lower(whole, BATCH_LEAF)
     is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
     largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
-    return found, is_right & torch.isfinite(largest)
+    ends = [n + extra for n, extra in zip(lengths, paddings or [0] * len(lengths), strict=True)]
+    inverses = [each[:end, :end] for each, end in zip(found, ends, strict=True)]
+    return inverses, is_right & torch.isfinite(largest)
 
 
 def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:

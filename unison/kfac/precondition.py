@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
@@ -312,8 +313,8 @@ class Graft:
 
         Averages are not divided by 1 - β₁ᵗ there: what is preconditioned gets another length.
         """
-        steps = [torch.empty_like(each) for each in own]
-        torch._foreach_zero_(steps)
+        zeros = own[0].new_zeros(sum(each.numel() for each in own))
+        steps = _unflatten_dense_tensors(zeros, own)  # one call for views of all of them
         number = torch.full((), float(count), dtype=torch.float32, device=own[0].device)
         betas = {"beta1": self._beta1, "beta2": self._beta2, "eps": self._eps}
         others = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
@@ -375,7 +376,6 @@ class Preconditioner:
         *,
         is_together: bool,
         is_overflow: Tensor | None = None,
-        is_free: bool = False,
     ) -> Values:
         """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
 
@@ -386,8 +386,6 @@ class Preconditioner:
                 rank.
             is_together: Whether layers of equal shape share a product; see the note above.
             is_overflow: See `Graft.step`.
-            is_free: Whether the gradients are not needed afterwards, so that steps may be made
-                where they are: that is where they go, and saves a copy.
         """
         with phase("graft"):
             own, source = self._graft.step(gradients, is_overflow)
@@ -396,9 +394,9 @@ class Preconditioner:
             self.plan(states, is_together=is_together)
             values = source if own is None else own
             steps = {name: values[name] for name in self._uncurved}
-            directions = self._directions(source)
+            directions, parts = self._directions(source)
             if own is not None:
-                self._stretch_(directions, own, gradients if is_free else {})
+                self._stretch_(directions, parts, own)
         return steps | directions
 
     def plan(self, states: Sequence[LayerState], *, is_together: bool) -> None:
@@ -439,33 +437,43 @@ class Preconditioner:
         # Where in `_weights` those are that the biases belong to.
         self._places_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
 
-    def _directions(self, source: Values) -> Values:
-        """What is preconditioned, by parameter: new memory."""
+    def _directions(self, source: Values) -> tuple[Values, list[Tensor]]:
+        """What is preconditioned, by parameter: new memory.
+
+        Returns:
+            Beside it, the same of many layers each: weights [layers, ...] of every stack, then
+            biases of those that have some.
+        """
         found: Values = {}
+        weights, biases = [], []
         for layers, inverse in self.stacks:
             first, like = layers[0], source[layers[0].name]
             width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
             padding = like.new_zeros(first.d_out, width - first.d_in)
             pieces: list[Tensor] = []  # side by side, which is one launch
+            sides = layers[0].rows, layers[0].columns
             for layer in layers:
                 weight = source[layer.name]
-                pieces.append(
-                    weight.reshape(layer.columns, layer.rows).T
-                    if layer.is_transposed
-                    else weight.reshape(layer.rows, layer.columns)
-                )
-                pieces += [] if layer.bias is None else [source[layer.bias].reshape(-1, 1)]
-                pieces += [padding] if padding.shape[1] else []
+                if layer.is_transposed:
+                    weight = weight.reshape(layer.columns, layer.rows).T
+                pieces.append(weight if weight.shape == sides else weight.reshape(sides))
+                if layer.bias is not None:
+                    pieces.append(source[layer.bias].view(-1, 1))
+                if padding.shape[1]:
+                    pieces.append(padding)
             whole = torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
             columns = [first.columns, first.d_in - first.columns]
-            found.update(_by_parameter(layers, apply(inverse, whole, columns)))
+            parts = apply(inverse, whole, columns)
+            found.update(_by_parameter(layers, parts))
+            weights.append(parts[0])
+            biases += parts[1:] if first.bias is not None else []
         if self._diagonals:
             own = [source[name] for name in self._diagonals]
             scaled = torch._foreach_mul(own, list(self._diagonals.values()))
             found.update(zip(self._diagonals, scaled, strict=True))
-        return found
+        return found, weights + biases
 
-    def _stretch_(self, directions: Values, others: Values, free: Mapping[str, Tensor]) -> None:
+    def _stretch_(self, directions: Values, parts: Sequence[Tensor], others: Values) -> None:
         """Make each layer's direction as long as another step; zeros stay zeros.
 
         Norms are added up in float64. What is computed of one layer does not depend on the others:
@@ -473,8 +481,8 @@ class Preconditioner:
 
         Args:
             directions: Of the layers with an inverse, by parameter.
+            parts: The same memory, see `_directions`.
             others: Of each, what to be as long as.
-            free: By parameter, memory to put it in, as good as its own; nothing for its own.
         """
         names = self._weights + self._biases
         if not names:
@@ -487,11 +495,22 @@ class Preconditioner:
         squares, of_biases = norms.square().split([len(self._weights), len(self._biases)], dim=1)
         lengths, wanted = squares.index_add(1, self._places_of_biases, of_biases).sqrt()
         scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
-        scales = torch.cat([scales, scales[self._places_of_biases]])
-        pairs = zip(names, own, strict=True)
-        outs = [free[name].reshape(each.shape) for name, each in pairs] if free else own
-        found = multiply_all_(own, scales.to(own[0].dtype), outs)
-        directions.update(zip(names, found, strict=True))
+        scales = scales.to(own[0].dtype)
+        of_stacks, of_diagonals = scales.split(
+            [scales.numel() - len(self._diagonals), len(self._diagonals)]
+        )
+        at = torch.cat([of_stacks, scales[self._places_of_biases]]).split(
+            [len(part) for part in parts]
+        )
+        # Many layers at a time where there are many, all the others in one launch.
+        alone, numbers = [directions[name] for name in self._diagonals], [of_diagonals]
+        for part, scale in zip(parts, at, strict=True):
+            if len(part) > 1:
+                part.mul_(scale.view(-1, 1, 1))
+            else:
+                alone.append(part[0])
+                numbers.append(scale)
+        multiply_all_(alone, torch.cat(numbers))
 
 
 def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
@@ -504,31 +523,21 @@ def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
     weights, biases = parts
     if layers[0].is_transposed:
         weights = weights.mT
-    found = {layer.name: each for layer, each in zip(layers, weights, strict=True)}
-    for layer, each in zip(layers, biases, strict=True):
-        if layer.bias is not None:
-            found[layer.bias] = each[:, 0]
+    found = dict(zip((layer.name for layer in layers), weights.unbind(), strict=True))
+    if layers[0].bias is not None:  # all of a stack have one, or none has
+        names = [layer.bias for layer in layers if layer.bias is not None]
+        found.update(zip(names, biases[:, :, 0].unbind(), strict=True))
     return found
 
 
-def multiply_all_(
-    values: Sequence[Tensor], scales: Tensor, outs: Sequence[Tensor] | None = None
-) -> Sequence[Tensor]:
-    """Multiply each tensor with its number of `scales` [tensors]; return where the products are.
-
-    Args:
-        values: Not needed afterwards.
-        scales: Of each.
-        outs: Where the products may be as well, of the same shapes; None for their own places.
-    """
-    outs = values if outs is None else outs
-    is_flat = all(each.is_contiguous() for each in (*values, *outs))
+def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
+    """Multiply each tensor with its number of `scales` [tensors]."""
+    is_flat = all(each.is_contiguous() for each in values)
     flat = [value.view(1, -1) for value in values] if is_flat else []
     if is_flat and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
-        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in outs])  # one launch
-        return outs
-    torch._foreach_mul_(list(values), list(scales.unbind()))
-    return values
+        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in flat])  # one launch
+    elif values:
+        torch._foreach_mul_(list(values), list(scales.unbind()))
 
 
 # --- gradients to owners, steps back --------------------------------------------------------------
@@ -570,16 +579,20 @@ class Routes:
 
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
-        mine = self._owned_by(self._ranks.rank)
+        mine, dtype = self._owned_by(self._ranks.rank), self.like.dtype
+        some = [
+            each for own in mine if any(p.parameter.grad is not None for p in own) for each in own
+        ]
         if self._num_places == 1:
-            wholes = {each.name: each.gradient(each.shape) for own in mine for each in own}
+            wholes = {each.name: each.gradient(each.shape) for each in some}
         else:
             wholes = self._gathered([each for own in mine for each in own])
+        found = {each.name: wholes[each.name] for each in some}
         return {
-            each.name: wholes[each.name].to(self.like)
-            for own in mine
-            if any(each.parameter.grad is not None for each in own)
-            for each in own
+            name: each
+            if each.dtype == dtype and each.device == self.like.device
+            else each.to(self.like)
+            for name, each in found.items()
         }
 
     def _gathered(self, mine: Sequence[ShardedParam]) -> dict[str, Tensor]:
