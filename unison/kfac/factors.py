@@ -399,7 +399,7 @@ class PartSums:
             value = self.sums.pop((name, key), None)
             if value is not None and key in "ag":
                 value = packed(value) if is_folded else whole(value)
-            values.append(value if value is None else value.to(like))
+            values.append(None if value is None else value.reshape(-1).to(like))
         return values
 
     def take_columns(self, like: Tensor) -> dict[tuple[str, str], Tensor]:

@@ -232,7 +232,7 @@ def blocks_of(rows: Tensor) -> list[Tensor]:  # [n, b] -> [b, b] each, the last 
 
 
 def _stats_of(
-    curvatures: Mapping[str, Factors], config: KFACConfig, *, is_together: bool
+    curvatures: Mapping[str, Factors], config: KFACConfig, *, is_together: bool = False
 ) -> dict[str, dict[str, list[float]]]:
     """What must be known of factors, by layer and side; a GPU is waited for once.
 
