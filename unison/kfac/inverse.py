@@ -255,11 +255,10 @@ def _stats_of(
         _stats_of_side(keys[own[0]][1], [factors[number] for number in own], is_bounded)
         for own in groups.values()
     ]
-    sizes = torch.stack(largest_elements(factors))
-    order = torch.tensor(list(itertools.chain(*groups.values())))
-    of_groups = torch.cat(rows, dim=1)  # [3, sides]
-    values = torch.cat([sizes.to(of_groups)[None], of_groups]).T.tolist()
-    known = {keys[n]: [values[n][0], *values[at][1:]] for at, n in enumerate(order.tolist())}
+    order = list(itertools.chain(*groups.values()))
+    sizes = torch.stack(largest_elements([factors[number] for number in order]))
+    values = torch.cat([sizes[None], torch.cat(rows, dim=1)]).T.tolist()  # [sides, 4]
+    known = {keys[number]: own for number, own in zip(order, values, strict=True)}
     found: dict[str, dict[str, list[float]]] = {}
     for name, own in curvatures.items():
         stats = {side: known[name, side] for side in own if side[:2] != "t_"}
@@ -280,15 +279,15 @@ def _stats_of_side(side: str, factors: Sequence[Tensor], is_bounded: bool) -> Te
     """Mean, smallest, largest, see `_stats_of`, of factors of one kind and shape [3, factors]."""
     if side in ("d", "p_g"):
         whole = torch.stack(factors) if len(factors) > 1 else factors[0][None]
-        whole = whole.flatten(1)  # [factors, elements]
+        whole = whole.flatten(1)  # [factors, elements]; of one, the same memory
         if not whole.numel():
             return whole.new_zeros(3, len(factors))
         return torch.stack([whole.mean(dim=1), *whole.aminmax(dim=1)])
     if side.startswith("u_"):
         means = torch.stack([each.square().sum() / each.shape[1] for each in factors])
     elif side.startswith("blocks_"):
-        sums = [[block.diagonal().sum() for block in blocks_of(each)] for each in factors]
-        means = torch.stack([sum(own, start=own[0] * 0) / len(factors[0]) for own in sums])
+        own = [[block.diagonal() for block in blocks_of(each)] for each in factors]
+        means = torch.stack([torch.cat(each).mean() for each in own])
     else:
         means = torch.stack([each.diagonal() for each in factors]).mean(dim=1)
     largest = torch.zeros_like(means)
