@@ -15,7 +15,7 @@ inputs and adds up its gradients first, which is exact where tokens are averaged
 upper triangle is folded into a rectangle with slices alone, without a list of places, which would
 be four times as large as what it packs. With k = n // 2, the columns from k on are kept as they
 are, [n, n - k]; below their diagonal there is room for the other triangle [k, k], transposed, one
-row further down.
+row further down. A process alone, without granules, sends nothing and keeps one sum: it folds none.
 """
 
 import functools
