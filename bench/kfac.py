@@ -270,6 +270,42 @@ def breakdown(side: Side, batches: list[Tensor]) -> dict[str, Any]:
     return found
 
 
+def launches(side: Side, batches: list[Tensor]) -> dict[str, Any]:
+    """What `kfac.step()` dispatches by phase, of a step with an update and of the next one.
+
+    Returns:
+        Torch's operations that no other one calls, launches, and milliseconds of the GPU in them.
+    """
+    assert side.kfac is not None
+    found: dict[str, Any] = {}
+    while not side.kfac.wants_statistics:
+        side.step(batches[0])
+    for what in ("with an update", "without"):
+        side.backward(batches[0])
+        with torch.profiler.profile() as profiler:
+            wall_seconds(side.kfac.step)
+        side.optimizer.zero_grad()
+        events = profiler.events() or []
+        ranges = [each for each in events if each.name.startswith("unison.kfac: ")]
+        phases: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        for each in events:
+            start = each.time_range.start
+            around = [own for own in ranges if own.time_range.start <= start < own.time_range.end]
+            name = max(around, key=lambda own: own.time_range.start).name if around else "other"
+            parent = each.cpu_parent
+            is_called = parent is not None and parent.name.startswith("aten::")
+            phase = phases[name.removeprefix("unison.kfac: ")]
+            phase[0] += each.name.startswith("aten::") and not is_called
+            phase[1] += len(each.kernels)
+            phase[2] += sum(kernel.duration for kernel in each.kernels) / 1e3
+        found[what] = {
+            name: {"operations": own[0], "launches": own[1], "gpu_ms": own[2]}
+            for name, own in phases.items()
+            if own[0] or own[1]
+        }
+    return found
+
+
 def alternatives(side: Side, rows: Tensor) -> dict[str, Any]:
     """What the chosen ways save: streams, TF32 for products with inverses, layers together."""
     kfac = side.kfac
@@ -361,6 +397,7 @@ def measure(name: str, batch_size: int, tokens: int, rounds: int) -> dict[str, A
             "nested": "labels and products are parts of statistics",
         },
         "inverse_errors": inverse_errors(kfac),
+        "launches": launches(kfac, batches),
         "settings": "defaults of KFACConfig but update_every, and no burn-in",
     }
     if DEVICE == "cuda":

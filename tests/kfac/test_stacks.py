@@ -1,14 +1,18 @@
 """Layers of equal shape that go together take the steps that they take one by one."""
 
 import copy
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import unison
 from tests.kfac.common import CLASSES, loss, relative, settings
 from unison.kfac import KFACConfig, inverse, kfac, linalg, precondition
+from unison.kfac.factors import observed
 from unison.kfac.precondition import Preconditioner
 
 
@@ -152,3 +156,46 @@ def test_going_on_goes_on_together():
     other = unison.KFAC(model, config)
     other.load_state_dict(kfac.state_dict())
     assert not other._is_ordered
+
+
+class PhaseCounts(TorchDispatchMode):
+    """Counts the operations of every phase of a step that make something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter = Counter()
+        self._phases = ["other"]
+
+    @contextmanager
+    def phase(self, name):
+        self._phases.append(name)
+        yield
+        self._phases.pop()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[self._phases[-1]] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_layers_of_a_shape_are_not_more_launches(monkeypatch):
+    take_for_gpu(monkeypatch, is_gpu=True)
+    counts = []
+    for depth in (2, 5):
+        layers = [nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(depth)]
+        model = nn.Sequential(*layers, nn.Linear(7, CLASSES))
+        kfac, found = unison.KFAC(model, settings(update_every=2)), []
+        for _ in range(4):
+            model.zero_grad()
+            logits = model(torch.randn(13, 7))
+            if kfac.wants_statistics:
+                kfac.sample(logits).backward()
+            loss(logits).backward()
+            with PhaseCounts() as mode, observed(mode.phase):
+                kfac.step()
+            found.append(
+                {k: n for k, n in mode.found.items() if k not in ("statistics", "products")}
+            )
+        assert found[2].keys() >= {"factors", "inverses", "graft", "apply"}
+        assert "factors" not in found[3]
+        counts.append(found[2:])
+    assert counts[0] == counts[1]

@@ -109,6 +109,7 @@ class Capture:
             to the user's own code: it is the parameter itself then, and nothing is recorded.
         factored: Names of those whose records compiled code leaves as products, and does not
             multiply out.
+        ignored: Names of those of which no records are made in eager code.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Capture:
         self.recorded_late: set[str] = set()
         self.is_outside = False
         self.factored: Collection[str] = ()
+        self.ignored: Collection[str] = ()
         self.repeats = None if on_product is None else RecomputeQueue()
         self._is_again = False
         self._outer = -1  # number of the backward pass in which all of this happens, if any
@@ -608,6 +610,9 @@ class Capture:
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
         for value, _ in tracked:
             self.used.update(value.of_parameters)
+        if self.ignored:
+            names = self.ignored
+            tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
             use, inputs = (
                 OperationUse(self, layout, tracked),

@@ -212,12 +212,12 @@ class KFACConfig:
         Raises:
             BadInput: If a schedule gives anything but a whole number above 0.
         """
-        period = every(step) if callable(every) else every
+        if not callable(every):  # which was looked at when the settings were made
+            return every if step >= self.burn_in else max(1, every * step // self.burn_in)
+        period = every(step)
         _check_steps(period=period)
         check.positive(period=period)
-        if callable(every) or step >= self.burn_in:
-            return period
-        return max(1, period * step // self.burn_in)
+        return period
 
     def stored(self) -> dict[str, Any]:
         """All settings as plain values, for a checkpoint; a schedule is None."""

@@ -15,11 +15,11 @@ inputs and adds up its gradients first, which is exact where tokens are averaged
 upper triangle is folded into a rectangle with slices alone, without a list of places, which would
 be four times as large as what it packs. With k = n // 2, the columns from k on are kept as they
 are, [n, n - k]; below their diagonal there is room for the other triangle [k, k], transposed, one
-row further down.
+row further down. A process alone, without granules, sends nothing and keeps one sum: it folds none.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ from unison.ops import Dense, Lookup, Product, Record, per_sample
 from unison.ops.records import add_rows_
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
+MOST_ALIKE = 1 << 18  # of those of a parameter that is squared together with others
 GRAM_ROWS = 512  # of a Gram matrix that are made at once; what lies below them is left out
 MATRICES = (Form.DENSE, Form.EXACT)
 EXACT_HEADS = (Form.EXACT, Form.SOFTMAX)
@@ -84,39 +85,32 @@ def token_rows(
     weights: Tensor | None,
     *,
     sharing: str,
-    has_bias: bool,
     wants_a: bool,
     wants_g: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The vectors of one use whose products are added up.
+) -> tuple[Tensor | None, Tensor | None]:
+    """The vectors of one use whose products are added up, without a bias.
 
     Args:
         record: The use.
         weights: Which tokens count [batch, tokens], bool; None if all do.
         sharing: `"expand"` or `"reduce"`, which makes one token of a sample's.
-        has_bias: Whether ã ends with a 1 for the bias.
-        wants_a: Whether to make ã.
+        wants_a: Whether to make a.
         wants_g: Whether to make g.
 
     Returns:
-        ã [batch, tokens, d_in]; g [batch, tokens, d_out]; None for one that is not wanted; 1.0 for
-        every token that counts [batch, tokens]. What does not count is zero.
+        a [batch, tokens, d_in]; g [batch, tokens, d_out]; None for one that is not wanted. What
+        does not count is zero.
     """
     # Only what is asked for: the other side may be as large, and is not read.
     keeps_half = sharing == "expand"
     a = _counted(_wide(record.a, keeps_half), weights) if wants_a else None  # [batch, tokens, d_in]
     g = _counted(_wide(record.g, keeps_half), weights) if wants_g else None  # [..., d_out]
-    dtype = torch.promote_types(record.g.dtype, torch.float32)
-    ones = record.g.new_ones(record.g.shape[:2]) if weights is None else weights
-    ones = ones.to(dtype)  # [batch, tokens]
     if sharing == "reduce":
-        lengths = ones.sum(dim=1)  # [batch]
-        ones = (lengths > 0).to(dtype)[:, None]
-        a = None if a is None else a.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None, None]
+        some = record.g.new_ones(record.g.shape[:2]) if weights is None else weights
+        lengths = some.sum(dim=1)[:, None, None]
+        a = None if a is None else a.sum(dim=1, keepdim=True) / lengths.clamp(min=1)
         g = None if g is None else g.sum(dim=1, keepdim=True)
-    if a is not None and has_bias:
-        a = torch.cat([a, ones.unsqueeze(-1).to(a.dtype)], dim=-1)
-    return a, g, ones
+    return a, g
 
 
 def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tensor:
@@ -135,28 +129,40 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     total: Any = 0.0
     at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
     for low in range(0, max(batch, 1), at_once):
-        part: Any = sum(_multiplied(_samples(each, low, low + at_once)) for each in records)
-        if is_counted is not None:
-            keep = is_counted[low : low + at_once].view(-1, *([1] * len(first.shape)))
-            part = torch.where(keep, part, 0.0)
-        squares = part.square().sum(dim=0)
+        parts = [_multiplied(_samples(each, low, low + at_once)) for each in records]
+        keep = None if is_counted is None else is_counted[low : low + at_once]
+        squares = _squares(functools.reduce(torch.add, parts)[None], keep)[0]
         total = total.add_(squares) if low else squares
     return total
+
+
+def _squares(gradients: Tensor, is_counted: Tensor | None) -> Tensor:
+    """Σ_b gradient_b² of parameters of one shape [parameters, batch, *shape], by parameter."""
+    if is_counted is not None:
+        keep = is_counted.view(-1, *([1] * (gradients.ndim - 2)))
+        gradients = torch.where(keep, gradients, 0.0)
+    return gradients.square().sum(dim=1)
 
 
 def _squared_rows(record: Lookup, is_counted: Tensor | None) -> Tensor:
     """The same for one lookup, without a gradient of the whole table per sample."""
     batch, tokens, features = record.g.shape
     rows = record.shape[0]
-    ids = record.ids if is_counted is None else torch.where(is_counted[:, None], record.ids, -1)
-    sample = torch.arange(batch, device=ids.device)[:, None].expand(-1, tokens)
-    keep = ids >= 0
-    # Tokens of one sample with one id are one row of the sample's gradient.
-    keys, place = torch.unique((sample * rows + ids)[keep], return_inverse=True)
-    g = _wide(record.g)[keep]  # [kept, features]
-    of_key = add_rows_(g.new_zeros(len(keys), features), place, g)
-    table = g.new_zeros(rows, features)
-    return add_rows_(table, keys % rows, of_key.square()).view(record.shape)
+    is_kept = record.ids >= 0
+    if is_counted is not None:
+        is_kept = is_kept & is_counted[:, None]
+    sample = torch.arange(batch, device=is_kept.device)[:, None]
+    keys = torch.where(is_kept, sample * rows + record.ids, -1).reshape(batch * tokens)
+    # Tokens of one sample with one id are one row of the sample's gradient, and follow one another
+    # here. As many rows as tokens, whatever they are: a GPU is not waited for.
+    keys, order = keys.sort(stable=True)
+    is_next = torch.ones_like(keys)
+    is_next[1:] = keys[1:] != keys[:-1]
+    place = is_next.cumsum(0) - 1
+    g = _counted(_wide(record.g), is_kept).reshape(-1, features)[order]
+    of_key = add_rows_(torch.zeros_like(g), place, g)
+    row = torch.zeros_like(keys).scatter_(0, place, keys.clamp(min=0) % rows)
+    return add_rows_(g.new_zeros(rows, features), row, of_key.square()).view(record.shape)
 
 
 def _counted(value: Tensor, weights: Tensor | None) -> Tensor:
@@ -164,15 +170,16 @@ def _counted(value: Tensor, weights: Tensor | None) -> Tensor:
     return value if weights is None else torch.where(weights.unsqueeze(-1), value, 0.0)
 
 
-def _gram(value: Tensor) -> Tensor:  # [batch, tokens, d] -> [d, d]
-    """Sums of products, of which only the upper triangle is right: see `packed`."""
+def _gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] -> [n, n]
+    """Sums of products of the first n columns, or of all; a half may be left out, see `whole`."""
     rows = value.reshape(-1, value.shape[-1])
-    n = rows.shape[1]  # odd for most layers with a bias
-    if is_half(rows):
-        rows = F.pad(rows, (0, padding_of(n, rows)))
+    n = rows.shape[1] if n is None else n
+    if is_half(rows) and (extra := padding_of(rows.shape[1], rows)):
+        rows = F.pad(rows, (0, extra))
     product = wide_product if is_half(rows) else torch.matmul
     if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
-        return product(rows.T, rows)[:n, :n]
+        # In one piece: one tensor that is not would make many launches of each for all layers.
+        return product(rows.T, rows)[:n, :n].contiguous()
     found = rows.new_zeros(n, n, dtype=torch.promote_types(rows.dtype, torch.float32))
     for low in range(0, n, GRAM_ROWS):
         found[low : low + GRAM_ROWS, low:] = product(
@@ -230,9 +237,11 @@ class PartSums:
         num_terms: How many labels there are.
 
     Attributes:
-        sums: By the layer's name and what is summed.
+        sums: By the layer's name and what is summed, see `sum_shapes`.
         columns: By the layer's name and side, the rows [tokens, d] of every use, where a side is
             held so.
+        num_tokens: Of each layer that was used, how many went through it.
+        num_terms: How many labels there are.
     """
 
     def __init__(
@@ -243,14 +252,17 @@ class PartSums:
         token_mask: Tensor | None,
         num_terms: int,
     ) -> None:
-        self._config, self._mask, self._num_terms = config, mask, num_terms
+        self._config, self._mask, self.num_terms = config, mask, num_terms
         self._token_mask = token_mask
         self._layers = {layer.name: layer for layer in layers}
         self._has_g = config.fisher != "forward"
         self._is_first = True  # of several columns: inputs are counted once
         self.sums: dict[tuple[str, str], Tensor] = {}
         self.columns: dict[tuple[str, str], list[Tensor]] = {}
+        self.num_tokens: dict[str, int] = {}
         self._uses: dict[str, list[Record]] = {}
+        self._tokens: dict[tuple[int, torch.dtype], tuple[Tensor | None, Tensor, int]] = {}
+        self._biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def record(self, name: str, record: Record) -> None:
         """Take a use of a parameter."""
@@ -286,7 +298,7 @@ class PartSums:
                     self._add(layer.name, "g", p.sum(dim=0).diag() - _gram(p))
                 else:
                     own = p if chosen is None else p[chosen]
-                    self._add(layer.name, "g", p.sum(dim=0))
+                    self._add(layer.name, "p_g", p.sum(dim=0))
                     self.columns.setdefault((layer.name, "g"), []).append(own)
 
     def _add_kronecker(self, layer: Layer, record: Product) -> None:
@@ -295,17 +307,17 @@ class PartSums:
                 f"{layer.name} was used as a matrix of {layer.rows} x {layer.columns}, and is now "
                 f"used as one of {record.g.shape[-1]} x {record.a.shape[-1]}"
             )
-        num_tokens = record.g.shape[1]
-        weights = token_weights(self._mask, num_tokens, layer.name, self._token_mask)
+        weights, ones, count = self._tokens_of(layer.name, record.g)
         with phase("products"):
-            a, g, ones = token_rows(
+            a, g = token_rows(
                 record,
                 weights,
                 sharing=self._config.sharing,
-                has_bias=layer.bias is not None,
                 wants_a=self._is_first and layer.a_form is not Form.IDENTITY,
                 wants_g=self._has_g and layer.g_form not in (Form.IDENTITY, *EXACT_HEADS),
             )
+            if a is not None and layer.bias is not None:
+                a = torch.cat([a, self._ones_of_bias(a, ones, layer)], dim=-1)
             for side, rows in (("a", a), ("g", g)):
                 if rows is None:
                     continue
@@ -313,18 +325,56 @@ class PartSums:
                     counted = rows[ones.bool()].to(ones.dtype)  # [counted, d]
                     self.columns.setdefault((layer.name, side), []).append(counted)
                 elif layer.form(side) is Form.BLOCKED:
-                    self._add(layer.name, side, _block_gram(rows, self._config))
+                    self._add(layer.name, f"blocks_{side}", _block_gram(rows, self._config))
                 else:
-                    self._add(layer.name, side, _gram(rows))
+                    self._add(layer.name, side, _gram(rows, layer.side(side)))
         if self._is_first:
-            self._add(layer.name, "tokens", ones.sum())
+            self.num_tokens[layer.name] = self.num_tokens.get(layer.name, 0) + count
+
+    def _tokens_of(self, name: str, g: Tensor) -> tuple[Tensor | None, Tensor, int]:
+        """Which tokens of a use count; 1.0 for each row that is made of them; how many those are.
+
+        The same for all layers with as many tokens.
+        """
+        key = g.shape[1], torch.promote_types(g.dtype, torch.float32)
+        if key not in self._tokens:
+            weights = token_weights(self._mask, key[0], name, self._token_mask)
+            counted = weights
+            shape = g.shape[:2]
+            if self._config.sharing == "reduce":
+                counted = None if weights is None else weights.any(dim=1, keepdim=True)
+                shape = torch.Size([len(g), min(1, key[0])])
+            ones = g.new_ones(shape, dtype=key[1]) if counted is None else counted.to(key[1])
+            count = shape.numel() if counted is None else int(counted.sum())
+            self._tokens[key] = weights, ones, count
+        return self._tokens[key]
+
+    def _ones_of_bias(self, a: Tensor, ones: Tensor, layer: Layer) -> Tensor:
+        """The columns for a bias [batch, tokens, columns]: a 1, and zeros that make products fast.
+
+        The same for all layers that need as many.
+        """
+        is_padded = layer.a_form in MATRICES and is_half(a)
+        key = ones.shape[1], a.dtype, padding_of(layer.d_in, a) if is_padded else 0
+        if key not in self._biases:
+            self._biases[key] = F.pad(ones.unsqueeze(-1).to(a.dtype), (0, key[2]))
+        return self._biases[key]
 
     def end_column(self) -> None:
         """End a backward pass: all uses of every parameter are there."""
         is_counted = None if self._mask is None else self._mask.any(dim=1)
+        alike: dict[object, dict[str, Tensor]] = {}  # few launches for all gains and offsets
         with phase("products"):
-            for name, records in self._uses.items():
-                self._add(name, "d", diagonal_sums(records, is_counted))
+            for name, (first, *others) in self._uses.items():
+                if others or not isinstance(first, Dense) or first.value.numel() > MOST_ALIKE:
+                    self._add(name, "d", diagonal_sums([first, *others], is_counted))
+                else:
+                    kind = first.value.shape, first.value.dtype
+                    alike.setdefault(kind, {})[name] = first.value
+            for own in alike.values():
+                squares = _squares(_wide(torch.stack(list(own.values()))), is_counted)
+                for name, each in zip(own, squares, strict=True):
+                    self._add(name, "d", each)
         self._uses.clear()
         self._is_first = False
 
@@ -332,58 +382,53 @@ class PartSums:
         before = self.sums.get((name, side))
         self.sums[name, side] = value if before is None else before.add_(value)
 
-    def vectors(self, like: Tensor) -> list[Tensor | None]:
-        """What ranks add up, one vector per layer: sums, then what to divide them by.
+    def vectors(
+        self, entries: Iterable[tuple[str, str]], like: Tensor, *, is_folded: bool
+    ) -> list[Tensor | None]:
+        """What ranks add up: sums by layer and factor, None for what was not used.
 
-        The sums are gone afterwards: the capture, which knows this object, is freed late.
+        They are gone afterwards: the capture, which knows this object, is freed late.
+
+        Args:
+            entries: Names of layers, and what is summed.
+            like: Of the dtype and on the device in which they are added.
+            is_folded: Whether matrices are; see [Note: folded triangles].
         """
-        return [self._vector(name, like) for name in self._layers]
+        values: list[Tensor | None] = []
+        for name, key in entries:
+            value = self.sums.pop((name, key), None)
+            if value is not None and key in "ag":
+                value = packed(value) if is_folded else whole(value)
+            values.append(None if value is None else value.reshape(-1).to(like))
+        return values
 
-    def _vector(self, name: str, like: Tensor) -> Tensor | None:
-        take = self.sums.pop
-        if (name, "d") in self.sums:
-            values = [take((name, "d")).reshape(-1)]
-        elif (name, "tokens") in self.sums:
-            values = [
-                packed(value) if self._layers[name].form(side) in MATRICES else value.reshape(-1)
-                for side in ("a", "g")
-                if (value := self.sums.pop((name, side), None)) is not None
-            ]
-            values.append(take((name, "tokens")).reshape(1))
-        else:
-            return None
-        values.append(like.new_full((1,), float(self._num_terms)))
-        return torch.cat([value.to(like) for value in values])
+    def take_columns(self, like: Tensor) -> dict[tuple[str, str], Tensor]:
+        """The rows [tokens, d] of layers and sides that are held so; gone afterwards."""
+        found = {key: torch.cat(rows).to(like) for key, rows in self.columns.items()}
+        self.columns.clear()
+        return found
 
 
 # --- vectors that ranks add up --------------------------------------------------------------------
 
 
-def vector_size(layer: Layer, config: KFACConfig) -> int:
-    """Elements that ranks add up for a layer: packed sums, then numbers of tokens and labels."""
-    match layer.method:
-        case Method.KRONECKER:
-            return sum(math.prod(side_shape(layer, side, config)) for side in ("a", "g")) + 2
-        case Method.DIAGONAL:
-            return layer.numel + 1
-        case Method.IDENTITY:
-            return 0
-    raise AssertionError(layer.method)
-
-
-def side_shape(layer: Layer, side: str, config: KFACConfig) -> tuple[int, ...]:
-    """Of what ranks add up for a side: a folded triangle, rows of blocks, or probabilities."""
-    n = layer.side(side)
-    if side == "g" and config.fisher == "forward":
-        return (0,)
-    match layer.form(side):
-        case Form.DENSE | Form.EXACT:
-            return (triangle_size(n),)
-        case Form.BLOCKED:
-            return (n, block_shape(n, config)[1])
-        case Form.SOFTMAX:
-            return (n,)
-    return (0,)
+def sum_shapes(
+    layer: Layer, config: KFACConfig, is_folded: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Of what ranks add up for a layer, by the names of `Factors`; matrices may be folded."""
+    if layer.method is not Method.KRONECKER:
+        return {"d": (layer.numel,)} if layer.method is Method.DIAGONAL else {}
+    found: dict[str, tuple[int, ...]] = {}
+    for side in "ag" if config.fisher != "forward" else "a":
+        n = layer.side(side)
+        match layer.form(side):
+            case Form.DENSE | Form.EXACT:
+                found[side] = (triangle_size(n),) if is_folded else (n, n)
+            case Form.BLOCKED:
+                found[f"blocks_{side}"] = (n, block_shape(n, config)[1])
+            case Form.SOFTMAX:
+                found[f"p_{side}"] = (n,)
+    return found
 
 
 def triangle_size(n: int) -> int:
@@ -421,6 +466,13 @@ def unpacked(triangle: Tensor, n: int) -> Tensor:  # -> [n, n]
     return upper + upper.triu(diagonal=1).T
 
 
+def whole(matrix: Tensor) -> Tensor:  # [n, n] -> [n, n]
+    """The symmetric matrix of what `_gram` made; its memory may be used again."""
+    if len(matrix) < 2 * GRAM_ROWS or is_gpu(matrix):
+        return matrix
+    return matrix.triu_().add_(matrix.triu(diagonal=1).T)
+
+
 def _rows(n: int) -> int:
     """Rows of the rectangle: one more where n is even."""
     return n + (n % 2 == 0)
@@ -448,7 +500,9 @@ def phase(name: str) -> Iterator[None]:
     | write | steps to where the gradients are |
     """
     observed_by = _observers[-1](name) if _observers else nullcontext()
-    with record_function(f"unison.kfac: {name}"), observed_by:
+    # Two operations of torch's, which a pass with a phase per layer would wait for.
+    is_profiled = torch.autograd._profiler_enabled()
+    with record_function(f"unison.kfac: {name}") if is_profiled else nullcontext(), observed_by:
         yield
 
 

@@ -27,7 +27,7 @@ from unison.errors import UnsupportedOperation
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import PartSums, phase
 from unison.kfac.labels import Gradient, Pass, PassPart, wide
-from unison.kfac.layers import Layer, layers_of, plain_record
+from unison.kfac.layers import Layer, Method, layers_of, plain_record
 from unison.ops import Record
 from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.granules import draws_of_pass, joined, requires_grad, rows_of, tensors_of
@@ -187,9 +187,8 @@ class Collector:
         layers: Sequence[Layer],
         num_parts: int,
         num_columns: int,
-        like: Tensor,
         compiled: "CompiledStatistics | None",
-    ) -> Iterator[tuple[int | None, list[Tensor | None], dict[tuple[str, str], Tensor]]]:
+    ) -> Iterator[tuple[int | None, PartSums]]:
         """Make the sums of all parts of some passes.
 
         Args:
@@ -198,20 +197,16 @@ class Collector:
             num_parts: The most parts that any rank has: every rank runs as many, so that all call
                 the same collectives.
             num_columns: The most backward passes that any part of any rank needs, likewise.
-            like: Of the dtype and on the device that sums are made in.
             compiled: Compiles the passes; None if they run as they are.
 
         Yields:
-            Each part's granule, its sums by layer, and its rows by layer and side held as columns.
+            Each part's granule, and its sums.
         """
         self._num_columns = num_columns
         for each in passes:
             for index, part in enumerate(each.parts):
                 num_parts -= 1
-                sums = self._sums(each, index, layers, compiled)
-                columns = {key: torch.cat(rows).to(like) for key, rows in sums.columns.items()}
-                sums.columns.clear()
-                yield part.granule, sums.vectors(like), columns
+                yield part.granule, self._sums(each, index, layers, compiled)
         for _ in range(num_parts):  # a rank with fewer parts keeps the others company
             self._sums(passes[-1], 0, [], compiled)
 
@@ -247,6 +242,9 @@ class Collector:
             nullcontext() if part.granule is None else of_granule(index),  # of the draws there
         ):
             capture = self._capture(rows, inputs, taken.record)
+            if layers:  # a bias comes with its weight
+                wanted = {each.name for each in layers if each.method is not Method.IDENTITY}
+                capture.ignored = capture.factored - wanted
             with (
                 capture.installed(),
                 nullcontext() if compiled is None else compiled.running([capture]),

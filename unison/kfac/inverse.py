@@ -177,14 +177,14 @@ def invert(
         NotInvertible: Naming a layer, the smallest eigenvalue and the remedy.
     """
     found: dict[str, Inverse] = {name: {} for name in curvatures}
+    diagonals = {name: own["d"] for name, own in curvatures.items() if "d" in own}
     sides: list[tuple[str, str]] = []  # of those that Cholesky inverts; a block is one
     factors: list[Tensor] = []
     dampings: list[float] = []
-    stats = _stats_of(curvatures, config)
+    stats = _stats_of(curvatures, config, is_together=is_together)
     for name, own in curvatures.items():
         _refuse_not_finite(name, stats[name])
         if "d" in own:
-            found[name] = _of_diagonal(name, own["d"], stats[name]["d"], config)
             continue
         damping = _dampings({side: mean for side, (_, mean, *_) in stats[name].items()}, config)
         is_plain = "a" in own and own.keys() <= {"a", "g"}
@@ -206,13 +206,19 @@ def invert(
             else:
                 is_orthogonal = config.has_rank
                 found[name] |= _by_columns(name, side, own, added, is_orthogonal=is_orthogonal)
-    inverses = _by_cholesky(sides, factors, dampings, is_together=is_together)
+    paddings = [
+        padding_of(len(each), each) if side == "a" and side in curvatures[name] else 0
+        for (name, side), each in zip(sides, factors, strict=True)
+    ]
+    found |= _of_diagonals(diagonals, {name: stats[name]["d"] for name in diagonals}, config)
+    inverses = _by_cholesky(sides, factors, dampings, paddings, is_together=is_together)
     of_sides: dict[tuple[str, str], list[Tensor]] = {}
     for key, inverse in zip(sides, inverses, strict=True):
         of_sides.setdefault(key, []).append(inverse)
     for (name, side), own in of_sides.items():
         if side in curvatures[name]:
-            found[name][side] = align(own[0]) if side == "a" else own[0]
+            has_padding = len(own[0]) > len(curvatures[name][side])
+            found[name][side] = align(own[0]) if side == "a" and not has_padding else own[0]
         else:
             last = len(own[0]) - len(own[-1])
             own[-1] = F.pad(own[-1], (0, last, 0, last))
@@ -226,7 +232,7 @@ def blocks_of(rows: Tensor) -> list[Tensor]:  # [n, b] -> [b, b] each, the last 
 
 
 def _stats_of(
-    curvatures: Mapping[str, Factors], config: KFACConfig
+    curvatures: Mapping[str, Factors], config: KFACConfig, *, is_together: bool = False
 ) -> dict[str, dict[str, list[float]]]:
     """What must be known of factors, by layer and side; a GPU is waited for once.
 
@@ -236,43 +242,26 @@ def _stats_of(
         a diagonal, an upper bound of a matrix's eigenvalues, or 0 where no condition number is
         bounded.
     """
-    all_sides = [
-        (side, each)
-        for own in curvatures.values()
-        for side, each in own.items()
-        if not side.startswith("t_")
-    ]
-    if not all_sides:
+    keys = [(name, side) for name, own in curvatures.items() for side in own if side[:2] != "t_"]
+    if not keys:
         return {name: {} for name in curvatures}
-    zero = all_sides[0][1].new_zeros(())
+    factors = [curvatures[name][side] for name, side in keys]
+    groups: dict[object, list[int]] = {}
+    for number, ((_, side), factor) in enumerate(zip(keys, factors, strict=True)):
+        alike = side in ("d", "p_g"), side[:-1], factor.shape
+        groups.setdefault(alike if is_together else number, []).append(number)
     is_bounded = config.max_condition_number is not None
-    rows = []
-    for (side, factor), size in zip(
-        all_sides, largest_elements([factor for _, factor in all_sides]), strict=True
-    ):
-        smallest = largest = zero
-        if side.startswith("blocks_"):
-            mean = sum(block.diagonal().sum() for block in blocks_of(factor)) / len(factor)
-            if is_bounded:
-                largest = factor.abs().sum(dim=1).max()
-            rows.append(torch.stack([size, torch.as_tensor(mean), smallest, largest]))
-            continue
-        if side.startswith("u_"):
-            mean = factor.square().sum() / factor.shape[1]
-            if factor.numel() and is_bounded:
-                largest = (factor @ factor.T).abs().sum(dim=1).max()
-            rows.append(torch.stack([size, mean, smallest, largest]))
-            continue
-        diagonal = factor if side in ("d", "p_g") else factor.diagonal()
-        if factor.numel() and side in ("d", "p_g"):
-            smallest, largest = factor.min(), factor.max()
-        elif factor.numel() and is_bounded:
-            largest = factor.abs().sum(dim=1).max()
-        rows.append(torch.stack([size, diagonal.mean(), smallest, largest]))
-    known = iter(torch.stack(rows).tolist())
+    rows = [
+        _stats_of_side(keys[own[0]][1], [factors[number] for number in own], is_bounded)
+        for own in groups.values()
+    ]
+    order = list(itertools.chain(*groups.values()))
+    sizes = torch.stack(largest_elements([factors[number] for number in order]))
+    values = torch.cat([sizes[None], torch.cat(rows, dim=1)]).T.tolist()  # [sides, 4]
+    known = {keys[number]: own for number, own in zip(order, values, strict=True)}
     found: dict[str, dict[str, list[float]]] = {}
     for name, own in curvatures.items():
-        stats = {side: next(known) for side in own if not side.startswith("t_")}
+        stats = {side: known[name, side] for side in own if side[:2] != "t_"}
         for side in [side for side in stats if side.startswith("u_")]:
             size, mean, smallest, largest = stats.pop(side)
             tail = float(own[f"t_{side[2:]}"])  # of the host
@@ -284,6 +273,28 @@ def _stats_of(
         stats = {side.removeprefix("blocks_"): each for side, each in stats.items()}
         found[name] = dict(sorted(stats.items()))
     return found
+
+
+def _stats_of_side(side: str, factors: Sequence[Tensor], is_bounded: bool) -> Tensor:
+    """Mean, smallest, largest, see `_stats_of`, of factors of one kind and shape [3, factors]."""
+    if side in ("d", "p_g"):
+        whole = torch.stack(factors) if len(factors) > 1 else factors[0][None]
+        whole = whole.flatten(1)  # [factors, elements]; of one, the same memory
+        if not whole.numel():
+            return whole.new_zeros(3, len(factors))
+        return torch.stack([whole.mean(dim=1), *whole.aminmax(dim=1)])
+    if side.startswith("u_"):
+        means = torch.stack([each.square().sum() / each.shape[1] for each in factors])
+    elif side.startswith("blocks_"):
+        own = [[block.diagonal() for block in blocks_of(each)] for each in factors]
+        means = torch.stack([torch.cat(each).mean() for each in own])
+    else:
+        means = torch.stack([each.diagonal() for each in factors]).mean(dim=1)
+    largest = torch.zeros_like(means)
+    if is_bounded and factors[0].numel():
+        grams = [each @ each.T if side.startswith("u_") else each for each in factors]
+        largest = torch.stack([each.abs().sum(dim=1).max() for each in grams])
+    return torch.stack([means, torch.zeros_like(means), largest])
 
 
 def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
@@ -302,17 +313,24 @@ def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
         )
 
 
-def _of_diagonal(
-    name: str, diagonal: Tensor, stats: Sequence[float], config: KFACConfig
-) -> Inverse:
-    damped = diagonal + config.joint_damping
-    smallest, largest = (value + config.joint_damping for value in stats[2:])
-    if config.max_condition_number is not None:
-        least = largest / config.max_condition_number
-        damped, smallest = damped.clamp(min=least), max(smallest, least)
-    if not smallest > 0:
-        raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest))
-    return {"scale": damped.reciprocal()}
+def _of_diagonals(
+    diagonals: Mapping[str, Tensor], stats: Mapping[str, Sequence[float]], config: KFACConfig
+) -> dict[str, Inverse]:
+    """The inverses of all diagonals, with few launches."""
+    if not diagonals:
+        return {}
+    added, most = config.joint_damping, config.max_condition_number
+    for name, (*_, smallest, largest) in stats.items():
+        least = 0.0 if most is None else (largest + added) / most
+        if not max(smallest + added, least) > 0:
+            raise NotInvertible(_not_positive(f"the diagonal of {name!r}", smallest + added))
+    damped = torch._foreach_add(list(diagonals.values()), added)
+    if most is not None:
+        torch._foreach_clamp_min_(
+            damped, [(largest + added) / most for *_, largest in stats.values()]
+        )
+    torch._foreach_reciprocal_(damped)
+    return {name: {"scale": each} for name, each in zip(diagonals, damped, strict=True)}
 
 
 # --- damping --------------------------------------------------------------------------------------
@@ -495,10 +513,14 @@ def _by_cholesky(
     sides: Sequence[tuple[str, str]],
     factors: Sequence[Tensor],
     dampings: Sequence[float],
+    paddings: Sequence[int],
     *,
     is_together: bool,
 ) -> list[Tensor]:
-    """(factor + damping I)⁻¹ of each, with more digits and then more damping where that fails."""
+    """(factor + damping I)⁻¹ of each, with more digits and then more damping where that fails.
+
+    Those that were made together are views of one memory, with some rows and columns of padding.
+    """
     if not factors:
         return []
     groups: dict[object, list[int]] = {}
@@ -515,9 +537,8 @@ def _by_cholesky(
             return [inverse], is_right.reshape(1)
         matrices = [factors[number] for number in own]
         added = [dampings[number] for number in own]
-        inverses, is_right = inverses_of_positive(matrices, added, sizes[own[0]])
-        # Copies, since layers keep them: one of them must not keep all the others.
-        return [each.clone() for each in inverses], is_right
+        extra = [paddings[number] for number in own]
+        return inverses_of_positive(matrices, added, sizes[own[0]], extra)
 
     with full_float32():
         jobs = [functools.partial(invert_group, own) for own in places]

@@ -4,6 +4,7 @@ A step reads top to bottom in `KFAC.step`: statistics of the passes that were ke
 ranks, inverses on their owners, then gradients to owners, steps, steps back.
 """
 
+import itertools
 import math
 import warnings
 import weakref
@@ -26,12 +27,19 @@ from unison.kfac.config import (
     refuse_adaptive,
     watch_optimizers,
 )
-from unison.kfac.factors import phase, vector_size
+from unison.kfac.factors import phase, sum_shapes
 from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts, wide
 from unison.kfac.layers import Layer, Method, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
-from unison.kfac.precondition import Graft, LayerState, Preconditioner, Routes, invert_layers
+from unison.kfac.precondition import (
+    Graft,
+    LayerState,
+    Preconditioner,
+    Routes,
+    invert_layers,
+    update_layers,
+)
 from unison.parallel import (
     ParallelAdapter,
     TensorParallel,
@@ -41,6 +49,7 @@ from unison.parallel import (
 )
 from unison.parallel.exchange import (
     OwnerSums,
+    added,
     broadcast_object,
     gather_rows,
     largest,
@@ -241,11 +250,13 @@ class KFAC:
         scale = loss_scale(grad_scaler)
         # The user may be under autocast, which would round every product here.
         with torch.autocast(machine_of(self._device), enabled=False):
-            # A GPU leaves a bad step out by itself, and the host asks when it has queued all of it;
-            # but an update is begun only if gradients are known to be finite.
+            # A GPU leaves a bad step out by itself, and the host asks when it has queued all of it,
+            # or all of the statistics: factors change only if gradients are known to be finite.
             is_overflow, find_overflow = self._overflow()
             is_known = self._has_update or not is_gpu(is_overflow)
-            reason = (find_overflow() if is_known else None) or self._update(scale)
+            is_first = not (self.layers and self.wants_statistics and is_gpu(is_overflow))
+            reason = find_overflow() if is_known and is_first else None
+            reason = reason or self._update(scale, lambda: None if is_first else find_overflow())
             if reason is None:
                 self._precondition(None if is_known else is_overflow)
                 reason = None if is_known else find_overflow()
@@ -273,7 +284,9 @@ class KFAC:
         """
         ranks = self._adapter.ranks
         held = [each for each in self._adapter.params if each.parameter.grad is not None]
-        sizes = largest_elements([each.gradient() for each in held])
+        sizes = largest_elements(
+            [each.gradient(each.shape if not each.is_part else (-1,)) for each in held]
+        )
         largest_of = torch.stack(sizes) if held else torch.zeros(1, device=self._device)
         # Squares, since Adam takes them.
         is_finite = largest_of.to(wide(largest_of.dtype)).square().isfinite()
@@ -309,10 +322,12 @@ class KFAC:
             stacklevel=4,  # of whoever calls `step`, past torch.no_grad
         )
 
-    def _update(self, scale: float) -> str | None:
+    def _update(self, scale: float, find_overflow: Callable[[], str | None]) -> str | None:
         """Factors and inverses, where they are due; returns why the step is to be left out."""
-        if self.wants_statistics and (reason := self._update_factors(scale)) is not None:
-            return reason
+        if self.wants_statistics:
+            reason = self._update_factors(scale, find_overflow)
+            if reason is not None:
+                return reason
         every = self.config.invert_every
         is_fresh = self._last_update == self.num_steps
         if self._last_update is not None and (
@@ -337,7 +352,6 @@ class KFAC:
             gradients,
             is_together=self._is_together,
             is_overflow=is_overflow,
-            is_free=self.config.kl_clip is None,
         )
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)
@@ -362,8 +376,8 @@ class KFAC:
             for step in steps.values():
                 step.mul_((bound / change) ** 0.5)
 
-    def _update_factors(self, scale: float) -> str | None:
-        """Average new factors in, unless some are not finite; returns which."""
+    def _update_factors(self, scale: float, find_overflow: Callable[[], str | None]) -> str | None:
+        """Average new factors in, unless some are not finite, or gradients; returns which."""
         ranks, passes = self._adapter.ranks, self._passes
         together(ranks, lambda: refuse_missing(passes, self.num_steps))
         warn_of_shifts(self._shifts, self.config.likelihood)
@@ -374,8 +388,8 @@ class KFAC:
                 part.scale /= scale
         if self.config.head == "exact":  # all ranks choose the same tokens, whoever has them
             parts = [part for each in passes for part in each.parts]
-            labels = torch.tensor(sum(each.num_terms for each in parts), device=self._device)
-            share = MOST_HEAD_TOKENS / max(int(ranks.sum_(labels)), 1)
+            labels = added(ranks, self._device, sum(each.num_terms for each in parts))
+            share = MOST_HEAD_TOKENS / max(*labels, 1)
             for part in parts:
                 part.head_share = share
         self._recorder.is_paused = True
@@ -388,44 +402,58 @@ class KFAC:
                 most, is_plain, columns = largest(ranks, self._device, *numbers)
                 undo.enter_context(self._adapter.observing())
                 if not self.layers:
-                    rows = torch.tensor(sum(each.num_real for each in passes), device=self._device)
-                    found = self._collector.find_layers(passes[0], int(ranks.sum_(rows)))
+                    rows = added(ranks, self._device, sum(each.num_real for each in passes))
+                    found = self._collector.find_layers(passes[0], *rows)
                     self._take_layers(broadcast_object(ranks, 0, found))
                 like, edges = self._routes.like, passes[0].rows.edges
                 self._is_ordered = bool(edges)
-                sizes = [vector_size(each, self.config) for each in self.layers]
-                sums = OwnerSums(sizes, self._owners, ranks, like, edges)
+                is_folded = not self._is_together  # what is sent, or kept for many granules
+                shapes = [sum_shapes(each, self.config, is_folded) for each in self.layers]
+                entries = [(i, key) for i, own in enumerate(shapes) for key in own]
+                sizes = [math.prod(shapes[i][key]) for i, key in entries]
+                owners = [self._owners[i] for i, _ in entries]
+                sums = OwnerSums(sizes, owners, ranks, like, edges)
+                counts = {layer.name: [0, 0] for layer in self.layers}  # tokens, labels
                 compiled = None
                 if backend is not None and not is_plain:  # on any rank
                     compiled = self._compiled_by(backend)
                     undo.enter_context(compiled.attached(passes))
                 with phase("statistics"):
                     run, pieces = self._collector.run, []
-                    parts = run(passes, self.layers, most, columns, like, compiled)
-                    for granule, vectors, of_part in parts:
-                        sums.take(granule, vectors)
-                        pieces.append((granule, of_part))
+                    for granule, part in run(passes, self.layers, most, columns, compiled):
+                        used = {name for name, _ in part.sums} | part.num_tokens.keys()
+                        names = [(self.layers[i].name, key) for i, key in entries]
+                        vectors = part.vectors(names, like, is_folded=is_folded)
+                        if sums.take(granule, vectors):
+                            for name in used:
+                                counts[name][0] += part.num_tokens.get(name, 0)
+                                counts[name][1] += part.num_terms
+                        pieces.append((granule, part.take_columns(like)))
         finally:
             self._recorder.is_paused = False
         with phase("factors"):
             totals = sums.finish()
             rows = self._gather_columns(pieces, like)
-            # Numbers of tokens and labels, the last two of each; a GPU is waited for once.
-            largest_of = largest_elements(list(totals.values()))
-            ends = [
-                torch.cat([total[-2:], size.view(1)])
-                for total, size in zip(totals.values(), largest_of, strict=True)
-            ]
-            counts = torch.stack(ends).tolist() if ends else []
-            bad = [i for i, own in zip(totals, counts, strict=True) if not math.isfinite(own[-1])]
+            numbers = added(ranks, self._device, *itertools.chain(*counts.values()))
+            # A GPU is waited for once.
+            sizes = largest_elements(list(totals.values()))
+            largest_of = torch.stack(sizes).tolist() if sizes else []
+            is_bad = zip(totals, largest_of, strict=True)
+            bad = [entries[number][0] for number, size in is_bad if not math.isfinite(size)]
             bad += [i for i, own in rows.items() if not all_finite(own.values())]
-            names = [repr(self.layers[index].name) for index in bad]
+            names = [repr(self.layers[i].name) for i in bad]
             reason = f"sums for the factors of {names[0]} are not finite" if bad else None
-            if (reason := self._agreed(reason)) is not None:
+            if (reason := find_overflow() or self._agreed(reason)) is not None:
                 self._forget_update(*before)
                 return reason
-            for (index, total), (tokens, labels, _) in zip(totals.items(), counts, strict=True):
-                self._states[index].update(total, tokens, labels, rows.get(index, {}))
+            of_layers: dict[int, dict[str, Tensor]] = {i: {} for i in self._states}
+            for number, total in totals.items():
+                i, key = entries[number]
+                of_layers[i][key] = total.view(shapes[i][key])
+            update_layers(
+                (self._states[i], own, rows.get(i, {}), *numbers[2 * i : 2 * i + 2])
+                for i, own in of_layers.items()
+            )
         self._last_update = self.num_steps
         return None
 

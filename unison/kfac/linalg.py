@@ -167,8 +167,14 @@ def invert_lower_(lower: Tensor) -> Tensor:  # [n, n]
 
 def _inverse_of_lower(lower: Tensor) -> Tensor:  # [..., n, n] -> [..., n, n]
     """The inverse of a small lower triangle."""
-    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    eye = _identity(lower.shape[-1], lower.dtype, lower.device)
     return torch.linalg.solve_triangular(lower, eye, upper=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same memory every time: a GPU needs two launches to make one, blocks are many."""
+    return torch.eye(n, dtype=dtype, device=device)
 
 
 def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
@@ -208,7 +214,11 @@ def _multiply_into(
     is_large = min(*left.shape[-2:], right.shape[-1]) >= LEAST_SPLIT
     if not (is_large and is_gpu(left) and left.dtype == torch.float32):
         return add(left, right, alpha=alpha, beta=beta)
-    (high_left, low_left), (high_right, low_right) = _split(left), _split(right)
+    high_left, low_left = _split(left)
+    if right.data_ptr() == left.data_ptr() and right.stride() == left.mT.stride():
+        high_right, low_right = high_left.mT, low_left.mT
+    else:
+        high_right, low_right = _split(right)
     with _precision("tf32"):
         add(low_left, high_right, alpha=alpha, beta=beta)
         add(high_left, low_right, alpha=alpha, beta=1)
@@ -251,7 +261,7 @@ def joint_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def inverses_of_positive(
-    matrices: list[Tensor], dampings: list[float], size: int
+    matrices: list[Tensor], dampings: list[float], size: int, paddings: Sequence[int] = ()
 ) -> tuple[list[Tensor], Tensor]:
     """(matrix + damping I)⁻¹ of each, and whether there is one, without waiting for the answer.
 
@@ -260,23 +270,29 @@ def inverses_of_positive(
         dampings: Of each matrix.
         size: What to pad all of them to, n or more.
 
+        paddings: Rows and columns of the identity that each inverse ends with; none by default.
+
     Returns:
-        The inverses [n, n]; whether each is right [batch].
+        The inverses [n, n], views of one memory; whether each is right [batch].
     """
     whole = matrices[0].new_zeros(len(matrices), size, size)
-    for place, matrix, damping in zip(whole, matrices, dampings, strict=True):
-        n = len(matrix)
-        place[:n, :n].copy_(matrix)
-        place.diagonal()[:n].add_(damping)
-        place.diagonal()[n:].fill_(1.0)
+    lengths = [len(each) for each in matrices]
+    places = [place[:n, :n] for place, n in zip(whole, lengths, strict=True)]
+    torch._foreach_copy_(places, matrices)
+    rows = torch.arange(size, device=whole.device)
+    added = whole.new_tensor(dampings)[:, None]
+    is_padding = rows >= torch.tensor(lengths, device=whole.device)[:, None]
+    whole.diagonal(dim1=1, dim2=2).add_(torch.where(is_padding, 1.0, added))
     leaves: Leaves = {}
     _factorise_(whole, 0, size, leaves)
     whole.tril_()
     _invert_factors_(whole, 0, size, leaves)
+    # Blocks on the diagonal in one product of float32: of three, errors were ten times as large.
     found = gram_of_lower(whole, BATCH_LEAF)
     is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
     largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
-    inverses = [each[: len(own), : len(own)] for each, own in zip(found, matrices, strict=True)]
+    ends = [n + extra for n, extra in zip(lengths, paddings or [0] * len(lengths), strict=True)]
+    inverses = [each[:end, :end] for each, end in zip(found, ends, strict=True)]
     return inverses, is_right & torch.isfinite(largest)
 
 
@@ -285,8 +301,7 @@ def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
     block = whole[:, low:high, low:high]
     if high - low <= BATCH_LEAF:
         lower, info = torch.linalg.cholesky_ex(block)
-        leaves[low] = _inverse_of_lower(lower), info
-        block.copy_(lower)
+        leaves[low] = _inverse_of_lower(lower), info  # all that is read of this block from here on
         return
     middle = low + _half(high - low)
     between = whole[:, middle:high, low:middle]

@@ -30,13 +30,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kfac.config import KFACConfig
-from unison.kfac.factors import phase, side_shape, unpacked
+from unison.kfac.factors import phase, unpacked
 from unison.kfac.inverse import Inverse, align, apply, fold, invert, join, stack
-from unison.kfac.layers import Form, Layer, Method, source_of
+from unison.kfac.layers import Form, Layer, source_of
 from unison.kfac.linalg import is_gpu, largest_elements
 from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
 from unison.parallel.exchange import buckets, swap
@@ -70,49 +71,6 @@ class LayerState:
         self._scales: dict[str, float] = {}  # of those that are stored in a narrow dtype
         self._weight = 0.0
         self.inverse: Inverse | None = None
-
-    def update(
-        self, vector: Tensor, num_tokens: float, num_labels: float, columns: Mapping[str, Tensor]
-    ) -> None:
-        """Average new factors in; nothing if there were no labels.
-
-        Args:
-            vector: The sums of all ranks, and after them the two numbers.
-            num_tokens: Tokens that the layer saw; means nothing for a diagonal.
-            num_labels: Labels that the loss was made of.
-            columns: The rows of all ranks, of the sides that are held so [tokens, n].
-        """
-        if num_labels == 0:
-            return
-        layer, sums, rest = self.layer, {}, vector[:-2]
-        if layer.method is Method.DIAGONAL:
-            sums = {"d": vector[:-1]}
-        else:
-            for side in ("a", "g"):
-                shape = side_shape(layer, side, self._config)
-                own, rest = rest[: math.prod(shape)], rest[math.prod(shape) :]
-                match layer.form(side):
-                    case _ if not len(own):
-                        pass
-                    case Form.BLOCKED:
-                        sums[f"blocks_{side}"] = own.view(shape)
-                    case Form.SOFTMAX:
-                        sums[f"p_{side}"] = own
-                    case _:
-                        sums[side] = unpacked(own, layer.side(side))
-        # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
-        shares = dict.fromkeys("gd", (1 - self._decay) / num_labels)
-        shares["a"] = (1 - self._decay) / max(num_tokens, 1.0)
-        for key, value in sums.items():
-            share = shares[key[-1]]
-            if key in self._averages:
-                before = self._read(key)
-                self._write(key, before.mul_(self._decay).add_(value, alpha=share))
-            else:
-                self._write(key, value * share)
-        for side, rows in columns.items():
-            self._add_columns(side, rows * shares[side] ** 0.5)
-        self._weight = self._decay * self._weight + (1 - self._decay)
 
     def _add_columns(self, side: str, rows: Tensor) -> None:
         """Average columns in: a sum of products is the product of all of them, side by side."""
@@ -194,6 +152,46 @@ class LayerState:
                     self._averages[key] = value.cpu().pin_memory()
         self.inverse = groups["inverse"] or None
         self._graft.load(groups["graft"])
+
+
+def update_layers(
+    updates: Iterable[tuple[LayerState, Values, Mapping[str, Tensor], int, int]],
+) -> None:
+    """Average new factors of layers in, each with few launches for all of them.
+
+    Args:
+        updates: Of each layer its state; the sums of all ranks, where matrices may be folded, which
+            are given away; the rows of all ranks, of sides that are held as columns [tokens, n];
+            tokens that the layer saw, which mean nothing for a diagonal; and labels that the loss
+            was made of: nothing changes without any.
+    """
+    items: list[tuple[LayerState, str, Tensor, float]] = []
+    for state, sums, columns, num_tokens, num_labels in updates:
+        if num_labels == 0:
+            continue
+        decay = state._decay
+        # Divided once: inputs by the tokens that the layer saw, the rest by the labels.
+        shares = dict.fromkeys("gd", (1 - decay) / num_labels)
+        shares["a"] = (1 - decay) / max(num_tokens, 1)
+        items += [(state, key, value, shares[key[-1]]) for key, value in sums.items()]
+        for side, rows in columns.items():
+            state._add_columns(side, rows * shares[side] ** 0.5)
+        state._weight = decay * state._weight + (1 - decay)
+    for group in buckets(items, lambda item: 2 * item[2].nbytes, BYTES_AT_ONCE):
+        values = [
+            unpacked(value, state.layer.side(key)) if key in "ag" and value.ndim == 1 else value
+            for state, key, value, _ in group
+        ]
+        torch._foreach_mul_(values, [share for *_, share in group])
+        known = [n for n, (state, key, *_) in enumerate(group) if key in state._averages]
+        if known:
+            before = [group[n][0]._read(group[n][1]) for n in known]
+            torch._foreach_mul_(before, group[0][0]._decay)
+            torch._foreach_add_(before, [values[n] for n in known])
+            for n, value in zip(known, before, strict=True):
+                values[n] = value
+        for (state, key, *_), value in zip(group, values, strict=True):
+            state._write(key, value)
 
 
 def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_together: bool) -> None:
@@ -315,8 +313,8 @@ class Graft:
 
         Averages are not divided by 1 - β₁ᵗ there: what is preconditioned gets another length.
         """
-        steps = [torch.empty_like(each) for each in own]
-        torch._foreach_zero_(steps)
+        zeros = own[0].new_zeros(sum(each.numel() for each in own))
+        steps = _unflatten_dense_tensors(zeros, own)  # one call for views of all of them
         number = torch.full((), float(count), dtype=torch.float32, device=own[0].device)
         betas = {"beta1": self._beta1, "beta2": self._beta2, "eps": self._eps}
         others = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
@@ -378,7 +376,6 @@ class Preconditioner:
         *,
         is_together: bool,
         is_overflow: Tensor | None = None,
-        is_free: bool = False,
     ) -> Values:
         """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
 
@@ -389,8 +386,6 @@ class Preconditioner:
                 rank.
             is_together: Whether layers of equal shape share a product; see the note above.
             is_overflow: See `Graft.step`.
-            is_free: Whether the gradients are not needed afterwards, so that steps may be made
-                where they are: that is where they go, and saves a copy.
         """
         with phase("graft"):
             own, source = self._graft.step(gradients, is_overflow)
@@ -399,9 +394,9 @@ class Preconditioner:
             self.plan(states, is_together=is_together)
             values = source if own is None else own
             steps = {name: values[name] for name in self._uncurved}
-            directions = self._directions(source)
+            directions, parts = self._directions(source)
             if own is not None:
-                self._stretch_(directions, own, gradients if is_free else {})
+                self._stretch_(directions, parts, own)
         return steps | directions
 
     def plan(self, states: Sequence[LayerState], *, is_together: bool) -> None:
@@ -442,32 +437,43 @@ class Preconditioner:
         # Where in `_weights` those are that the biases belong to.
         self._places_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
 
-    def _directions(self, source: Values) -> Values:
-        """What is preconditioned, by parameter: new memory."""
-        matrices: list[Tensor] = []
-        views: Values = {}
+    def _directions(self, source: Values) -> tuple[Values, list[Tensor]]:
+        """What is preconditioned, by parameter: new memory.
+
+        Returns:
+            Beside it, the same of many layers each: weights [layers, ...] of every stack, then
+            biases of those that have some.
+        """
+        found: Values = {}
+        weights, biases = [], []
         for layers, inverse in self.stacks:
             first, like = layers[0], source[layers[0].name]
             width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
-            whole = like.new_empty(len(layers), first.d_out, width)
-            whole[:, :, first.d_in :].zero_()  # the columns of padding
-            matrices.append(whole)
-            bias = whole[:, :, first.columns : first.d_in]
-            views.update(_by_parameter(layers, [whole[:, :, : first.columns], bias]))
-        if views:
-            values = [source[name].reshape(view.shape) for name, view in views.items()]
-            torch._foreach_copy_(list(views.values()), values)
-        found: Values = {}
-        for (layers, inverse), whole in zip(self.stacks, matrices, strict=True):
-            columns = [layers[0].columns, layers[0].d_in - layers[0].columns]
-            found.update(_by_parameter(layers, apply(inverse, whole, columns)))
+            padding = like.new_zeros(first.d_out, width - first.d_in)
+            pieces: list[Tensor] = []  # side by side, which is one launch
+            sides = layers[0].rows, layers[0].columns
+            for layer in layers:
+                weight = source[layer.name]
+                if layer.is_transposed:
+                    weight = weight.reshape(layer.columns, layer.rows).T
+                pieces.append(weight if weight.shape == sides else weight.reshape(sides))
+                if layer.bias is not None:
+                    pieces.append(source[layer.bias].view(-1, 1))
+                if padding.shape[1]:
+                    pieces.append(padding)
+            whole = torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
+            columns = [first.columns, first.d_in - first.columns]
+            parts = apply(inverse, whole, columns)
+            found.update(_by_parameter(layers, parts))
+            weights.append(parts[0])
+            biases += parts[1:] if first.bias is not None else []
         if self._diagonals:
             own = [source[name] for name in self._diagonals]
             scaled = torch._foreach_mul(own, list(self._diagonals.values()))
             found.update(zip(self._diagonals, scaled, strict=True))
-        return found
+        return found, weights + biases
 
-    def _stretch_(self, directions: Values, others: Values, free: Mapping[str, Tensor]) -> None:
+    def _stretch_(self, directions: Values, parts: Sequence[Tensor], others: Values) -> None:
         """Make each layer's direction as long as another step; zeros stay zeros.
 
         Norms are added up in float64. What is computed of one layer does not depend on the others:
@@ -475,8 +481,8 @@ class Preconditioner:
 
         Args:
             directions: Of the layers with an inverse, by parameter.
+            parts: The same memory, see `_directions`.
             others: Of each, what to be as long as.
-            free: By parameter, memory to put it in, as good as its own; nothing for its own.
         """
         names = self._weights + self._biases
         if not names:
@@ -489,11 +495,22 @@ class Preconditioner:
         squares, of_biases = norms.square().split([len(self._weights), len(self._biases)], dim=1)
         lengths, wanted = squares.index_add(1, self._places_of_biases, of_biases).sqrt()
         scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
-        scales = torch.cat([scales, scales[self._places_of_biases]])
-        pairs = zip(names, own, strict=True)
-        outs = [free[name].reshape(each.shape) for name, each in pairs] if free else own
-        found = multiply_all_(own, scales.to(own[0].dtype), outs)
-        directions.update(zip(names, found, strict=True))
+        scales = scales.to(own[0].dtype)
+        of_stacks, of_diagonals = scales.split(
+            [scales.numel() - len(self._diagonals), len(self._diagonals)]
+        )
+        at = torch.cat([of_stacks, scales[self._places_of_biases]]).split(
+            [len(part) for part in parts]
+        )
+        # Many layers at a time where there are many, all the others in one launch.
+        alone, numbers = [directions[name] for name in self._diagonals], [of_diagonals]
+        for part, scale in zip(parts, at, strict=True):
+            if len(part) > 1:
+                part.mul_(scale.view(-1, 1, 1))
+            else:
+                alone.append(part[0])
+                numbers.append(scale)
+        multiply_all_(alone, torch.cat(numbers))
 
 
 def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
@@ -506,31 +523,21 @@ def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
     weights, biases = parts
     if layers[0].is_transposed:
         weights = weights.mT
-    found = {layer.name: each for layer, each in zip(layers, weights, strict=True)}
-    for layer, each in zip(layers, biases, strict=True):
-        if layer.bias is not None:
-            found[layer.bias] = each[:, 0]
+    found = dict(zip((layer.name for layer in layers), weights.unbind(), strict=True))
+    if layers[0].bias is not None:  # all of a stack have one, or none has
+        names = [layer.bias for layer in layers if layer.bias is not None]
+        found.update(zip(names, biases[:, :, 0].unbind(), strict=True))
     return found
 
 
-def multiply_all_(
-    values: Sequence[Tensor], scales: Tensor, outs: Sequence[Tensor] | None = None
-) -> Sequence[Tensor]:
-    """Multiply each tensor with its number of `scales` [tensors]; return where the products are.
-
-    Args:
-        values: Not needed afterwards.
-        scales: Of each.
-        outs: Where the products may be as well, of the same shapes; None for their own places.
-    """
-    outs = values if outs is None else outs
-    is_flat = all(each.is_contiguous() for each in (*values, *outs))
+def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
+    """Multiply each tensor with its number of `scales` [tensors]."""
+    is_flat = all(each.is_contiguous() for each in values)
     flat = [value.view(1, -1) for value in values] if is_flat else []
     if is_flat and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
-        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in outs])  # one launch
-        return outs
-    torch._foreach_mul_(list(values), list(scales.unbind()))
-    return values
+        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in flat])  # one launch
+    elif values:
+        torch._foreach_mul_(list(values), list(scales.unbind()))
 
 
 # --- gradients to owners, steps back --------------------------------------------------------------
@@ -572,16 +579,20 @@ class Routes:
 
         Layers of which this rank has no gradient at all are left out: no rank has one.
         """
-        mine = self._owned_by(self._ranks.rank)
+        mine, dtype = self._owned_by(self._ranks.rank), self.like.dtype
+        some = [
+            each for own in mine if any(p.parameter.grad is not None for p in own) for each in own
+        ]
         if self._num_places == 1:
-            wholes = {each.name: each.gradient(each.shape) for own in mine for each in own}
+            wholes = {each.name: each.gradient(each.shape) for each in some}
         else:
             wholes = self._gathered([each for own in mine for each in own])
+        found = {each.name: wholes[each.name] for each in some}
         return {
-            each.name: wholes[each.name].to(self.like)
-            for own in mine
-            if any(each.parameter.grad is not None for each in own)
-            for each in own
+            name: each
+            if each.dtype == dtype and each.device == self.like.device
+            else each.to(self.like)
+            for name, each in found.items()
         }
 
     def _gathered(self, mine: Sequence[ShardedParam]) -> dict[str, Tensor]:

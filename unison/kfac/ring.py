@@ -14,7 +14,7 @@ is a sum over ranks, so that each keeps its own W_r and one all-reduce applies a
 ever holds more than its own T_r x T_r matrix. What reference note 003 wrote instead, each rank's
 whole inverse applied to what the last one left, is the product of the ranks' inverses.
 
-`KFAC` does not use it: up to `MOST_COLUMNS` tokens T x T is small, and columns go to their owner.
+`KFAC` does not use it: T x T is small there (docs/kfac.md), and columns go to their owner.
 """
 
 import torch

@@ -127,6 +127,8 @@ class ShardedParam:
     def gradient(self, shape: Sequence[int] = (-1,)) -> Tensor:
         """This rank's part of the gradient in some shape, or flat; zeros where there is none."""
         gradient = self.parameter.grad
+        if type(gradient) is Tensor and gradient.shape == shape and not gradient.requires_grad:
+            return gradient  # most are, and every view costs the host microseconds at every step
         if gradient is None:
             return torch.zeros_like(local_part(self.parameter.detach())).reshape(shape)
         with torch._C.DisableTorchFunctionSubclass():
@@ -176,11 +178,11 @@ def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for each, value in pairs:
             if each.parameter.grad is not None:
-                part = local_part(each.parameter.grad.detach())
+                part = local_part(each.parameter.grad)
                 if part.data_ptr() == value.data_ptr() and part.dtype == value.dtype:
                     continue  # it was made there
                 parts.append(part)
-                values.append(value.reshape(part.shape))
+                values.append(value if value.shape == part.shape else value.reshape(part.shape))
         if parts:
             torch._foreach_copy_(parts, values)
 

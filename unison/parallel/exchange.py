@@ -68,6 +68,13 @@ def largest(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
     return ranks.max_(torch.tensor(values, device=device)).tolist()
 
 
+def added(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
+    """The sum of each number over ranks; a collective."""
+    if ranks.size == 1:
+        return list(values)
+    return ranks.sum_(torch.tensor(values, device=device)).tolist()
+
+
 def swap(
     ranks: Ranks,
     sent: Sequence[Sequence[Tensor]],
@@ -184,15 +191,18 @@ class OwnerSums:
         self._seen: set[int] = set()
         self._sums: list[Tensor | None] = [None] * len(sizes)
 
-    def take(self, granule: int | None, vectors: Sequence[Tensor | None]) -> None:
+    def take(self, granule: int | None, vectors: Sequence[Tensor | None]) -> bool:
         """Take the vectors of one granule or pass; None counts as zeros.
 
         The caller gives them away: they are added in place.
+
+        Returns:
+            Whether they count; a ghost's do not.
         """
         if self._is_ordered:
             assert granule is not None
             if not self._mine[0] <= granule < self._mine[1]:
-                return  # a ghost, on a rank without samples
+                return False  # a ghost, on a rank without samples
             if granule in self._seen:
                 raise BadInput(
                     f"granule {granule} was sampled twice in one step: several batches of "
@@ -202,11 +212,12 @@ class OwnerSums:
             for tree, vector in zip(self._trees, vectors, strict=True):
                 if vector is not None:
                     tree.put(granule, vector)
-            return
+            return True
         for index, vector in enumerate(vectors):
             before = self._sums[index]
             if vector is not None:
                 self._sums[index] = vector if before is None else before.add_(vector)
+        return True
 
     def finish(self) -> dict[int, Tensor]:
         """The sums over all ranks that this rank owns, by their numbers; a collective."""
