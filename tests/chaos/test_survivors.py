@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.chaos.runs import SMALL, launch, one_rank, outcome_of, steps_begun, train_straight
 from tests.train.private_runs import SEEDED, config_of
@@ -45,9 +47,13 @@ def config(run: Path, folder: Path, *, is_private: bool, **settings) -> TrainCon
     return config_of(run, folder / "text.txt", SEEDED if is_private else None, **settings)
 
 
-def check(straight: Path, run: Path, *, is_private: bool = True) -> int:
+def check(straight: Path, run: Path, *, is_private: bool = True, is_exact: bool = True) -> int:
     """Hold a run against one that was not disturbed; returns the step that it went on from."""
-    assert read_result(run).digest == read_result(straight).digest
+    if is_exact:
+        assert read_result(run).digest == read_result(straight).digest
+    found, expected = (load_file(each / "model.safetensors") for each in (run, straight))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     (line,) = map(json.loads, (run / "resumptions.jsonl").read_text().splitlines())
     # Nobody else wrote a checkpoint; a survivor may have come to the step before.
     found = [int(path.name[5:]) for path in checkpoints_of(run)]
@@ -137,8 +143,10 @@ def test_whoever_is_killed(straight, tmp_path, num_ranks, victim, is_private):
     killer = kill_at(run, 5, kill)
     launch(config(run, undisturbed.parent, is_private=is_private), num_ranks, max_restarts=1)
     killer.join()
+    # Three numbers have sums of several roundings, and the fast reducer promises none of them.
+    how = {"is_private": is_private, "is_exact": is_private or num_ranks == 2}
     # Where the rank that records is gone, it may have been a step ahead of the others.
-    assert check(undisturbed, run, is_private=is_private) >= seen[0] - (victim == 0)
+    assert check(undisturbed, run, **how) >= seen[0] - (victim == 0)
 
 
 @pytest.mark.full
