@@ -11,16 +11,27 @@ from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.0, *NOT_FINITE])
+@pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, -math.inf])
 def test_positive_refuses(value):
     with pytest.raises(BadInput, match=r"^lr must be above 0, found "):
         check.positive(lr=value)
 
 
-@pytest.mark.parametrize("value", [-1e-30, *NOT_FINITE])
+@pytest.mark.parametrize("value", [-1e-30, math.nan, -math.inf])
 def test_not_negative_refuses(value):
     with pytest.raises(BadInput, match=r"^noise must be 0 or more, found "):
         check.not_negative(noise=value)
+
+
+def test_what_is_large_enough_is_told_what_else_is_wrong():
+    with pytest.raises(BadInput, match=r"^lr must be finite and above 0, found inf$"):
+        check.positive(lr=math.inf)
+    with pytest.raises(BadInput, match=r"^seconds must be finite and 0 or more, found inf$"):
+        check.not_negative(seconds=math.inf)
+    with pytest.raises(BadInput, match=r"^lr must be a number, above 0, found '3'$"):
+        check.positive(lr="3")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"^noise must be a number, 0 or more, found tensor\(.*$"):
+        check.not_negative(noise=torch.zeros(300, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [-1e-9, 1 + 1e-9, *NOT_FINITE])

@@ -5,6 +5,7 @@ caller writing it twice, and raises `BadInput` with what was expected and what w
 """
 
 import math
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
@@ -25,14 +26,22 @@ def positive(**values: float) -> None:
     """
     for name, value in values.items():
         if not (isinstance(value, Real) and 0 < value < math.inf):
-            raise BadInput(f"{name} must be above 0, found {value!r}")
+            raise _misfit(name, value, "above 0")
 
 
 def not_negative(**values: float) -> None:
     """Require every value to be a finite number of at least zero."""
     for name, value in values.items():
         if not (isinstance(value, Real) and 0 <= value < math.inf):
-            raise BadInput(f"{name} must be 0 or more, found {value!r}")
+            raise _misfit(name, value, "0 or more")
+
+
+def _misfit(name: str, value: object, wanted: str) -> BadInput:
+    """What is wrong with a value, of which its size need not be the first thing."""
+    if not isinstance(value, Real):
+        return BadInput(f"{name} must be a number, {wanted}, found {reprlib.repr(value)}")
+    kind = "finite and " if value == math.inf else ""
+    return BadInput(f"{name} must be {kind}{wanted}, found {value!r}")
 
 
 def probability(**values: float) -> None:

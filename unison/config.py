@@ -329,7 +329,7 @@ class Output:
             clipped fractions. A terminal shows them anyway.
         data_salt: A small secret file that stays beside the data, made if it is not there. With it
             the ledger commits to the rows, so that `unison account RUN RUN...` knows runs on one
-            data set.
+            data set, and a run that goes on whether its rows are those of before.
         record: Keep a digest of every step and unit, so that `unison replay` can check any stretch
             of the run, on any number of ranks. Needs --reducer ordered.
         seal_key: A new file for the secret key of a private run, sealed under a passphrase: whoever

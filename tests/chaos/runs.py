@@ -15,6 +15,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,13 @@ def one_rank(config: TrainConfig) -> None:
     train(config)
 
 
-def launch(config: TrainConfig, num_ranks: int, *, max_restarts: int) -> None:
+def launch(
+    config: TrainConfig,
+    num_ranks: int,
+    *args: object,
+    max_restarts: int,
+    rank: Callable[..., None] = one_rank,
+) -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     settings = api.LaunchConfig(
         min_nodes=1,
@@ -60,7 +67,7 @@ def launch(config: TrainConfig, num_ranks: int, *, max_restarts: int) -> None:
         start_method="forkserver",
     )
     with suppress(ChildFailedError):  # more restarts than it had
-        api.elastic_launch(settings, one_rank)(config)
+        api.elastic_launch(settings, rank)(config, *args)
 
 
 @dataclass(frozen=True)

@@ -217,9 +217,45 @@ def test_a_ledger_that_lost_lines_is_not_continued(text, tmp_path, stop_at, monk
     ledger = run / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(BadInput, match="cannot be continued"):
+    with pytest.raises(BadInput, match="cannot be continued") as refused:
         train(resumed_config(run, asked, given=set()))
+    assert "--resume" not in str(refused.value)
     assert not (run / "resumptions.jsonl").exists()
+
+
+def test_edited_rows_are_refused_where_the_ledger_commits_to_them(
+    text, tmp_path, stop_at, monkeypatch, capsys
+):
+    run, salt = tmp_path / "run", tmp_path / "salt"
+    asked = config_of(run, text, checkpoint_every=2, data_salt=str(salt), steps=4)
+    stop_at(4, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        train(asked)
+    monkeypatch.undo()
+    config, words, secret = (
+        resumed_config(run, asked, given=set()),
+        text.read_text(),
+        salt.read_bytes(),
+    )
+    before = (run / "ledger.jsonl").read_bytes()
+    # As many rows, of as many tokens.
+    text.write_text(words.translate(str.maketrans("abc", "bca")))
+    with pytest.raises(BadInput, match=r"the rows of this run, or the salt .*, have changed"):
+        train(config)
+    text.write_text(words)
+    salt.unlink()
+    with pytest.raises(BadInput, match=r"or the salt .*, have changed"):
+        train(config)
+    assert not salt.exists()
+    assert (run / "ledger.jsonl").read_bytes() == before
+    # Without the salt nothing is compared but numbers, and that is said.
+    without = replace(config, output=replace(config.output, data_salt=None))
+    salt.write_bytes(secret)
+    train(config)
+    assert "of its rows only the number was compared" not in capsys.readouterr().out
+    (run / "result.json").unlink()
+    train(without)
+    assert "of its rows only the number was compared" in capsys.readouterr().out
 
 
 def test_divergence_keeps_the_ledger_and_says_where(text, tmp_path):

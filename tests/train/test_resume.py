@@ -162,12 +162,49 @@ def test_changed_data_is_refused_and_the_run_kept(stopped, text):
     assert sorted(path for path in stopped.rglob("*")) == before
 
 
+def test_one_changed_letter_is_refused(stopped, text):
+    config = resumed_config(stopped, config_of(stopped, text), given=set())
+    words = text.read_text()
+    text.write_text(words[:500] + "#" + words[501:])
+    with pytest.raises(BadInput, match=r"has changed \((train|eval) rows: .*sha256 was '\w+"):
+        train(config)
+    text.write_text(words)
+    train(config)
+
+
+def test_what_is_refused_is_not_said_to_go_on(stopped, text):
+    config = resumed_config(stopped, config_of(stopped, text), given=set())
+    (stopped / "metrics.jsonl").write_text("rubbish\n")
+    with pytest.raises(BadInput, match=r"metrics.jsonl, line 1") as refused:
+        train(config)
+    assert "--resume" not in str(refused.value)
+
+
 def fail_after_a_checkpoint(folder: Path) -> None:
     with open_run_folder(folder, overwrite=True) as run:
         (run / "config.json").write_text('"new"')
         (run / "checkpoints" / "step-000001").mkdir(parents=True)
         (run / "checkpoints" / "step-000001" / "checkpoint.json").write_text("{}")
         raise Diverged("nan")
+
+
+def test_ranks_that_are_started_again_find_the_run_that_replaces_another(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text('"old"')
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(Diverged, match=r"to replace lies in .*/\.run\.replaced"):
+        fail_after_a_checkpoint(folder)
+    assert json.loads((folder / "config.json").read_text()) == "new"
+    assert len(checkpoints_of(folder)) == 1
+    with open_run_folder(folder, overwrite=False, resume=True):  # it goes on to its end
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    # Of the last start nobody goes on.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(Diverged, match=r"--resume .*run-unfinished-"):
+        fail_after_a_checkpoint(folder)
 
 
 def test_a_failed_run_with_checkpoints_costs_neither_run(tmp_path):

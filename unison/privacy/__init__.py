@@ -12,7 +12,14 @@ from unison.privacy.calibration import (
     steps_for,
 )
 from unison.privacy.engine import PrivacyEngine, attach
-from unison.privacy.ledger import LEDGER_FILE, Ledger, LedgerFile, Session, read_ledger
+from unison.privacy.ledger import (
+    LEDGER_FILE,
+    Ledger,
+    LedgerFile,
+    Session,
+    commit_to_data,
+    read_ledger,
+)
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import (
@@ -60,6 +67,7 @@ __all__ = [
     "TruncatedPoisson",
     "attach",
     "calibrate",
+    "commit_to_data",
     "epsilon_for",
     "epsilon_if_secret",
     "epsilon_of",

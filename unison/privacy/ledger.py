@@ -514,6 +514,12 @@ class LedgerFile:
                 num_left -= 1
         return spending
 
+    @property
+    def whole_head(self) -> Head:
+        """How far it goes without a last line that has no end, or none yet."""
+        number = self.head.num_lines - (not self.ends_with_newline)
+        return Head(number, self._hashes.get(number, START))
+
     def missing(self, known: Head, witness: str) -> str | None:
         """What is wrong if a witness knows a head of this ledger; None if it fits."""
         lost = known.num_lines - self.head.num_lines

@@ -22,6 +22,7 @@ from unison.shard.guard import CollectiveMismatch, RankLost, compare_across_rank
 from unison.shard.norms import clip_grad_norm_, grad_norm, param_norm
 from unison.shard.sharded_tensor import ShardedTensor
 from unison.shard.state.checkpoint import (
+    ALONE,
     MANIFEST_FILE,
     Manifest,
     load_checkpoint,
@@ -42,6 +43,7 @@ from unison.shard.state.optimizer import (
 from unison.shard.unit import units_of
 
 __all__ = [
+    "ALONE",
     "MANIFEST_FILE",
     "BatchPlan",
     "CPUOffload",

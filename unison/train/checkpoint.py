@@ -14,9 +14,11 @@ bits.
 import json
 import math
 import shutil
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
-from unison.errors import BadInput
+from unison.errors import BadInput, UnisonError
 from unison.privacy import LEDGER_FILE
 from unison.run_files import (
     CHECKPOINTS_FOLDER,
@@ -37,13 +39,16 @@ from unison.run_files import (
 )
 from unison.schema import build, cut, is_a, parse, read_json, short
 from unison.shard import (
+    ALONE,
     MANIFEST_FILE,
     CheckpointFailed,
+    RankLost,
     load_checkpoint,
     read_manifest,
     save_checkpoint,
 )
-from unison.train.run_folder import checkpoints_of, num_counted_steps, settle
+from unison.train.run_folder import COVERED, checkpoints_of, num_counted_steps, settle
+from unison.train.world import GRACE_SECONDS, after_stop_signal
 
 if TYPE_CHECKING:
     from unison.train.loop import Run
@@ -65,6 +70,7 @@ class Progress:
             be kept, since no ε covers it.
         eval_before: Loss on the held-out rows before the first step.
         eval_after: The last one measured.
+        eval_step: The step that it was measured after.
     """
 
     step: int = 0
@@ -74,25 +80,25 @@ class Progress:
     train_before: float | None = None
     eval_before: float = math.nan
     eval_after: float = math.nan
+    eval_step: int = 0
 
 
-def save_newest(run: "Run", progress: Progress) -> None:
+def folder_of(run: "Run", step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return Path(run.config.output.folder) / CHECKPOINTS_FOLDER / f"step-{step:06d}"
+
+
+def save_newest(run: "Run") -> None:
     """Begin a checkpoint of a run, after the last one is complete; every rank must call it.
 
     It is written while training goes on; `finish` waits for it.
 
     Args:
         run: Model, optimizer and schedule are kept, what draws its rows and K-FAC's state.
-        progress: How far it has come.
     """
-    world, root = run.world, Path(run.config.output.folder)
+    world = run.world
     finish(run)
-    folder = root / CHECKPOINTS_FOLDER / f"step-{progress.step:06d}"
-    extra = Extra(
-        progress=progress,
-        scheduler=run.scheduler.state_dict(),
-        regime=run.regime.state_dict(),
-    )
+    extra = Extra.of(run)
     files, curvature = {}, run.transform.state_dict()  # a copy, whole, on every rank
     if curvature is not None and world.is_main:
         files[CURVATURE_FILE] = partial(write_state, state=curvature)
@@ -100,7 +106,7 @@ def save_newest(run: "Run", progress: Progress) -> None:
         # Not under a guard, which takes the thread's collectives for the program's.
         run.background = dist.new_group(backend="gloo")  # type: ignore[assignment]
     run.written = save_checkpoint(
-        folder,
+        folder_of(run, extra.progress.step),
         run.model,
         run.optimizer,
         extra=asdict(extra),
@@ -139,6 +145,42 @@ def prune(root: Path, num_kept: int) -> None:
     for left in (root / CHECKPOINTS_FOLDER).glob("step-*"):
         if left.name[5:].isdecimal() and not (left / MANIFEST_FILE).exists():
             shutil.rmtree(left)
+    for left in (root / CHECKPOINTS_FOLDER).glob(f".*{ALONE}*"):
+        shutil.rmtree(left)
+
+
+@contextmanager
+def outlived(run: "Run") -> Iterator[None]:
+    """Around the steps: where another rank is lost, write what this one holds, without any rank.
+
+    The state is that of the last complete step, since no rank waits for another within an update.
+    What several survivors have is the same, or of the step before.
+    """
+    if not run.is_whole:
+        yield
+        return
+    try:
+        # A third of what a launcher gives a process between SIGTERM and SIGKILL.
+        with after_stop_signal(partial(_save_alone, run), seconds=GRACE_SECONDS / 3):
+            yield
+    except Exception as error:
+        # Other errors that a user can mend come to all ranks alike: nobody is lost.
+        if not isinstance(error, UnisonError) or isinstance(error, RankLost):
+            try:
+                _save_alone(run)
+            except Exception as failure:
+                error.add_note(f"its last step could not be saved: {cut(str(failure))}")
+        raise
+
+
+def _save_alone(run: "Run") -> None:
+    with run.update_lock:
+        extra = run.boundary
+        if extra is None:
+            return
+        extra = replace(extra, regime=run.regime.witnessed(extra.regime))
+        folder = folder_of(run, extra.progress.step)
+        save_checkpoint(folder, run.model, run.optimizer, extra=asdict(extra), alone=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +191,28 @@ class Extra:
         progress: How far the run had come.
         scheduler: The state of its learning rate.
         regime: That of what draws its rows, and the position in the ledger.
+        figures: Metrics of the last step, which the rank that writes them may have been lost with.
     """
 
     progress: Progress
     scheduler: dict[str, Any]
     regime: dict[str, Any]
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: "Run", figures: Mapping[str, float] | None = None) -> "Extra":
+        """What a run would go on from, were it to stop now."""
+        progress = replace(run.progress, seconds=time.perf_counter() - run.started)
+        figures = dict(figures or {})
+        if run.is_guarded:
+            progress.train_before = None
+            figures = {name: value for name, value in figures.items() if name in COVERED}
+        return cls(
+            progress=progress,
+            scheduler=run.scheduler.state_dict(),
+            regime=run.regime.state_dict(),
+            figures=figures,
+        )
 
 
 def load_newest(
@@ -213,9 +272,9 @@ def _extra_of(run: "Run", source: Path) -> Extra:
     if run.config.mechanism.kfac is not None and CURVATURE_FILE not in manifest.files:
         raise BadInput(f"{source} lists no {CURVATURE_FILE}; a run with K-FAC needs it to go on")
     require_like(run.scheduler.state_dict(), extra.scheduler, source, "extra.scheduler")
-    if not 0 < extra.progress.step < run.config.mechanism.steps:
+    if not 0 < extra.progress.step <= run.config.mechanism.steps:
         raise BadInput(
-            f"{source}: extra.progress.step must lie below the run's {run.config.mechanism.steps} "
+            f"{source}: extra.progress.step must be one of the run's {run.config.mechanism.steps} "
             f"steps, found {extra.progress.step}"
         )
     return extra
@@ -396,15 +455,23 @@ def check_same_rows(run: Path, rows: dict[str, Any]) -> None:
     """Refuse to go on with other data.
 
     Raises:
-        BadInput: If the rows are not those the run began with.
+        BadInput: If the rows are not those the run began with, naming what differs.
     """
-    before = read_config(run).rows
-    after = json.loads(json.dumps(rows))
-    if before != after:
-        raise BadInput(
-            f"the data of the run in {run} has changed: its rows were {before}, now they are "
-            f"{after}; put the old data back, or start a new run"
-        )
+    before, after = read_config(run).rows, json.loads(json.dumps(rows))
+    for split, found in after.items():
+        known = build(dict[str, Any], before.get(split), run / CONFIG_FILE, field=f"rows.{split}")
+        found = {"sha256": None} | found
+        known = {"sha256": found["sha256"]} | known  # an older unison wrote no hash
+        changes = [
+            f"{name} was {short(known.get(name))}, now it is {short(found.get(name))}"
+            for name in sorted(known.keys() | found.keys())
+            if known.get(name) != found.get(name)
+        ]
+        if changes:
+            raise BadInput(
+                f"the data of the run in {run} has changed ({split} rows: {', '.join(changes)}); "
+                "put the old data back, or start a new run"
+            )
 
 
 def saved_world_size(run: Path) -> int:

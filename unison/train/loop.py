@@ -3,6 +3,7 @@
 import errno
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -46,11 +47,13 @@ from unison.schema import cut
 from unison.shard import find_blocks, full_parameters
 from unison.train import report
 from unison.train.checkpoint import (
+    Extra,
     Progress,
     check_resumable,
     check_same_rows,
     finish,
     load_newest,
+    outlived,
     save_newest,
 )
 from unison.train.regime import PrivateRegime, Regime
@@ -201,6 +204,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
                 folder,
                 tensorboard=output.tensorboard,
                 after_step=run.progress.step or None,
+                last=run.figures,
                 only=COVERED if run.is_guarded else None,
             )
 
@@ -228,6 +232,7 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         world.agree(begin, when=world.is_main and output.resume)
         if console is not None:
             report.say_start(console, run)
+        stack.enter_context(outlived(run))
         with ProgressView(console, config, first=run.progress.step) as run.view:
             result = run.train()
         # Every rank takes part in the gathering; one keeps what comes of it.
@@ -275,6 +280,12 @@ class Run:
         written: The checkpoint that is being written.
         background: The ranks' connections for that; None until the first one, and under a guard.
         saved_at: When the last checkpoint was written, or the run began.
+        is_whole: Whether this rank is one of several that hold all state each.
+        boundary: What the run would go on from, as of its last complete step, where this rank alone
+            could write it; None unless `is_whole`, and during an update.
+        update_lock: Held while what an update would change is read beside the steps.
+        figures: Metrics of the last step, where they may not have been written yet.
+        started: When it did, as if it had never stopped.
     """
 
     def __init__(
@@ -321,6 +332,19 @@ class Run:
         self.written: Future[None] | None = None
         self.background: ProcessGroup | None = None
         self.saved_at = time.monotonic()
+        self.boundary: Extra | None = None
+        self.update_lock = threading.Lock()
+        self.figures: Mapping[str, float] = {}
+        self.started = time.perf_counter()
+        # Of a GPU a rank does not know, when another is lost, whether a sum that it waits for is
+        # one. K-FAC's state lies on several ranks.
+        self.is_whole = (
+            world.size > 1
+            and execution.shard in WHOLE_SHARDINGS
+            and world.device.type == "cpu"
+            and mechanism.kfac is None
+        )
+        self.optimizer.register_step_pre_hook(self._leave_boundary)
         self.view = ProgressView(None, config)
         self.record: Callable[..., None] = lambda step, **values: None
         self.recorder = None
@@ -345,19 +369,21 @@ class Run:
         state, curvature = None, None
         if self.config.output.resume or self.is_replay:
             folder = Path(self.config.output.folder)
-            summary = report.summarize(self)
-            self.world.agree(partial(check_same_rows, folder, summary), when=self.world.is_main)
+            self.world.agree(
+                lambda: check_same_rows(folder, report.summarize(self)), when=self.world.is_main
+            )
             found = load_newest(self, at_most=at_most)
             if found is not None:
                 extra, curvature = found
                 self.progress, state = extra.progress, extra.regime
+                self.figures = extra.figures
         self.regime.prepare(state)
         return curvature
 
     def train(self) -> TrainResult:
         """Train for all steps, or all that are left."""
         mechanism, output, progress = self.config.mechanism, self.config.output, self.progress
-        started = time.perf_counter() - progress.seconds
+        self.started = time.perf_counter() - progress.seconds
         if progress.step == 0:
             self.record_step(0, {})
             progress.eval_before = self.evaluate(self.eval_rows)
@@ -366,6 +392,8 @@ class Run:
             figures = {"eval/loss": progress.eval_before, "eval/train_loss": progress.train_before}
             self.record(0, **figures)
             self.view.show_eval(0, progress.eval_before)
+        elif self._is_eval_due() and progress.eval_step < progress.step:
+            self.evaluate_held_out()  # ranks were lost before they had
 
         # Closed here rather than whenever it is collected: its end forgets the current plan, which
         # may then be that of another run in this process.
@@ -373,7 +401,7 @@ class Run:
             self.world.agree(lambda: None)  # of a signal that came since they last did
             self.signals.is_stepping = True
             try:
-                budget_sentence = self.take_steps(passes, started)
+                budget_sentence = self.take_steps(passes)
             except BaseException as error:  # which one rank may have met alone
                 finish(self, within=GRACE_SECONDS if isinstance(error, UnisonError) else 5)
                 raise
@@ -396,16 +424,15 @@ class Run:
             eval_loss_after=progress.eval_after,
             unigram_entropy=self.unigram_entropy,
             tokens_per_second=progress.num_targets / max(progress.training_seconds, 1e-9),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self.started,
             privacy=self.regime.result(budget_sentence),
         )
 
-    def take_steps(self, passes: Iterator[Batch], started: float) -> str | None:
+    def take_steps(self, passes: Iterator[Batch]) -> str | None:
         """Take the steps that are left, with evaluations and checkpoints in between.
 
         Args:
             passes: This rank's passes of all of them.
-            started: When the run did, as if it had never stopped.
 
         Returns:
             The reason, if a privacy budget did not allow all of them.
@@ -432,19 +459,18 @@ class Run:
             )
             if has_failed:
                 self.world.agree(self.raise_failure)
+            if self.recorder is not None:  # its digests are in the file
+                self._set_boundary()
             if step == mechanism.steps:  # it is evaluated by the caller, and ends in the model
                 break
-            if output.eval_every and step % output.eval_every == 0:
+            if self._is_eval_due():
                 self.evaluate_held_out()
             if (
                 number
                 or is_time
                 or (output.checkpoint_every and step % output.checkpoint_every == 0)
             ):
-                now = replace(progress, seconds=time.perf_counter() - started)
-                if self.is_guarded:
-                    now.train_before = None
-                save_newest(self, now)
+                save_newest(self)
                 self.saved_at = time.monotonic()
             if number:
                 finish(self)
@@ -455,6 +481,21 @@ class Run:
         """Whether the last checkpoint is as long ago as it may be, by the main rank's clock."""
         seconds = self.config.output.checkpoint_seconds
         return bool(seconds) and self.world.is_main and time.monotonic() - self.saved_at >= seconds
+
+    def _is_eval_due(self) -> bool:
+        """Whether held-out rows are looked at after the step at hand."""
+        every, step = self.config.output.eval_every, self.progress.step
+        return bool(every) and step % every == 0 and step < self.config.mechanism.steps
+
+    def _set_boundary(self) -> None:
+        """Note what this rank could go on from: a step is complete."""
+        if self.is_whole:
+            self.boundary = Extra.of(self, self.figures)
+
+    def _leave_boundary(self, *_: object) -> None:
+        """Note that an update begins, when nobody reads what it changes."""
+        with self.update_lock:
+            self.boundary = None
 
     def raise_failure(self) -> None:
         """Raise what kept this rank from writing, if anything did."""
@@ -494,10 +535,13 @@ class Run:
         """Take one step, and record and show what came of it."""
         progress, started = self.progress, time.perf_counter()
         figures, num_targets = self.advance(step, passes)
+        self.figures = figures
         seconds = time.perf_counter() - started
-        self.record_step(step, figures)
         progress.num_targets += num_targets
         progress.training_seconds += seconds
+        if self.recorder is None:  # else when the step's digests are in the file
+            self._set_boundary()
+        self.record_step(step, figures)
         facts = self.regime.facts(step)
         speed = {"train/tokens_per_second": num_targets / seconds}
         self.record(step, **figures, **speed, **(facts.metrics() if facts else {}))
@@ -512,8 +556,11 @@ class Run:
         """Measure, record and show the loss on the held-out rows."""
         progress = self.progress
         progress.eval_after = self.evaluate(self.eval_rows)
+        progress.eval_step = progress.step
         self.record(progress.step, **{"eval/loss": progress.eval_after})
         self.view.show_eval(progress.step, progress.eval_after)
+        if self.boundary is not None:
+            self._set_boundary()
 
     def passes_of_step(self, passes: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's passes of the next logical batch, up to the one that closes it."""

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,10 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     Sampling,
+    Session,
     Shuffled,
     TruncatedPoisson,
+    commit_to_data,
     epsilon_if_secret,
     noise_multiplier_for,
     read_ledger,
@@ -174,6 +176,10 @@ class Regime:
         """What a checkpoint needs to go on, as values that JSON can hold."""
         return {}
 
+    def witnessed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The same state as the rank that has the ledger would give it; no collective."""
+        return state
+
 
 class PrivateRegime(Regime):
     """Trains with `PrivacyEngine`, one row being one record; every rank has one.
@@ -190,10 +196,11 @@ class PrivateRegime(Regime):
         self._parallel, self._optimizer = run.parallel, run.optimizer
         self._world, self._cast, self._num_elements = run.world, run.cast, run.num_parameters
         self._sampling = sampling_for(self._privacy, config.mechanism.batch_size, rows.num_rows)
+        self._ledger_path = Path(config.output.folder) / LEDGER_FILE
         self._engine = PrivacyEngine(
             accountant=self._privacy.accountant,
             secure_noise=self._privacy.secure_noise,
-            ledger=None if run.is_replay else Path(config.output.folder) / LEDGER_FILE,
+            ledger=None if run.is_replay else self._ledger_path,
         )
         self._record_key: Key | None = None
         self._state: Mapping[str, Any] | None = None
@@ -204,6 +211,13 @@ class PrivateRegime(Regime):
     def prepare(self, state: Mapping[str, Any] | None) -> None:
         """Choose the noise for the run's steps, or take that of a checkpoint."""
         self._state = state
+        if self._config.output.resume:
+            is_known, *_ = self._world.agree(self._check_rows, when=self._world.is_main)
+            if not is_known and self._config.output.seal_key is None:
+                self._run.notes.append(
+                    "of its rows only the number was compared: a private run keeps no hash of "
+                    "them, unless --data-salt names a secret for it"
+                )
         if state is not None:
             with self._reading():
                 self._noise_multiplier = state["mechanism"]["noise_multiplier"]
@@ -224,6 +238,28 @@ class PrivateRegime(Regime):
                 ),
                 when=self._world.is_main,
             )
+
+    def _check_rows(self) -> bool:
+        """Refuse rows that the ledger commits to others of; returns whether it commits to any.
+
+        Raises:
+            BadInput: If they, or the salt, are not those of before.
+        """
+        path, salt = self._ledger_path, self._config.output.data_salt
+        sessions = read_ledger(path).sessions if path.is_file() else []
+        known = {each.commitment for each in sessions} - {None}
+        if salt is None or not known:
+            return False
+        found = None
+        if Path(salt).exists():  # none is made now
+            session = Session(num_records=self._rows.num_rows)
+            found = commit_to_data(session, salt=salt, data_id=self._rows.digest(), ledger=path)
+        if found is None or found.commitment not in known:
+            raise BadInput(
+                f"the rows of this run, or the salt {salt}, have changed: {path} commits to "
+                "others; put the old ones back, or start a new run"
+            )
+        return True
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -339,10 +375,10 @@ class PrivateRegime(Regime):
                 found.append(Key.from_entropy())
                 return seal_key(found[0], path, passphrase, data)
             key, commitment = open_sealed_key(path, passphrase, data, is_reproducible=run.is_replay)
-            sessions = read_ledger(folder / LEDGER_FILE).sessions
+            sessions = read_ledger(self._ledger_path).sessions
             if commitment not in {each.key_commitment for each in sessions}:
                 raise BadInput(
-                    f"{path} holds the key of another run: {folder / LEDGER_FILE} commits to none "
+                    f"{path} holds the key of another run: {self._ledger_path} commits to none "
                     "like it"
                 )
             changed = run.changed_conditions()
@@ -369,6 +405,18 @@ class PrivateRegime(Regime):
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state; never a key."""
         return self._engine.state_dict()
+
+    def witnessed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with the position of the ledger's file, which another rank may write.
+
+        Raises:
+            BadInput: If the file does not count the step before.
+        """
+        found, last = read_ledger(self._ledger_path), state["loader"]["next_step"] - 1
+        if all(each.step != last for each in found.releases):
+            raise BadInput(f"{found.path} does not count step {last}, which was taken")
+        head = asdict(found.whole_head)
+        return state | {"ledger": state["ledger"] | {"is_in_memory": False, "head": head}}
 
     def passes(self, steps: range) -> Generator[Batch, None, None]:
         """Draw this rank's passes; what they hold is drawn anew after a resumption."""

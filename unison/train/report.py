@@ -71,11 +71,14 @@ def write_start(folder: Path, run: "Run") -> None:
 
 def summarize(run: "Run") -> dict[str, Any]:
     """The rows of a run in plain values; of private ones nothing that their content decides."""
-    summary = {"train": run.train_rows.summary(), "eval": run.eval_rows.summary()}
-    if run.config.mechanism.privacy is not None:
-        for split in summary.values():
-            for name in _COUNTS:
-                del split[name]
+    summary = {}
+    for name, rows in {"train": run.train_rows, "eval": run.eval_rows}.items():
+        summary[name] = rows.summary()
+        if run.config.mechanism.privacy is None:
+            summary[name]["sha256"] = rows.digest()
+        else:
+            for count in _COUNTS:
+                del summary[name][count]
     return summary
 
 

@@ -18,7 +18,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from unison.run_files import (
     read_metrics,
 )
 from unison.shard import MANIFEST_FILE
+from unison.train.world import may_start_again
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,11 +192,15 @@ def open_run_folder(folder: Path, *, overwrite: bool, resume: bool = False) -> I
             yield folder
         except BaseException as error:  # Ctrl-C and a full disk too: what was replaced comes back
             kept = folder
-            if not resume and (replaced.exists() or isinstance(error, UnisonError)):
+            # Ranks that are started again go on; what they replace waits, as after a SIGKILL.
+            is_over = not (replaced.exists() and may_start_again())
+            if not resume and is_over and (replaced.exists() or isinstance(error, UnisonError)):
                 kept = _keep_or_remove(folder, is_name_free=not replaced.exists())
                 if replaced.exists():
                     replaced.rename(folder)
-            if kept and isinstance(error, UnisonError):
+            # What is refused when a run goes on would be refused again.
+            is_refused = resume and isinstance(error, BadInput)
+            if kept and isinstance(error, UnisonError) and not is_refused:
                 _say_what_is_left(error, kept)
             raise
         if replaced.exists():
@@ -224,6 +229,8 @@ def _say_what_is_left(error: UnisonError, folder: Path) -> None:
     counted = num_counted_steps(folder)
     if counted:
         facts.append(f"{folder / LEDGER_FILE} stays, and counts the {counted} steps it spent")
+    if (replaced := _replaced_of(folder)).exists():
+        facts.append(f"the run that it was to replace lies in {replaced}")
     if facts:
         error.args = (f"{error} ({'; '.join(facts)})", *error.args[1:])
 
@@ -270,6 +277,7 @@ def open_metrics(
     *,
     tensorboard: bool,
     after_step: int | None = None,
+    last: Mapping[str, float] | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[Callable[..., None]]:
     """Yield what appends numbers of a step to metrics.jsonl, and to TensorBoard.
@@ -280,10 +288,13 @@ def open_metrics(
         folder: The run.
         tensorboard: Whether to write TensorBoard events too, where that package is installed.
         after_step: The step that a resumed run goes on from; None for a new run.
+        last: Numbers of that step, if they may not have been written.
         only: Names that may be written; None for all.
     """
     path = folder / METRICS_FILE
     kept = [] if after_step is None else read_metrics(folder, until=after_step)
+    if last and not any(each["step"] == after_step and last.keys() <= each.keys() for each in kept):
+        kept.append({"step": after_step, **last})
     part = path.with_suffix(".partial")
     part.write_text("".join(json.dumps(record) + "\n" for record in kept))
     part.replace(path)  # all or nothing

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -253,6 +254,39 @@ class StopSignals:
         return Stopped(f"stopped by {signal.Signals(number).name} {when}", number)
 
 
+@contextmanager
+def after_stop_signal(work: Callable[[], None], *, seconds: float) -> Iterator[None]:
+    """Call `work` in a thread if this goes on for some seconds after a stop signal.
+
+    Python runs handlers in the main thread. Where that waits in a collective for a machine that has
+    vanished, a signal of the launcher's would not be heard before the launcher ends the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while (number := reading.recv(1)) and number[0] not in STOP_SIGNALS:
+            pass
+        if number and not is_over.wait(seconds):
+            work()
+
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="stop signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        signal.set_wakeup_fd(before)
+        writing.close()
+        thread.join()
+        reading.close()
+
+
 # ---- how a model lies on the ranks ---------------------------------------------------------------
 
 DEFAULT_REPLICAS = 2
@@ -407,6 +441,9 @@ def shard_with_fsdp2(
 # ---- starting ranks ------------------------------------------------------------------------------
 
 
+RESTARTS = ("RESTART_COUNT", "MAX_RESTARTS")  # as torchrun tells its ranks
+
+
 class RankFailed(RuntimeError):
     """A rank ended with an error that is not the user's: a bug, or a killed process."""
 
@@ -425,6 +462,12 @@ def is_same_launch(name: str | None) -> bool:
     if name is None or name != os.environ.get("TORCHELASTIC_RUN_ID"):
         return False
     return name != "none" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def may_start_again() -> bool:
+    """Whether the launcher of this rank would start it again, were it to fail now."""
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in RESTARTS)
+    return int(count) < int(most)
 
 
 def run_on_local_ranks(work: Callable[[Config], T], config: Config, *, num_ranks: int) -> T:

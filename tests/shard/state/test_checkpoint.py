@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.harness import World, ranks, run_on_ranks
 from tests.shard.common import DECODER, per_sample_loss, shard, tokens
 from tests.shard.state.common import adamw, make_zoo, same_state, sharded_zoo, take_steps
-from unison.errors import BadInput
+from unison.errors import BadInput, NeedsWhole
 from unison.models import build
 from unison.shard import (
     CheckpointFailed,
@@ -105,6 +105,35 @@ def test_what_goes_wrong_in_the_background_is_raised_on_all_ranks(world, tmp_pat
     written = save_checkpoint(tmp_path / "file" / "a", sharded_zoo(), background=group)
     with pytest.raises(CheckpointFailed):
         written.result(timeout=60)
+
+
+@ranks(2)
+def test_copies_write_alone_and_none_harms_another(world, tmp_path):
+    folder, model = tmp_path / "a", make_zoo()
+    optimizer = adamw(model)
+
+    def step() -> None:  # the same on both ranks
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    for last in range(2):  # one alone, then both at once
+        if world.rank <= last:
+            save_checkpoint(folder, model, optimizer, extra=EXTRA, alone=True)
+        dist.barrier()
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        dist.barrier()
+    before, number = digest(model), folder.stat().st_ino
+    step()
+    save_checkpoint(folder, model, optimizer, alone=True)
+    assert folder.stat().st_ino == number  # the first one stays
+    dist.barrier()
+    assert load_checkpoint(folder, model, optimizer, verify=True) == EXTRA
+    assert digest(model) == before
+    with pytest.raises(NeedsWhole, match="lies on several ranks"):
+        save_checkpoint(tmp_path / "b", sharded_zoo(), alone=True)
+    assert not (tmp_path / "b").exists()
 
 
 # how many ranks, and how they hold the model: writers, then readers

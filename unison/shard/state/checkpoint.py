@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from unison.errors import BadInput
+from unison.errors import BadInput, NeedsWhole
 from unison.schema import build, parse, read_bytes, short
 from unison.shard.ranks import Ranks
 from unison.shard.state.entries import (
@@ -51,6 +52,7 @@ from unison.shard.state.optimizer import (
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "unison checkpoint"
 VERSION = 1
+ALONE = ".alone-"  # in the name of a folder that one rank writes for itself
 
 
 @dataclass(frozen=True)
@@ -378,6 +380,7 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     files: Mapping[str, Callable[[Path], None]] | None = None,
     background: dist.ProcessGroup | None = None,
+    alone: bool = False,
 ) -> "Future[None]":
     """Write the state of a model and its optimizer, each rank its part; a collective.
 
@@ -394,6 +397,9 @@ def save_checkpoint(
             are written, where and when all others are. What they read must not change meanwhile.
         background: A group of the same ranks that nobody else uses, on the CPU (`dist.new_group(
             backend="gloo")`): the state is copied, and written by a thread while training goes on.
+        alone: Whether this rank, which holds the whole model, writes without any collective: what
+            is left to do when another rank is lost. Several may: the first that is done gives its
+            folder the name, and a checkpoint that has it stays.
 
     Returns:
         What ends when all is on the disk. Without `background` it has; with it, `result()` waits,
@@ -402,15 +408,22 @@ def save_checkpoint(
     Raises:
         BadInput: On every rank, if something cannot be saved, or another thing has the name.
         CheckpointFailed: On every rank, if any could not write.
+        NeedsWhole: If this rank is to write alone, and holds a part.
     """
     folder, extra = Path(folder), extra or {}
-    ranks = ranks_of(module)
+    ranks = Ranks(None) if alone else ranks_of(module)
 
     def collected() -> tuple[list[Entry], OptimizerState | None]:
         check_json(extra, "extra")
         return entries_of(module), None if optimizer is None else collect(module, optimizer)
 
     entries, held = together(ranks, collected)
+    parted = [each.name for each in entries if each.value.numel() < each.placement.numel]
+    if alone and parted:
+        raise NeedsWhole(
+            f"{parted[0]!r} lies on several ranks, so that none can write it alone: save it with "
+            "all of them"
+        )
     parts, described, saved = _model_parts(entries), {}, None
     if held is not None:
         parts |= _state_parts(held.elements)
@@ -422,6 +435,20 @@ def save_checkpoint(
         for key in _model_parts(entry for entry in entries if not entry.is_parameter):
             del parts[key]
     written: Future[None] = Future()
+    if alone:
+        own = folder.with_name(f".{folder.name}{ALONE}{secrets.token_hex(4)}")
+        try:
+            write_folder(own, parts, tensors, ranks, optimizer=saved, extra=extra, files=files)
+            if not (folder / MANIFEST_FILE).is_file():
+                own.rename(folder)
+                sync(folder.parent)
+        except OSError:
+            if not (folder / MANIFEST_FILE).is_file():  # else another one was faster
+                raise
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+        written.set_result(None)
+        return written
     if background is None:
         write_folder(folder, parts, tensors, ranks, optimizer=saved, extra=extra, files=files)
         written.set_result(None)
