@@ -66,6 +66,7 @@ class Scenario:
         lora: Rank of the adapters that are trained in the place of all else; 0 for none.
         checkpoint_activations: Whether blocks keep their inputs only, and compute again.
         offload: What lives in the host's memory.
+        compiled: Whether blocks go through torch.compile.
     """
 
     world_size: int = 1
@@ -81,6 +82,7 @@ class Scenario:
     lora: int = 0
     checkpoint_activations: bool = False
     offload: frozenset[str] = frozenset()
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check.positive(world_size=self.world_size, rows=self.rows, row_length=self.row_length)
@@ -197,6 +199,9 @@ def stepper(
         auto_shard(model, **_sharding(scenario, device))
         if device.type != "meta":
             materialize(model, seed=0, device=device)
+        if scenario.compiled:
+            for block in blocks:
+                block.compile()
         stack.enter_context(counting or nullcontext())
         is_hosted = bool(scenario.offload)
         meter.assign("parameters", model.buffers())
