@@ -32,7 +32,7 @@ from unison.models import build, preset
 from unison.plan import GPUS, Meter, Scenario, estimate, simulate, stepper
 
 GIB = 2**30
-WARM_UP, STEPS = 4, 8
+WARM_UP, STEPS = 4, 6
 LIMIT = 0.03  # of the peak
 TIME_LIMIT = 0.15  # of the time, from 1,024 tokens on
 
@@ -134,8 +134,11 @@ def predict(name: str) -> dict[str, Any]:
         "place": usage.peak.place,
         "by_category": usage.peak.by_category,
         "flops": usage.flops,
-        "moved_bytes": usage.moved_bytes,
-        "num_operations": usage.num_operations,
+        "num_calls": len(usage.calls),
+        "num_python_calls": sum(each.python_calls for each in usage.calls),
+        "num_kernels": sum(each.is_kernel for each in usage.calls),
+        "compute_seconds": found.compute_seconds,
+        "host_seconds": found.host_seconds,
         "step_seconds": found.step_seconds,
     }
 

@@ -250,9 +250,7 @@ def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
     """What a step of many passes uses: two are run, and the others are like them."""
     num_run = min(scenario.passes, MOST_SIMULATED)
     usage = simulate(make, replace(scenario, passes=num_run))
-    usage.flops = usage.flops * scenario.passes // num_run
-    usage.moved_bytes = usage.moved_bytes * scenario.passes // num_run
-    usage.num_operations = usage.num_operations * scenario.passes // num_run
+    usage.repeats = scenario.passes - num_run
     for key in usage.bytes_sent:
         usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
     return usage
@@ -400,6 +398,15 @@ def private_figures(
     return asdict(spending) | {"gpu_hours": hours}
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "row"), counted(2, "row"), counted(0, "pass", "passes")
+    ('1 row', '2 rows', '0 passes')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def link_of(size: int, card: Gpu) -> str:
     """What a collective over so many ranks goes through."""
     return "inside a machine" if is_inside(size, card) else "between machines"
@@ -419,9 +426,10 @@ def show(
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""
     screen.print(
-        f"{num_parameters:,} parameters on {scenario.world_size} GPUs: {kind}{scenario.shard}, "
-        f"{scenario.precision}, {scenario.rows} rows of {scenario.row_length} tokens on each GPU, "
-        f"{scenario.passes} pass{'' if scenario.passes == 1 else 'es'} a step",
+        f"{num_parameters:,} parameters on {counted(scenario.world_size, 'GPU')}: {kind}"
+        f"{scenario.shard}, {scenario.precision}, {counted(scenario.rows, 'row')} of "
+        f"{counted(scenario.row_length, 'token')} on each GPU, "
+        f"{counted(scenario.passes, 'pass', 'passes')} a step",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -453,9 +461,9 @@ def show(
         costs = private_figures(spending, scenario, found)
         table.add_row("", "")
         table.add_row(
-            f"private run: {spending.num_rows:,} rows, {spending.batch_size:,} a step, "
-            f"{spending.epochs:g} epochs",
-            f"{spending.steps:,} steps",
+            f"private run: {counted(spending.num_rows, 'row')}, {spending.batch_size:,} a step, "
+            f"{spending.epochs:g} epoch{'' if spending.epochs == 1 else 's'}",
+            counted(spending.steps, "step"),
         )
         table.add_row(f"ε at δ = {spending.delta:g}", f"{spending.epsilon:.4f}")
         table.add_row("noise multiplier σ", f"{spending.noise_multiplier:.4f}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from unison import check
 from unison.errors import BadInput
-from unison.plan.meter import Usage
+from unison.plan.meter import Call, Usage
 from unison.plan.program import Scenario
 from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
 
@@ -18,10 +18,17 @@ GIB = 2**30
 RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
 RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
 
-# Fitted to eager steps on an H200 (bench/results/plan-gpu.json): the share of its peak arithmetic
-# that products reach, and what the host takes to call an operation.
-EFFICIENCY = 0.6
-SECONDS_PER_OPERATION = 6.5e-6
+# Fitted to eager steps on one H200 (bench/plan_gpu.py; docs/scale.md says to which). Of the GPU:
+# the shares of its peak arithmetic and of its memory's speed that kernels reach, and the shortest
+# kernel. Of its host: a call of a Python function, an operation, the launch of a kernel, and that
+# of one of Triton's.
+EFFICIENCY = 0.7
+BANDWIDTH_SHARE = 0.8
+KERNEL_SECONDS = 2e-6
+PYTHON_SECONDS = 0.15e-6
+OPERATION_SECONDS = 1.5e-6
+LAUNCH_SECONDS = 3e-6
+TRITON_SECONDS = 20e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +124,8 @@ class Estimate:
         peak_bytes: Of tensors.
         needed_bytes: With the safety margin.
         memory_bytes: What the GPU has.
-        compute_seconds: Products at the GPU's rate, and all else at that of its memory.
-        host_seconds: Calling operations, while the GPU works on earlier ones.
+        compute_seconds: All kernels, one after the other.
+        host_seconds: Calling them, while the GPU works on earlier ones.
         network_seconds: Collectives; they run beside the arithmetic.
         update_seconds: What an offloaded optimizer adds.
         step_seconds: All together.
@@ -142,10 +149,7 @@ class Estimate:
 def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) -> Estimate:
     """Say whether a step fits and how long it takes; `assumptions` says under which conditions."""
     peak = usage.peak.total
-    tflops = gpu.bf16_tflops if scenario.precision == "bf16" else gpu.fp32_tflops
-    compute = usage.flops / (tflops * 1e12 * EFFICIENCY)
-    compute += usage.moved_bytes / (1e9 * gpu.memory_gb_per_s)
-    host = usage.num_operations * SECONDS_PER_OPERATION
+    compute, host, both = run_queue(usage, gpu)
     network = sum(
         num_bytes / (1e9 * (gpu.link_gb_per_s if is_inside(size, gpu) else gpu.network_gb_per_s))
         for (_, size), num_bytes in usage.bytes_sent.items()
@@ -162,8 +166,56 @@ def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) ->
         host_seconds=host,
         network_seconds=network,
         update_seconds=update,
-        step_seconds=max(compute, host, network) + update,
+        step_seconds=max(both, network) + update,
     )
+
+
+def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
+    """Let the host call a step's operations, and the GPU run them one after the other.
+
+    A kernel begins when it has been launched and the one before it has ended. The host does not
+    wait for it, except where it reads a value.
+
+    Returns:
+        What kernels take, what calling them takes, and when both are done, in seconds.
+    """
+    compute, host, at_host, at_gpu = 0.0, 0.0, 0.0, 0.0
+    starts = []  # of passes, and of what comes after the last one
+    for index, call in enumerate(usage.calls):
+        if index in usage.passes:
+            starts.append((compute, host, max(at_host, at_gpu)))
+        calling, running = call_seconds(call), kernel_seconds(call, gpu)
+        host, at_host = host + calling, at_host + calling
+        if running:
+            compute, at_gpu = compute + running, max(at_gpu, at_host) + running
+        if call.waits:
+            at_host = max(at_host, at_gpu)
+    found = compute, host, max(at_host, at_gpu)
+    if usage.repeats:
+        before, after = starts[-2:]
+        found = tuple(
+            each + usage.repeats * (last - first)
+            for each, first, last in zip(found, before, after, strict=True)
+        )
+    return found
+
+
+def call_seconds(call: Call) -> float:
+    """What the host takes to call an operation."""
+    seconds = OPERATION_SECONDS + call.python_calls * PYTHON_SECONDS
+    if call.is_kernel:
+        seconds += TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS
+    return seconds
+
+
+def kernel_seconds(call: Call, gpu: Gpu) -> float:
+    """What the GPU takes to run it: products at its rate, all else at that of its memory."""
+    if not call.is_kernel:
+        return 0.0
+    tflops = gpu.fp32_tflops if call.is_wide else gpu.bf16_tflops
+    computing = call.flops / (tflops * 1e12 * EFFICIENCY)
+    moving = call.moved_bytes / (1e9 * gpu.memory_gb_per_s * BANDWIDTH_SHARE)
+    return max(KERNEL_SECONDS, computing, moving)
 
 
 def is_inside(group_size: int, gpu: Gpu) -> bool:
@@ -174,18 +226,22 @@ def is_inside(group_size: int, gpu: Gpu) -> bool:
 def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
     """What an estimate takes for granted, in sentences."""
     kind = scenario.precision
-    tflops = gpu.bf16_tflops if kind == "bf16" else gpu.fp32_tflops
     lines = [
         f"margin: {RUNTIME_BYTES / GIB:g} GiB for CUDA, NCCL and cuBLAS, and {RESERVED_SHARE:.0%} "
         "of the peak that the allocator holds and cannot use; one H200 alone held 0.76 GiB and 1 "
         "to 11 %, of several nothing was measured",
-        f"time, fitted to eager steps on one H200: {EFFICIENCY:.0%} of {tflops:g} TFLOP/s in "
-        f"{kind}, {gpu.memory_gb_per_s:g} GB/s for all else, or {SECONDS_PER_OPERATION * 1e6:g} µs "
-        "of the host for each operation, whichever is longer; not measured: collectives beside it, "
-        f"{gpu.link_gb_per_s:g} GB/s in a machine of {gpu.per_machine} and "
-        f"{gpu.network_gb_per_s:g} GB/s between machines"
+        f"time of the GPU, fitted to one H200: products at {EFFICIENCY:.0%} of "
+        f"{gpu.bf16_tflops:g} TFLOP/s in 16 bits and {gpu.fp32_tflops:g} in 32, all else at "
+        f"{BANDWIDTH_SHARE:.0%} of {gpu.memory_gb_per_s:g} GB/s, no kernel below "
+        f"{KERNEL_SECONDS * 1e6:g} µs",
+        f"time of its host, fitted likewise: {PYTHON_SECONDS * 1e6:g} µs for a call of Python's, "
+        f"{OPERATION_SECONDS * 1e6:g} µs for an operation, {LAUNCH_SECONDS * 1e6:g} µs more for a "
+        f"kernel and {TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU "
+        "until it reads a value",
+        f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
+        f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
-        "both are of eager steps: torch.compile is not modelled, nor the time of kernels that clip",
+        "steps are eager: torch.compile is not modelled",
         "attention is one kernel that keeps no scores",
     ]
     if kind == "bf16":

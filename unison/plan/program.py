@@ -38,7 +38,7 @@ from unison.shard import (
     meta_init,
     units_of,
 )
-from unison.torch_internals import without_values
+from unison.torch_internals import machine_of, without_values
 
 SHARDS = ("full", "zero2", "hybrid")
 OFFLOADS = ("params", "optimizer", "grads")
@@ -209,13 +209,12 @@ def stepper(
         for group in (group for unit in units_of(model) for group in unit.groups):
             meter.assign("gathered", [] if group.is_alias else [group.full])
         names = {module: name for name, module in model.named_modules()}
-        for block in blocks:
+        for block in [] if scenario.compiled else blocks:  # hooks would be compiled too
             _mark_places(block, names[block], meter)
         trained = [each for each in model.parameters() if each.requires_grad]
-        if scenario.kfac:
-            optimizer: Optimizer = SGD(trained, lr=1e-3)
-        else:
-            optimizer = AdamW(trained, lr=1e-3)
+        # Torch takes all parameters at once on a GPU; it does not know what the meta device is.
+        at_once = True if machine_of(device) == "cuda" and not is_hosted else None
+        optimizer: Optimizer = (SGD if scenario.kfac else AdamW)(trained, lr=1e-3, foreach=at_once)
         run = stack.enter_context(_training(model, optimizer, scenario, device, meter, num_steps))
 
         def step(is_counted: bool) -> None:
@@ -321,7 +320,9 @@ def _training(
         optimizer.zero_grad(set_to_none=True)
         for _ in range(scenario.passes):
             meter.enter_place(HOST)
+            meter.mark_pass()
             run_pass(*next(batches))
+        meter.mark_pass()
         grads = [each.grad for each in model.parameters()]
         meter.assign(OFFLOADED if scenario.offload else "gradients", grads)
         meter.enter_place(HOST if scenario.offload else "update")
