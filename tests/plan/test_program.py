@@ -41,6 +41,8 @@ LONG: dict[str, dict[str, Any]] = {
     "ghost": {"clipping": "ghost"},
     "flash_fuse_bk": {"clipping": "flash_fuse_bk"},
     "private lora": {"lora": 4, "clipping": "auto"},
+    "hybrid": {"shard": "hybrid", "world_size": 4},
+    "replicas": {"shard": "hybrid"},
     "kfac": {"kfac": True},
     "kfac, zero2": {"kfac": True, "shard": "zero2"},
     "private, two passes": {"clipping": "ghost_bk", "passes": 2},

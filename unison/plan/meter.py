@@ -185,6 +185,7 @@ class Meter(TorchDispatchMode):
         self._log: list[tuple[str, Allocation | None, int]] = []  # (place, whose, change)
         self._phase, self._place = "start", "start"
         self._python_calls = 0
+        self._is_compiled, self._is_fused = False, False
         self.usage = Usage()
 
     # --- what the program tells -------------------------------------------------------------------
@@ -200,6 +201,20 @@ class Meter(TorchDispatchMode):
     def mark_pass(self) -> None:
         """A pass begins here, or the last one has ended."""
         self.usage.passes.append(len(self.usage.calls))
+
+    @contextmanager
+    def compiled(self, *, is_fused: bool) -> Iterator[None]:
+        """Count what runs in the block as part of a compiled graph.
+
+        Args:
+            is_fused: Whether it is part of its readers' kernels, and its result of no memory.
+        """
+        before = self._is_compiled, self._is_fused
+        self._is_compiled, self._is_fused = True, is_fused
+        try:
+            yield
+        finally:
+            self._is_compiled, self._is_fused = before
 
     def assign(self, role: str, tensors: Iterable[Tensor | None]) -> None:
         """Say of which category some tensors are, now and since they were made."""
@@ -307,7 +322,8 @@ class Meter(TorchDispatchMode):
         )
 
     def _count_call(self, is_kernel: bool, **what: Any) -> None:
-        self.usage.calls.append(Call(self._phase, self._python_calls, is_kernel, **what))
+        python_calls = 0 if self._is_compiled else self._python_calls  # compiled graphs have few
+        self.usage.calls.append(Call(self._phase, python_calls, is_kernel, **what))
         self._python_calls = 0
 
     def __torch_dispatch__(
@@ -330,6 +346,10 @@ class Meter(TorchDispatchMode):
                 result = func(*args, **kwargs)
         maker = _maker()
         given, made = list(_tensors((args, kwargs))), list(_tensors((result,)))
+        if self._is_fused:
+            for tensor in made:
+                self._allocation_of(tensor, maker, has_memory=False)
+            return result
         self._count_operation(func, args, kwargs, given, made, result)
         if maker.startswith(("clip/", "kfac/")):
             for tensor in _tensors(args):
@@ -359,27 +379,29 @@ class Meter(TorchDispatchMode):
             return
         kind = "none" if self._phase == HOST else self._device
         own = {id(each): each for each in (*given, *made) if each.device.type == kind}
-        is_read = any(each.device.type == kind for each in given)
         is_kernel = bool(own) and not func.is_view and packet not in _NO_KERNELS
         flops = _FLOPS[packet](*args, **kwargs, out_val=result) if packet in _FLOPS else 0
+        # A number that is read, or a copy between host and device that is to be done on return.
+        is_read = packet in _READS and bool(own)
+        is_copied = packet in _COPIES and len({each.device for each in (*given, *made)}) > 1
+        is_async = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
         self._count_call(
             is_kernel,
-            # A number that is read, or a copy to the host that is waited for.
-            waits=is_read
-            and not kwargs.get("non_blocking")
-            and (packet in _READS or any(each.device.type != kind for each in made)),
+            waits=is_read or (is_copied and kind != "none" and not is_async),
             flops=flops,
             is_wide=flops > 0 and given[0].dtype.itemsize > 2,
             moved_bytes=sum(each.nbytes for each in own.values()) if is_kernel else 0,
         )
 
-    def _allocation_of(self, tensor: Tensor, maker: str = "") -> Allocation:
+    def _allocation_of(
+        self, tensor: Tensor, maker: str = "", *, has_memory: bool = True
+    ) -> Allocation:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._allocations:
             made = Allocation(0, maker, self._phase)
             self._allocations[key] = made, weakref.ref(storage, lambda _: self._free(key))
-            self._change(made, _rounded(storage.nbytes()))
+            self._change(made, _rounded(storage.nbytes()) if has_memory else 0)
         return self._allocations[key][0]
 
     def _is_hosted(self, func: Any, args: tuple) -> bool:
@@ -512,9 +534,10 @@ _FLOPS = {
 }
 
 
-# Operations that give memory and write nothing, and those that read a number.
+# Operations that give memory and write nothing, that copy, and that read a number.
 _NO_KERNELS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.detach}
 _NO_KERNELS |= {aten.new_empty_strided, aten.resize_, aten._local_scalar_dense, aten.is_nonzero}
+_COPIES = {aten._to_copy, aten.copy_}
 _READS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.allclose}
 
 

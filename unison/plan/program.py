@@ -24,6 +24,7 @@ from unison.config import CLIPPINGS, PRECISIONS
 from unison.errors import BadInput
 from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss, token_loss_sums
+from unison.plan.fusion import backend
 from unison.plan.meter import HOST, OFFLOADED, Meter, Usage
 from unison.privacy import PrivacyEngine, Shuffled
 from unison.shard import (
@@ -200,8 +201,9 @@ def stepper(
         if device.type != "meta":
             materialize(model, seed=0, device=device)
         if scenario.compiled:
+            compiler = backend(meter) if device.type == "meta" else "inductor"
             for block in blocks:
-                block.compile()
+                block.compile(backend=compiler)
         stack.enter_context(counting or nullcontext())
         is_hosted = bool(scenario.offload)
         meter.assign("parameters", model.buffers())
