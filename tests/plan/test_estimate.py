@@ -10,6 +10,7 @@ from unison.plan import GPUS, Peak, Scenario, Usage, assumptions, budget, estima
 from unison.plan.estimate import (
     EFFICIENCY,
     GIB,
+    ODD_EFFICIENCY,
     OPERATION_SECONDS,
     PYTHON_SECONDS,
     RESERVED_SHARE,
@@ -60,6 +61,8 @@ def test_time_is_the_longer_of_arithmetic_and_traffic():
 
 def test_float32_is_not_computed_at_the_speed_of_bfloat16():
     assert kernel_seconds(kernel(1, is_wide=True), H100) == pytest.approx(989 / 67)
+    odd = EFFICIENCY / ODD_EFFICIENCY
+    assert kernel_seconds(kernel(1, is_odd=True), H100) == pytest.approx(odd)
 
 
 def test_the_host_runs_ahead_of_the_gpu_until_it_reads_a_value():

@@ -19,16 +19,18 @@ RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
 RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
 
 # Fitted to eager steps on one H200 (bench/plan_gpu.py; docs/scale.md says to which). Of the GPU:
-# the shares of its peak arithmetic and of its memory's speed that kernels reach, and the shortest
-# kernel. Of its host: a call of a Python function, an operation, the launch of a kernel, and that
-# of one of Triton's.
-EFFICIENCY = 0.7
-BANDWIDTH_SHARE = 0.8
-KERNEL_SECONDS = 2e-6
-PYTHON_SECONDS = 0.15e-6
-OPERATION_SECONDS = 1.5e-6
-LAUNCH_SECONDS = 3e-6
-TRITON_SECONDS = 20e-6
+# the shares of its peak arithmetic that products reach, and those whose rows begin at odd places (a
+# vocabulary of 50,257, say); the share of its memory's speed; and the shortest kernel.
+EFFICIENCY = 0.75
+ODD_EFFICIENCY = 0.125
+BANDWIDTH_SHARE = 0.65
+KERNEL_SECONDS = 1.5e-6
+# Of its host: a call of a Python function, an operation, the launch of a kernel, and that of one of
+# Triton's.
+PYTHON_SECONDS = 0.5e-6
+OPERATION_SECONDS = 1e-6
+LAUNCH_SECONDS = 4e-6
+TRITON_SECONDS = 40e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +214,10 @@ def kernel_seconds(call: Call, gpu: Gpu) -> float:
     """What the GPU takes to run it: products at its rate, all else at that of its memory."""
     if not call.is_kernel:
         return 0.0
-    tflops = gpu.fp32_tflops if call.is_wide else gpu.bf16_tflops
-    computing = call.flops / (tflops * 1e12 * EFFICIENCY)
+    tflops = EFFICIENCY * (gpu.fp32_tflops if call.is_wide else gpu.bf16_tflops)
+    if call.is_odd and not call.is_wide:
+        tflops = ODD_EFFICIENCY * gpu.bf16_tflops
+    computing = call.flops / (tflops * 1e12)
     moving = call.moved_bytes / (1e9 * gpu.memory_gb_per_s * BANDWIDTH_SHARE)
     return max(KERNEL_SECONDS, computing, moving)
 
@@ -231,7 +235,8 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         "of the peak that the allocator holds and cannot use; one H200 alone held 0.76 GiB and 1 "
         "to 11 %, of several nothing was measured",
         f"time of the GPU, fitted to one H200: products at {EFFICIENCY:.0%} of "
-        f"{gpu.bf16_tflops:g} TFLOP/s in 16 bits and {gpu.fp32_tflops:g} in 32, all else at "
+        f"{gpu.bf16_tflops:g} TFLOP/s in 16 bits ({ODD_EFFICIENCY:.1%} where rows do not begin at "
+        f"multiples of 16 bytes) and {gpu.fp32_tflops:g} in 32, all else at "
         f"{BANDWIDTH_SHARE:.0%} of {gpu.memory_gb_per_s:g} GB/s, no kernel below "
         f"{KERNEL_SECONDS * 1e6:g} µs",
         f"time of its host, fitted likewise: {PYTHON_SECONDS * 1e6:g} µs for a call of Python's, "

@@ -124,6 +124,7 @@ class Call(NamedTuple):
         waits: Whether the host goes on only when the GPU has come here.
         flops: Of matrix products, convolutions and attention.
         is_wide: Whether these are in float32 or wider.
+        is_odd: Whether rows of a matrix do not begin at multiples of 16 bytes.
         moved_bytes: Of tensors that it reads or writes.
     """
 
@@ -134,6 +135,7 @@ class Call(NamedTuple):
     waits: bool = False
     flops: int = 0
     is_wide: bool = False
+    is_odd: bool = False
     moved_bytes: int = 0
 
 
@@ -390,6 +392,7 @@ class Meter(TorchDispatchMode):
             waits=is_read or (is_copied and kind != "none" and not is_async),
             flops=flops,
             is_wide=flops > 0 and given[0].dtype.itemsize > 2,
+            is_odd=flops > 0 and any(_is_odd(each) for each in own.values()),
             moved_bytes=sum(each.nbytes for each in own.values()) if is_kernel else 0,
         )
 
@@ -572,6 +575,11 @@ _TRITON_FLOPS = {
     "_weighted_kernel": _weighted_flops,
     "_per_sample_kernel": _weighted_flops,
 }
+
+
+def _is_odd(matrix: Tensor) -> bool:
+    rows = max(matrix.stride()[-2:]) if matrix.ndim > 1 else 0
+    return rows * matrix.dtype.itemsize % 16 != 0
 
 
 def _fused_attention(
