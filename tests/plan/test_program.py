@@ -113,6 +113,47 @@ def test_an_offloaded_model_is_on_the_host():
     assert share <= found.host_bytes <= 1.3 * share
 
 
+def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once():
+    found = simulate(small_model, Scenario(**SIZES))
+    update = found.peaks[-1].by_category
+    # AdamW has the square roots of all second moments at a time.
+    assert update["optimizer"] / 2 <= update["temporaries"] <= update["optimizer"] / 2 + 2**15
+
+
+def test_calls_of_a_private_step_are_those_of_kernels_and_python():
+    pytest.importorskip("triton")
+    settings = {**SIZES, "row_length": 16, "vocab_size": 64, "precision": "bf16"}
+    shape = preset("gpt2", vocab_size=64, context_length=16, **{**SHAPE, "d_ff": 64})
+    found = simulate(
+        lambda: build(shape, device="meta"), Scenario(**settings, clipping="grad_materialize")
+    )
+    launches = [each for each in found.calls if each.is_triton]
+    assert any(each.flops for each in launches)
+    assert all(each.moved_bytes and each.is_kernel for each in launches)
+    assert sum(each.python_calls for each in found.calls) > len(found.calls)
+    # Rows go to the GPU in one pass, and a few numbers of the loss; nothing is read before the end.
+    assert {each.phase for each in found.calls if each.waits} == {"forward", "loss"}
+    assert sum(each.waits for each in found.calls) < 10
+
+
+@pytest.mark.full
+def test_compiled_blocks_keep_less_and_run_fewer_kernels():
+    eager, compiled = (
+        simulate(small_model, Scenario(**SIZES, compiled=each)) for each in (False, True)
+    )
+    kept = [
+        max(peak.by_category.get("activations", 0) for peak in each.peaks)
+        for each in (eager, compiled)
+    ]
+    assert kept[1] < kept[0]
+    kernels = [
+        sum(call.is_kernel for call in each.calls if call.phase in ("forward", "backward"))
+        for each in (eager, compiled)
+    ]
+    assert kernels[1] < 0.8 * kernels[0]
+    assert compiled.flops == eager.flops
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", LONG)
 def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):

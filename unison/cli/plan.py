@@ -68,6 +68,9 @@ def plan(
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Blocks keep only their inputs.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Blocks go through torch.compile.")
+    ] = False,
     offload: Annotated[
         str, typer.Option(help="What the host holds: optimizer, params, grads, with commas.")
     ] = "",
@@ -141,6 +144,7 @@ def plan(
         kfac=kfac,
         lora=lora,
         checkpoint_activations=checkpoint_activations,
+        compiled=compiled,
         offload=frozenset(each.strip() for each in offload.split(",") if each.strip()),
     )
     num_parameters = count_trained(make, lora)
@@ -243,7 +247,10 @@ def code_of(scenario: Scenario) -> str:
             "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
             "    )",
         ]
-    return "\n".join([*lines, f"model = unison.auto_shard(model, {', '.join(options)})"])
+    lines.append(f"model = unison.auto_shard(model, {', '.join(options)})")
+    if scenario.compiled:
+        lines += ["for block in unison.shard.find_blocks(model):", "    block.compile()"]
+    return "\n".join(lines)
 
 
 def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
@@ -427,7 +434,8 @@ def show(
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""
     screen.print(
         f"{num_parameters:,} parameters on {counted(scenario.world_size, 'GPU')}: {kind}"
-        f"{scenario.shard}, {scenario.precision}, {counted(scenario.rows, 'row')} of "
+        f"{scenario.shard}, {scenario.precision}, {'compiled, ' if scenario.compiled else ''}"
+        f"{counted(scenario.rows, 'row')} of "
         f"{counted(scenario.row_length, 'token')} on each GPU, "
         f"{counted(scenario.passes, 'pass', 'passes')} a step",
         highlight=False,
@@ -452,10 +460,12 @@ def show(
             label = f"{name} of {size}, {link_of(size, card)}: sent by each GPU"
             table.add_row(label, f"{num_bytes / GIB:,.4f} GiB")
     table.add_row("arithmetic of each GPU", f"{usage.flops / 1e12:,.2f} TFLOP")
-    table.add_row("computing", f"{found.compute_seconds:,.3f} s")
-    table.add_row("calling", f"{found.host_seconds:,.3f} s")
-    table.add_row("collectives, beside it", f"{found.network_seconds:,.3f} s")
-    table.add_row("optimizer", f"{found.update_seconds:,.3f} s")
+    table.add_row("kernels of the GPU", f"{found.compute_seconds:,.3f} s")
+    table.add_row("its host calling them, beside", f"{found.host_seconds:,.3f} s")
+    if scenario.world_size > 1:
+        table.add_row("collectives, beside", f"{found.network_seconds:,.3f} s")
+    if scenario.offload:
+        table.add_row("optimizer on the host", f"{found.update_seconds:,.3f} s")
     table.add_row("all together", f"{found.step_seconds:,.3f} s", style="bold")
     if spending is not None:
         costs = private_figures(spending, scenario, found)

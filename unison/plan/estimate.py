@@ -246,7 +246,10 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
         f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
-        "steps are eager: torch.compile is not modelled",
+        "blocks are compiled: pointwise operations are fused into what reads them, and kernels are "
+        "called without Python"
+        if scenario.compiled
+        else "steps are eager",
         "attention is one kernel that keeps no scores",
     ]
     if kind == "bf16":
