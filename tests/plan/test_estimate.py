@@ -11,7 +11,6 @@ from unison.plan.estimate import (
     EFFICIENCY,
     GIB,
     ODD_EFFICIENCY,
-    OPERATION_SECONDS,
     PYTHON_SECONDS,
     RESERVED_SHARE,
     RUNTIME_BYTES,
@@ -42,8 +41,7 @@ def kernel(seconds: float, **settings: Any) -> Call:
 
 def python(seconds: float) -> Call:
     """Something that takes the host so long."""
-    num_calls = round((seconds - OPERATION_SECONDS) / PYTHON_SECONDS)
-    return Call("forward", num_calls, is_kernel=False)
+    return Call("backward", round(seconds / PYTHON_SECONDS), is_kernel=False)
 
 
 def seconds_of(*calls: Call, **settings: Any) -> float:

@@ -25,12 +25,12 @@ EFFICIENCY = 0.75
 ODD_EFFICIENCY = 0.125
 BANDWIDTH_SHARE = 0.65
 KERNEL_SECONDS = 1.5e-6
-# Of its host: a call of a Python function, an operation, the launch of a kernel, and that of one of
-# Triton's.
-PYTHON_SECONDS = 0.5e-6
-OPERATION_SECONDS = 1e-6
-LAUNCH_SECONDS = 4e-6
-TRITON_SECONDS = 40e-6
+# Of its host: a call of Python's in a forward pass (modules, hooks, modes) and elsewhere; an
+# operation that launches a kernel; and the launch of one of Triton's.
+FORWARD_PYTHON_SECONDS = 1e-6
+PYTHON_SECONDS = 0.4e-6
+LAUNCH_SECONDS = 16e-6
+TRITON_SECONDS = 150e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +204,9 @@ def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
 
 def call_seconds(call: Call) -> float:
     """What the host takes to call an operation."""
-    seconds = OPERATION_SECONDS + call.python_calls * PYTHON_SECONDS
-    if call.is_kernel:
-        seconds += TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS
-    return seconds
+    of_python = FORWARD_PYTHON_SECONDS if call.phase == "forward" else PYTHON_SECONDS
+    launch = TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS if call.is_kernel else 0.0
+    return call.python_calls * of_python + launch
 
 
 def kernel_seconds(call: Call, gpu: Gpu) -> float:
@@ -239,15 +238,16 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         f"multiples of 16 bytes) and {gpu.fp32_tflops:g} in 32, all else at "
         f"{BANDWIDTH_SHARE:.0%} of {gpu.memory_gb_per_s:g} GB/s, no kernel below "
         f"{KERNEL_SECONDS * 1e6:g} µs",
-        f"time of its host, fitted likewise: {PYTHON_SECONDS * 1e6:g} µs for a call of Python's, "
-        f"{OPERATION_SECONDS * 1e6:g} µs for an operation, {LAUNCH_SECONDS * 1e6:g} µs more for a "
-        f"kernel and {TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU "
-        "until it reads a value",
+        f"time of its host, fitted likewise: {FORWARD_PYTHON_SECONDS * 1e6:g} µs for a call of "
+        f"Python's in a forward pass and {PYTHON_SECONDS * 1e6:g} elsewhere, "
+        f"{LAUNCH_SECONDS * 1e6:g} µs for an operation that launches a kernel, "
+        f"{TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU until it reads "
+        "a value; one update took that host 217 ms in one run and 413 in another",
         f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
         f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
-        "blocks are compiled: pointwise operations are fused into what reads them, and kernels are "
-        "called without Python"
+        "blocks are compiled: pointwise operations are fused into what reads them; their kernels "
+        "are taken to be launched as eager ones are, which was not measured"
         if scenario.compiled
         else "steps are eager",
         "attention is one kernel that keeps no scores",
