@@ -268,24 +268,30 @@ def main() -> int:
 
 
 def compare(paths: list[str], names: list[str], figures: dict[str, Any]) -> None:
-    """Plan the cases of result files, beside what was measured."""
+    """Plan the cases of result files, beside what was measured; of a case, the last file's.
+
+    Times of files without phases are left out: planning ran beside their steps, most of which did
+    not measure the gradient's norm.
+    """
+    measured: dict[str, Any] = {}
     for each in (json.loads(Path(path).read_text()) for path in paths):
         of = {"commit": each["commit"], "date": each["date"]}
         for name, told in each["figures"].items():
-            if not isinstance(told, dict) or "peak_bytes" not in told.get("real", {}):
-                continue
-            if names and name not in names:
-                continue
-            real, plan = of | told["real"], predict(name)
-            peak_off = plan["peak_bytes"] / real["peak_bytes"] - 1
-            time_off = plan["step_seconds"] / real["median_seconds"] - 1
-            figures[name] = {"plan": plan, "real": real, "peak_off": peak_off, "time_off": time_off}
-            print(
-                f"{name}: {plan['peak_bytes'] / GIB:.3f} of {real['peak_bytes'] / GIB:.3f} GiB "
-                f"({peak_off:+.1%}), {plan['step_seconds']:.3f} of {real['median_seconds']:.3f} s "
-                f"({time_off:+.1%}), {plan['place']}",
-                flush=True,
-            )
+            if isinstance(told, dict) and "peak_bytes" in told.get("real", {}):
+                measured[name] = of | told["real"]
+    for name in names or measured:
+        real, plan = measured[name], predict(name)
+        found = figures[name] = {"plan": plan, "real": real}
+        found["peak_off"] = plan["peak_bytes"] / real["peak_bytes"] - 1
+        told = f"{plan['peak_bytes'] / GIB:.3f} of {real['peak_bytes'] / GIB:.3f} GiB"
+        told += f" ({found['peak_off']:+.1%}), {plan['place']}"
+        if "phases" in real:
+            found["time_off"] = plan["step_seconds"] / real["median_seconds"] - 1
+            told += f", {plan['step_seconds']:.3f} of {real['median_seconds']:.3f} s"
+            told += f" ({found['time_off']:+.1%})"
+            of_kernels = plan["compute_seconds"] / real["kernels"]["seconds"] - 1
+            told += f", kernels {of_kernels:+.1%}"
+        print(f"{name}: {told}", flush=True)
 
 
 if __name__ == "__main__":
