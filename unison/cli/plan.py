@@ -307,9 +307,11 @@ def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
     )
     memory.axhline(card.memory_gib, linestyle="--", color="grey", label=card.name)
     memory.set(ylabel="GiB on each GPU", ylim=(0, None))
+    slowest = max(each.step_seconds for _, _, each in plans)
     memory.legend()
     seconds.plot(worlds, [each.step_seconds for _, _, each in plans], "o-")
-    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", ylim=(0, None), xscale="log")
+    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", xscale="log")
+    seconds.set_ylim(0, 1.1 * slowest)
     seconds.set_xticks([], minor=True)
     seconds.set_xticks(worlds, [str(each) for each in worlds])
     figure.savefig(path, dpi=120)
@@ -432,11 +434,13 @@ def show(
     peak = usage.peak
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""
+    kind += f"{scenario.shard}, {scenario.precision}, "
+    kind += "compiled, " if scenario.compiled else ""
+    kind += "activations computed again, " if scenario.checkpoint_activations else ""
+    kind += f"{' and '.join(sorted(scenario.offload))} offloaded, " if scenario.offload else ""
     screen.print(
         f"{num_parameters:,} parameters on {counted(scenario.world_size, 'GPU')}: {kind}"
-        f"{scenario.shard}, {scenario.precision}, {'compiled, ' if scenario.compiled else ''}"
-        f"{counted(scenario.rows, 'row')} of "
-        f"{counted(scenario.row_length, 'token')} on each GPU, "
+        f"{counted(scenario.rows, 'row')} of {counted(scenario.row_length, 'token')} on each GPU, "
         f"{counted(scenario.passes, 'pass', 'passes')} a step",
         highlight=False,
     )
