@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from unison.errors import BadInput
-from unison.plan import GPUS, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
+from unison.plan import GPUS, Call, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
 from unison.plan.estimate import (
     EFFICIENCY,
     GIB,
@@ -16,7 +16,6 @@ from unison.plan.estimate import (
     RUNTIME_BYTES,
     kernel_seconds,
 )
-from unison.plan.meter import Call
 from unison.privacy import Poisson, epsilon_for
 
 H100 = GPUS["h100"]
