@@ -8,11 +8,13 @@ nothing is counted, as their results never reach memory.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from unison.plan.meter import Meter
 
@@ -68,7 +70,10 @@ class FusedGraph(Interpreter):
 
 
 def _run_once(graph: GraphModule, fused: set[Node], meter: Meter, args: list[Any]) -> Any:
-    return FusedGraph(graph, fused, meter).boxed_run(args)
+    # Compiled frames run without the mode that they were compiled under, and backward with it.
+    is_on = any(each is meter for each in _get_current_dispatch_mode_stack())
+    with nullcontext() if is_on else meter:
+        return FusedGraph(graph, fused, meter).boxed_run(args)
 
 
 def is_pointwise(node: Node) -> bool:
