@@ -2,6 +2,7 @@
 
     python -m bench.scale headline      # bench/results/scale.json
     python -m bench.scale sweep         # 175b on 64 to 1,024 GPUs; bench/results/scale-sweep.json
+    python -m bench.scale sweep --keep parts "175b on 64"   # one case; the next run goes on
 
 Each case is `unison plan ... --json` in a process of its own, whose time and memory are written
 beside what it says. Nothing here needs a GPU. Beside it stands the arithmetic of the ZeRO paper
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from bench.runner import ROOT, write_result
@@ -61,7 +63,7 @@ def run_plan(options: str) -> dict[str, Any]:
         "total_gib": round(found["estimate"]["peak_bytes"] / GIB, 3),
         "needed_gib": round(found["estimate"]["needed_bytes"] / GIB, 3),
         "host_gib": round(found["host_bytes"] / GIB, 3),
-        "step_seconds": round(found["estimate"]["step_seconds"], 3),
+        **{key: round(found["estimate"][key], 3) for key in TIMES},
         "paper_gib": {
             "parameters": round(4 * count / world / GIB, 4),
             "gradients": round(4 * count / world / GIB, 4),
@@ -73,16 +75,27 @@ def run_plan(options: str) -> dict[str, Any]:
 
 
 SIZES = (("80 GB", 79), ("141 GB", 139))
+TIMES = ("compute_seconds", "host_seconds", "network_seconds", "update_seconds", "step_seconds")
 
 
 def main(arguments: list[str]) -> None:
     """Run the cases, print a line for each, write the result."""
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
     parser.add_argument("question", choices=("headline", "sweep"))
-    question = parser.parse_args(arguments).question
+    parser.add_argument("cases", nargs="*", help="plan these alone, and write no result yet")
+    parser.add_argument("--keep", type=Path, help="folder for figures of cases that were planned")
+    given = parser.parse_args(arguments)
+    cases = HEADLINE if given.question == "headline" else SWEEP
     figures = {}
-    for name, options in (HEADLINE if question == "headline" else SWEEP).items():
-        found = figures[name] = run_plan(options)
+    for name in given.cases or cases:
+        kept = None if given.keep is None else given.keep / f"{name}.json"
+        if kept is not None and kept.is_file():
+            found = json.loads(kept.read_text())
+        else:
+            found = run_plan(cases[name])
+        if kept is not None:
+            kept.write_text(json.dumps(found))
+        figures[name] = found
         fits = ", ".join(
             f"{size} {'yes' if is_so else 'no'}" for size, is_so in found["fits"].items()
         )
@@ -92,7 +105,8 @@ def main(arguments: list[str]) -> None:
             f"{found['seconds']:.0f} s, {found['rss_gib']:.2f} GiB |",
             flush=True,
         )
-        write_result("scale" if question == "headline" else "scale-sweep", figures)
+    if not given.cases:
+        write_result("scale" if given.question == "headline" else "scale-sweep", figures)
 
 
 if __name__ == "__main__":

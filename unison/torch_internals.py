@@ -55,9 +55,12 @@ def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
     To read the tensor itself would wait for all that was queued after it, and a GPU that has
     nothing queued stands still until the host has come to the next pass's kernels.
     """
-    if not value.is_cuda:
+    if machine_of(value.device) != "cuda":
         return lambda: value
-    on_host, event = value.to("cpu", non_blocking=True), torch.cuda.Event()
+    on_host = value.to("cpu", non_blocking=True)
+    if not value.is_cuda:  # a plan's
+        return lambda: on_host
+    event = torch.cuda.Event()
     event.record()
 
     def read() -> Tensor:

@@ -1,12 +1,21 @@
 """Whether a step fits, how long it takes and what it spends, from what it uses."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from unison.errors import BadInput
-from unison.plan import GPUS, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
-from unison.plan.estimate import EFFICIENCY, GIB, RESERVED_SHARE, RUNTIME_BYTES
+from unison.plan import GPUS, Call, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
+from unison.plan.estimate import (
+    EFFICIENCY,
+    GIB,
+    ODD_EFFICIENCY,
+    PYTHON_SECONDS,
+    RESERVED_SHARE,
+    RUNTIME_BYTES,
+    kernel_seconds,
+)
 from unison.privacy import Poisson, epsilon_for
 
 H100 = GPUS["h100"]
@@ -23,26 +32,51 @@ def test_a_step_fits_with_its_margin_only():
     assert not estimate(usage(most + 0.01), scenario, H100, 10).fits
 
 
+def kernel(seconds: float, **settings: Any) -> Call:
+    """A product that takes the GPU so long."""
+    flops = round(seconds * H100.bf16_tflops * 1e12 * EFFICIENCY)
+    return Call("forward", **{"python_calls": 0, "is_kernel": True, "flops": flops} | settings)
+
+
+def python(seconds: float) -> Call:
+    """Something that takes the host so long."""
+    return Call("backward", round(seconds / PYTHON_SECONDS), is_kernel=False)
+
+
+def seconds_of(*calls: Call, **settings: Any) -> float:
+    return estimate(usage(1, calls=list(calls), **settings), Scenario(), H100, 0).step_seconds
+
+
 def test_time_is_the_longer_of_arithmetic_and_traffic():
     scenario = Scenario(world_size=16, precision="bf16")
     sent = Counter({("all-gather", 16): int(50e9), ("all-reduce", 8): int(450e9)})
-    found = estimate(usage(1, flops=int(989e12 * EFFICIENCY), bytes_sent=sent), scenario, H100, 0)
+    found = estimate(usage(1, calls=[kernel(1)], bytes_sent=sent), scenario, H100, 0)
     assert found.compute_seconds == pytest.approx(1)
     assert found.network_seconds == pytest.approx(2)  # one second on each link
     assert found.step_seconds == pytest.approx(2)
 
 
 def test_float32_is_not_computed_at_the_speed_of_bfloat16():
-    fast, slow = (
-        estimate(usage(1, flops=10**15), Scenario(precision=each), H100, 0).compute_seconds
-        for each in ("bf16", "fp32")
+    assert kernel_seconds(kernel(1, is_wide=True), H100) == pytest.approx(989 / 67)
+    odd = EFFICIENCY / ODD_EFFICIENCY
+    assert kernel_seconds(kernel(1, is_odd=True), H100) == pytest.approx(odd)
+
+
+def test_the_host_runs_ahead_of_the_gpu_until_it_reads_a_value():
+    near = pytest.approx
+    assert seconds_of(kernel(3), python(2)) == near(3, abs=1e-3)  # the GPU computes meanwhile
+    assert seconds_of(kernel(1), python(2), kernel(1)) == near(3, abs=1e-3)  # it has to wait
+    assert seconds_of(python(2), kernel(1), python(2), kernel(1)) == near(5, abs=1e-3)
+    assert seconds_of(kernel(3, waits=True), python(2)) == near(5, abs=1e-3)
+
+
+def test_passes_that_were_not_run_take_as_long_as_the_last():
+    calls = [python(1), kernel(2), python(1), kernel(3), kernel(1)]
+    assert seconds_of(*calls, passes=[0, 2, 4]) == pytest.approx(7, abs=1e-3)
+    assert seconds_of(*calls, passes=[0, 2, 4], repeats=4) == pytest.approx(19, abs=1e-3)
+    assert Usage(calls=calls, passes=[0, 2, 4], repeats=4).flops == sum(
+        each.flops for each in [*calls, *calls[2:4] * 4]
     )
-    assert slow / fast == pytest.approx(989 / 67)
-
-
-def test_a_host_that_cannot_keep_up_decides():
-    found = estimate(usage(1, num_operations=10**6), Scenario(), H100, 0)
-    assert found.step_seconds == found.host_seconds == pytest.approx(6.5)
 
 
 def test_an_offloaded_optimizer_waits_for_the_host():

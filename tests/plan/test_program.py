@@ -41,6 +41,8 @@ LONG: dict[str, dict[str, Any]] = {
     "ghost": {"clipping": "ghost"},
     "flash_fuse_bk": {"clipping": "flash_fuse_bk"},
     "private lora": {"lora": 4, "clipping": "auto"},
+    "hybrid": {"shard": "hybrid", "world_size": 4},
+    "replicas": {"shard": "hybrid"},
     "kfac": {"kfac": True},
     "kfac, zero2": {"kfac": True, "shard": "zero2"},
     "private, two passes": {"clipping": "ghost_bk", "passes": 2},
@@ -109,6 +111,50 @@ def test_an_offloaded_model_is_on_the_host():
     # Parameters, gradients and Adam's two moments in float32; allocations are rounded up.
     share = 16 * count_trained(small_model) / 2
     assert share <= found.host_bytes <= 1.3 * share
+
+
+def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once():
+    found = simulate(small_model, Scenario(**SIZES))
+    update = found.peaks[-1].by_category
+    # AdamW has the square roots of all second moments at a time.
+    assert update["optimizer"] / 2 <= update["temporaries"] <= update["optimizer"] / 2 + 2**15
+
+
+def test_calls_of_a_private_step_are_those_of_kernels_and_python():
+    pytest.importorskip("triton")
+    settings = {**SIZES, "row_length": 16, "vocab_size": 64, "precision": "bf16"}
+    shape = preset("gpt2", vocab_size=64, context_length=16, **{**SHAPE, "d_ff": 64})
+    found = simulate(
+        lambda: build(shape, device="meta"), Scenario(**settings, clipping="grad_materialize")
+    )
+    launches = [each for each in found.calls if each.is_triton]
+    assert any(each.flops for each in launches)
+    assert all(each.moved_bytes and each.is_kernel for each in launches)
+    assert sum(each.python_calls for each in found.calls) > len(found.calls)
+    # Rows go to the GPU in one pass, and a few numbers of the loss; nothing is read before the end.
+    assert {each.phase for each in found.calls if each.waits} == {"forward", "loss"}
+    assert sum(each.waits for each in found.calls) < 10
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks whether it has
+def test_compiled_blocks_keep_less_and_run_fewer_kernels():
+    shape = preset("tiny", num_layers=2)  # with RMSNorm and SwiGLU, of many operations each
+    eager, compiled = (
+        simulate(lambda: build(shape, device="meta"), Scenario(**SIZES, compiled=each))
+        for each in (False, True)
+    )
+    kept = [
+        max(peak.by_category.get("activations", 0) for peak in each.peaks)
+        for each in (eager, compiled)
+    ]
+    assert kept[1] < kept[0]
+    kernels = [
+        sum(call.is_kernel for call in each.calls if call.phase in ("forward", "backward"))
+        for each in (eager, compiled)
+    ]
+    assert kernels[1] < kernels[0]
+    assert compiled.flops == eager.flops
 
 
 @pytest.mark.full

@@ -68,6 +68,9 @@ def plan(
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Blocks keep only their inputs.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Blocks go through torch.compile.")
+    ] = False,
     offload: Annotated[
         str, typer.Option(help="What the host holds: optimizer, params, grads, with commas.")
     ] = "",
@@ -141,6 +144,7 @@ def plan(
         kfac=kfac,
         lora=lora,
         checkpoint_activations=checkpoint_activations,
+        compiled=compiled,
         offload=frozenset(each.strip() for each in offload.split(",") if each.strip()),
     )
     num_parameters = count_trained(make, lora)
@@ -243,16 +247,17 @@ def code_of(scenario: Scenario) -> str:
             "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
             "    )",
         ]
-    return "\n".join([*lines, f"model = unison.auto_shard(model, {', '.join(options)})"])
+    lines.append(f"model = unison.auto_shard(model, {', '.join(options)})")
+    if scenario.compiled:
+        lines += ["for block in unison.shard.find_blocks(model):", "    block.compile()"]
+    return "\n".join(lines)
 
 
 def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
     """What a step of many passes uses: two are run, and the others are like them."""
     num_run = min(scenario.passes, MOST_SIMULATED)
     usage = simulate(make, replace(scenario, passes=num_run))
-    usage.flops = usage.flops * scenario.passes // num_run
-    usage.moved_bytes = usage.moved_bytes * scenario.passes // num_run
-    usage.num_operations = usage.num_operations * scenario.passes // num_run
+    usage.repeats = scenario.passes - num_run
     for key in usage.bytes_sent:
         usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
     return usage
@@ -302,9 +307,11 @@ def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
     )
     memory.axhline(card.memory_gib, linestyle="--", color="grey", label=card.name)
     memory.set(ylabel="GiB on each GPU", ylim=(0, None))
+    slowest = max(each.step_seconds for _, _, each in plans)
     memory.legend()
     seconds.plot(worlds, [each.step_seconds for _, _, each in plans], "o-")
-    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", ylim=(0, None), xscale="log")
+    seconds.set(ylabel="seconds a step (estimate)", xlabel="GPUs", xscale="log")
+    seconds.set_ylim(0, 1.1 * slowest)
     seconds.set_xticks([], minor=True)
     seconds.set_xticks(worlds, [str(each) for each in worlds])
     figure.savefig(path, dpi=120)
@@ -400,6 +407,15 @@ def private_figures(
     return asdict(spending) | {"gpu_hours": hours}
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "row"), counted(2, "row"), counted(0, "pass", "passes")
+    ('1 row', '2 rows', '0 passes')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def link_of(size: int, card: Gpu) -> str:
     """What a collective over so many ranks goes through."""
     return "inside a machine" if is_inside(size, card) else "between machines"
@@ -418,10 +434,14 @@ def show(
     peak = usage.peak
     kind = "private, " if scenario.clipping else ("K-FAC, " if scenario.kfac else "")
     kind += f"LoRA of rank {scenario.lora}, " if scenario.lora else ""
+    kind += f"{scenario.shard}, {scenario.precision}, "
+    kind += "compiled, " if scenario.compiled else ""
+    kind += "activations computed again, " if scenario.checkpoint_activations else ""
+    kind += f"{' and '.join(sorted(scenario.offload))} offloaded, " if scenario.offload else ""
     screen.print(
-        f"{num_parameters:,} parameters on {scenario.world_size} GPUs: {kind}{scenario.shard}, "
-        f"{scenario.precision}, {scenario.rows} rows of {scenario.row_length} tokens on each GPU, "
-        f"{scenario.passes} pass{'' if scenario.passes == 1 else 'es'} a step",
+        f"{num_parameters:,} parameters on {counted(scenario.world_size, 'GPU')}: {kind}"
+        f"{counted(scenario.rows, 'row')} of {counted(scenario.row_length, 'token')} on each GPU, "
+        f"{counted(scenario.passes, 'pass', 'passes')} a step",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -444,18 +464,20 @@ def show(
             label = f"{name} of {size}, {link_of(size, card)}: sent by each GPU"
             table.add_row(label, f"{num_bytes / GIB:,.4f} GiB")
     table.add_row("arithmetic of each GPU", f"{usage.flops / 1e12:,.2f} TFLOP")
-    table.add_row("computing", f"{found.compute_seconds:,.3f} s")
-    table.add_row("calling", f"{found.host_seconds:,.3f} s")
-    table.add_row("collectives, beside it", f"{found.network_seconds:,.3f} s")
-    table.add_row("optimizer", f"{found.update_seconds:,.3f} s")
+    table.add_row("kernels of the GPU", f"{found.compute_seconds:,.3f} s")
+    table.add_row("its host calling them, beside", f"{found.host_seconds:,.3f} s")
+    if scenario.world_size > 1:
+        table.add_row("collectives, beside", f"{found.network_seconds:,.3f} s")
+    if scenario.offload:
+        table.add_row("optimizer on the host", f"{found.update_seconds:,.3f} s")
     table.add_row("all together", f"{found.step_seconds:,.3f} s", style="bold")
     if spending is not None:
         costs = private_figures(spending, scenario, found)
         table.add_row("", "")
         table.add_row(
-            f"private run: {spending.num_rows:,} rows, {spending.batch_size:,} a step, "
-            f"{spending.epochs:g} epochs",
-            f"{spending.steps:,} steps",
+            f"private run: {counted(spending.num_rows, 'row')}, {spending.batch_size:,} a step, "
+            f"{spending.epochs:g} epoch{'' if spending.epochs == 1 else 's'}",
+            counted(spending.steps, "step"),
         )
         table.add_row(f"ε at δ = {spending.delta:g}", f"{spending.epsilon:.4f}")
         table.add_row("noise multiplier σ", f"{spending.noise_multiplier:.4f}")

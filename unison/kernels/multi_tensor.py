@@ -350,9 +350,8 @@ def on_device(rows: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a host's tensor on a device, without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def empty_table(shape: Sequence[int], device: torch.device) -> Tensor:

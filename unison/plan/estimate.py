@@ -7,7 +7,7 @@ from typing import Any
 
 from unison import check
 from unison.errors import BadInput
-from unison.plan.meter import Usage
+from unison.plan.meter import Call, Usage
 from unison.plan.program import Scenario
 from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
 
@@ -18,10 +18,19 @@ GIB = 2**30
 RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
 RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
 
-# Fitted to eager steps on an H200 (bench/results/plan-gpu.json): the share of its peak arithmetic
-# that products reach, and what the host takes to call an operation.
-EFFICIENCY = 0.6
-SECONDS_PER_OPERATION = 6.5e-6
+# Fitted to eager steps on one H200 (bench/plan_gpu.py; docs/scale.md says to which). Of the GPU:
+# the shares of its peak arithmetic that products reach, and those whose rows begin at odd places (a
+# vocabulary of 50,257, say); the share of its memory's speed; and the shortest kernel.
+EFFICIENCY = 0.75
+ODD_EFFICIENCY = 0.125
+BANDWIDTH_SHARE = 0.65
+KERNEL_SECONDS = 1.5e-6
+# Of its host: a call of Python's in a forward pass (modules, hooks, modes) and elsewhere; an
+# operation that launches a kernel; and the launch of one of Triton's.
+FORWARD_PYTHON_SECONDS = 1e-6
+PYTHON_SECONDS = 0.4e-6
+LAUNCH_SECONDS = 16e-6
+TRITON_SECONDS = 150e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +126,8 @@ class Estimate:
         peak_bytes: Of tensors.
         needed_bytes: With the safety margin.
         memory_bytes: What the GPU has.
-        compute_seconds: Products at the GPU's rate, and all else at that of its memory.
-        host_seconds: Calling operations, while the GPU works on earlier ones.
+        compute_seconds: All kernels, one after the other.
+        host_seconds: Calling them, while the GPU works on earlier ones.
         network_seconds: Collectives; they run beside the arithmetic.
         update_seconds: What an offloaded optimizer adds.
         step_seconds: All together.
@@ -142,10 +151,7 @@ class Estimate:
 def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) -> Estimate:
     """Say whether a step fits and how long it takes; `assumptions` says under which conditions."""
     peak = usage.peak.total
-    tflops = gpu.bf16_tflops if scenario.precision == "bf16" else gpu.fp32_tflops
-    compute = usage.flops / (tflops * 1e12 * EFFICIENCY)
-    compute += usage.moved_bytes / (1e9 * gpu.memory_gb_per_s)
-    host = usage.num_operations * SECONDS_PER_OPERATION
+    compute, host, both = run_queue(usage, gpu)
     network = sum(
         num_bytes / (1e9 * (gpu.link_gb_per_s if is_inside(size, gpu) else gpu.network_gb_per_s))
         for (_, size), num_bytes in usage.bytes_sent.items()
@@ -162,8 +168,57 @@ def estimate(usage: Usage, scenario: Scenario, gpu: Gpu, num_parameters: int) ->
         host_seconds=host,
         network_seconds=network,
         update_seconds=update,
-        step_seconds=max(compute, host, network) + update,
+        step_seconds=max(both, network) + update,
     )
+
+
+def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
+    """Let the host call a step's operations, and the GPU run them one after the other.
+
+    A kernel begins when it has been launched and the one before it has ended. The host does not
+    wait for it, except where it reads a value.
+
+    Returns:
+        What kernels take, what calling them takes, and when both are done, in seconds.
+    """
+    compute, host, at_host, at_gpu = 0.0, 0.0, 0.0, 0.0
+    starts = []  # of passes, and of what comes after the last one
+    for index, call in enumerate(usage.calls):
+        if index in usage.passes:
+            starts.append((compute, host, max(at_host, at_gpu)))
+        calling, running = call_seconds(call), kernel_seconds(call, gpu)
+        host, at_host = host + calling, at_host + calling
+        if running:
+            compute, at_gpu = compute + running, max(at_gpu, at_host) + running
+        if call.waits:
+            at_host = max(at_host, at_gpu)
+    found = compute, host, max(at_host, at_gpu)
+    if usage.repeats:
+        before, after = starts[-2:]
+        found = tuple(
+            each + usage.repeats * (last - first)
+            for each, first, last in zip(found, before, after, strict=True)
+        )
+    return found
+
+
+def call_seconds(call: Call) -> float:
+    """What the host takes to call an operation."""
+    of_python = FORWARD_PYTHON_SECONDS if call.phase == "forward" else PYTHON_SECONDS
+    launch = TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS if call.is_kernel else 0.0
+    return call.python_calls * of_python + launch
+
+
+def kernel_seconds(call: Call, gpu: Gpu) -> float:
+    """What the GPU takes to run it: products at its rate, all else at that of its memory."""
+    if not call.is_kernel:
+        return 0.0
+    tflops = EFFICIENCY * (gpu.fp32_tflops if call.is_wide else gpu.bf16_tflops)
+    if call.is_odd and not call.is_wide:
+        tflops = ODD_EFFICIENCY * gpu.bf16_tflops
+    computing = call.flops / (tflops * 1e12)
+    moving = call.moved_bytes / (1e9 * gpu.memory_gb_per_s * BANDWIDTH_SHARE)
+    return max(KERNEL_SECONDS, computing, moving)
 
 
 def is_inside(group_size: int, gpu: Gpu) -> bool:
@@ -174,18 +229,27 @@ def is_inside(group_size: int, gpu: Gpu) -> bool:
 def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
     """What an estimate takes for granted, in sentences."""
     kind = scenario.precision
-    tflops = gpu.bf16_tflops if kind == "bf16" else gpu.fp32_tflops
     lines = [
         f"margin: {RUNTIME_BYTES / GIB:g} GiB for CUDA, NCCL and cuBLAS, and {RESERVED_SHARE:.0%} "
         "of the peak that the allocator holds and cannot use; one H200 alone held 0.76 GiB and 1 "
         "to 11 %, of several nothing was measured",
-        f"time, fitted to eager steps on one H200: {EFFICIENCY:.0%} of {tflops:g} TFLOP/s in "
-        f"{kind}, {gpu.memory_gb_per_s:g} GB/s for all else, or {SECONDS_PER_OPERATION * 1e6:g} µs "
-        "of the host for each operation, whichever is longer; not measured: collectives beside it, "
-        f"{gpu.link_gb_per_s:g} GB/s in a machine of {gpu.per_machine} and "
-        f"{gpu.network_gb_per_s:g} GB/s between machines"
+        f"time of the GPU, fitted to one H200: products at {EFFICIENCY:.0%} of "
+        f"{gpu.bf16_tflops:g} TFLOP/s in 16 bits ({ODD_EFFICIENCY:.1%} where rows do not begin at "
+        f"multiples of 16 bytes) and {gpu.fp32_tflops:g} in 32, all else at "
+        f"{BANDWIDTH_SHARE:.0%} of {gpu.memory_gb_per_s:g} GB/s, no kernel below "
+        f"{KERNEL_SECONDS * 1e6:g} µs",
+        f"time of its host, fitted likewise: {FORWARD_PYTHON_SECONDS * 1e6:g} µs for a call of "
+        f"Python's in a forward pass and {PYTHON_SECONDS * 1e6:g} elsewhere, "
+        f"{LAUNCH_SECONDS * 1e6:g} µs for an operation that launches a kernel, "
+        f"{TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU until it reads "
+        "a value; one update took that host 217 ms in one run and 413 in another",
+        f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
+        f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
-        "both are of eager steps: torch.compile is not modelled, nor the time of kernels that clip",
+        "blocks are compiled: pointwise operations are fused into what reads them; their kernels "
+        "are taken to be launched as eager ones are, which was not measured"
+        if scenario.compiled
+        else "steps are eager",
         "attention is one kernel that keeps no scores",
     ]
     if kind == "bf16":

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -113,6 +113,32 @@ class Peak:
         return sum(self.by_category.values())
 
 
+class Call(NamedTuple):
+    """One operation, as the host calls it and the GPU runs it.
+
+    Attributes:
+        phase: Of the step.
+        python_calls: Functions that Python called on the way to it.
+        is_kernel: Whether the GPU has something to do for it, and is no mere view.
+        is_triton: Whether the kernel is Triton's, whose launches are Python.
+        waits: Whether the host goes on only when the GPU has come here.
+        flops: Of matrix products, convolutions and attention.
+        is_wide: Whether these are in float32 or wider.
+        is_odd: Whether rows of a matrix do not begin at multiples of 16 bytes.
+        moved_bytes: Of tensors that it reads or writes.
+    """
+
+    phase: str
+    python_calls: int
+    is_kernel: bool
+    is_triton: bool = False
+    waits: bool = False
+    flops: int = 0
+    is_wide: bool = False
+    is_odd: bool = False
+    moved_bytes: int = 0
+
+
 @dataclass
 class Usage:
     """What a step used.
@@ -120,18 +146,26 @@ class Usage:
     Attributes:
         peaks: The peak of every place of the step, in order; a place may come more than once.
         bytes_sent: What this rank sent, by collective and number of ranks in its group.
-        flops: Of matrix products, convolutions and attention.
-        moved_bytes: Of tensors that other operations read or write.
-        num_operations: How many operations were called that are not mere views.
+        calls: All operations, in order.
+        passes: Where in `calls` each pass begins, and where the last one ends.
+        repeats: How many passes there are beside those, each like the last.
         host_bytes: What the rank's share of the host holds, at most, of an offloaded model.
     """
 
     peaks: list[Peak] = field(default_factory=list)
     bytes_sent: Counter[tuple[str, int]] = field(default_factory=Counter)
-    flops: int = 0
-    moved_bytes: int = 0
-    num_operations: int = 0
+    calls: list[Call] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    repeats: int = 0
     host_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products, convolutions and attention."""
+        again = self.calls[slice(*self.passes[-2:])] if self.repeats else []
+        return sum(each.flops for each in self.calls) + self.repeats * sum(
+            each.flops for each in again
+        )
 
     @property
     def peak(self) -> Peak:
@@ -152,6 +186,8 @@ class Meter(TorchDispatchMode):
         self._allocations: dict[int, tuple[Allocation, weakref.ref]] = {}  # by storage
         self._log: list[tuple[str, Allocation | None, int]] = []  # (place, whose, change)
         self._phase, self._place = "start", "start"
+        self._python_calls = 0
+        self._is_compiled, self._is_fused = False, False
         self.usage = Usage()
 
     # --- what the program tells -------------------------------------------------------------------
@@ -163,6 +199,24 @@ class Meter(TorchDispatchMode):
                 allocation.is_kept |= allocation.phase == self._phase
         self._phase, self._place = phase, f"{phase} {block}".strip()
         self._log.append((self._place, None, 0))
+
+    def mark_pass(self) -> None:
+        """A pass begins here, or the last one has ended."""
+        self.usage.passes.append(len(self.usage.calls))
+
+    @contextmanager
+    def compiled(self, *, is_fused: bool) -> Iterator[None]:
+        """Count what runs in the block as part of a compiled graph.
+
+        Args:
+            is_fused: Whether it is part of its readers' kernels, and its result of no memory.
+        """
+        before = self._is_compiled, self._is_fused
+        self._is_compiled, self._is_fused = True, is_fused
+        try:
+            yield
+        finally:
+            self._is_compiled, self._is_fused = before
 
     def assign(self, role: str, tensors: Iterable[Tensor | None]) -> None:
         """Say of which category some tensors are, now and since they were made."""
@@ -201,6 +255,15 @@ class Meter(TorchDispatchMode):
 
     # --- what torch tells -------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the calls around each operation that would see to it are no cost of a step
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Count what compiled graphs run, and not how they are compiled."""
+        return True
+
     @contextmanager
     def counting(self) -> Iterator["Meter"]:
         """Count what runs in the block."""
@@ -222,49 +285,126 @@ class Meter(TorchDispatchMode):
                 kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
                 kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
                 if find_spec("triton") is not None:
-                    stack.enter_context(_launching_nothing())
+                    stack.enter_context(self._launching_nothing())
+            stack.callback(sys.setprofile, sys.getprofile())
             stack.enter_context(self)
+            sys.setprofile(self._count_python)
             yield self
+
+    def _count_python(self, frame: Any, event: str, argument: Any) -> None:
+        self._python_calls += event in ("call", "c_call")
+
+    @contextmanager
+    def _launching_nothing(self) -> Iterator[None]:
+        """Let Triton kernels take tensors without values: what is made for them counts, no more."""
+        launcher = import_module("triton.runtime.jit").KernelInterface
+        interpreted = import_module("triton.runtime.interpreter").InterpretedFunction
+
+        def launch(kernel: Any, grid: Any) -> Any:
+            given = sys._getframe(1).f_locals
+            return lambda *args, **kwargs: self._count_launch(kernel, args, given)
+
+        with (
+            patch.object(launcher, "__getitem__", launch),
+            patch.object(interpreted, "__getitem__", launch),
+        ):
+            yield
+
+    def _count_launch(self, kernel: Any, args: tuple, given: dict[str, Any]) -> None:
+        name = kernel.fn.__name__
+        listed = [given.get(each) for each in _TABLES.get(name, ())]
+        moved = {id(each): each for each in _tensors((args, listed))}
+        flops = _TRITON_FLOPS[name](given) if name in _TRITON_FLOPS else 0
+        self._count_call(
+            True,
+            is_triton=True,
+            flops=flops,
+            is_wide=flops > 0 and _factors(given)[0][0].dtype.itemsize > 2,
+            moved_bytes=sum(each.nbytes for each in moved.values()),
+        )
+
+    def _count_call(self, is_kernel: bool, **what: Any) -> None:
+        python_calls = 0 if self._is_compiled else self._python_calls  # compiled graphs have few
+        self.usage.calls.append(Call(self._phase, python_calls, is_kernel, **what))
+        self._python_calls = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
-        kwargs = kwargs or {}
-        if any(issubclass(each, ShardedTensor) for each in types):
-            return NotImplemented  # what it does to the rank's own part comes here again
+        sys.setprofile(None)  # what Python does for the meta device and for this meter is no cost
+        self._python_calls -= 2  # this function and that one
+        try:
+            if any(issubclass(each, ShardedTensor) for each in types):
+                return NotImplemented  # what it does to the rank's own part comes here again
+            return self._run(func, args, kwargs or {})
+        finally:
+            sys.setprofile(self._count_python)
+
+    def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = self._answer(func, args, kwargs) if self._device == "meta" else NotImplemented
         if result is NotImplemented:
-            result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        self.usage.num_operations += not func.is_view
+            with torch._C.DisableTorchFunctionSubclass():  # below autograd there are none
+                result = func(*args, **kwargs)
         maker = _maker()
-        if func.namespace == "c10d":
-            self._count_collective(func, args)
-        elif packet in _FLOPS:
-            self.usage.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
-        elif not func.is_view:
-            for tensor in {id(each): each for each in _tensors((args, result))}.values():
-                self.usage.moved_bytes += tensor.nbytes if tensor.device.type == self._device else 0
+        given, made = list(_tensors((args, kwargs))), list(_tensors((result,)))
+        if self._is_fused:
+            for tensor in made:
+                self._allocation_of(tensor, maker, has_memory=False)
+            return result
+        self._count_operation(func, args, kwargs, given, made, result)
         if maker.startswith(("clip/", "kfac/")):
             for tensor in _tensors(args):
                 if tensor.device.type == self._device:
                     self._allocation_of(tensor).is_record = True
         is_hosted = self._is_hosted(func, args)
-        for tensor in _tensors((result,)):
+        for tensor in made:
             if tensor.device.type == self._device and maker not in _SHELLS:
-                made = self._allocation_of(tensor, maker)
-                made.is_any |= packet is aten.any
-                made.phase = HOST if is_hosted else made.phase
+                allocation = self._allocation_of(tensor, maker)
+                allocation.is_any |= func._overloadpacket is aten.any
+                allocation.phase = HOST if is_hosted else allocation.phase
         return result
 
-    def _allocation_of(self, tensor: Tensor, maker: str = "") -> Allocation:
+    def _count_operation(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        made: list[Tensor],
+        result: Any,
+    ) -> None:
+        packet = func._overloadpacket
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+            self._count_call(False)
+            return
+        kind = "none" if self._phase == HOST else self._device
+        own = {id(each): each for each in (*given, *made) if each.device.type == kind}
+        is_kernel = bool(own) and not func.is_view and packet not in _NO_KERNELS
+        flops = _FLOPS[packet](*args, **kwargs, out_val=result) if packet in _FLOPS else 0
+        # A number that is read, or a copy between host and device that is to be done on return.
+        is_read = packet in _READS and bool(own)
+        is_copied = packet in _COPIES and len({each.device for each in (*given, *made)}) > 1
+        is_async = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
+        self._count_call(
+            is_kernel,
+            waits=is_read or (is_copied and kind != "none" and not is_async),
+            flops=flops,
+            is_wide=flops > 0 and given[0].dtype.itemsize > 2,
+            is_odd=flops > 0 and any(_is_odd(each) for each in own.values()),
+            moved_bytes=sum(each.nbytes for each in own.values()) if is_kernel else 0,
+        )
+
+    def _allocation_of(
+        self, tensor: Tensor, maker: str = "", *, has_memory: bool = True
+    ) -> Allocation:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._allocations:
             made = Allocation(0, maker, self._phase)
             self._allocations[key] = made, weakref.ref(storage, lambda _: self._free(key))
-            self._change(made, _rounded(storage.nbytes()))
+            self._change(made, _rounded(storage.nbytes()) if has_memory else 0)
         return self._allocations[key][0]
 
     def _is_hosted(self, func: Any, args: tuple) -> bool:
@@ -325,7 +465,8 @@ class Meter(TorchDispatchMode):
             return 1.0 if first.dtype.is_floating_point else 0  # an error's number is not 0
         device = torch.device(kwargs.get("device") or "meta")
         if func is aten._to_copy.default and device.type != "meta":
-            return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+            made = torch.zeros if self._allocation_of(first).is_any else torch.ones
+            return made(first.shape, dtype=kwargs.get("dtype") or first.dtype)
         return NotImplemented
 
 
@@ -396,6 +537,51 @@ _FLOPS = {
 }
 
 
+# Operations that give memory and write nothing, that copy, and that read a number.
+_NO_KERNELS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.detach}
+_NO_KERNELS |= {aten.new_empty_strided, aten.resize_, aten._local_scalar_dense, aten.is_nonzero}
+_COPIES = {aten._to_copy, aten.copy_}
+_READS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.allclose}
+
+
+# Kernels for many tensors take a table of addresses. What it tells is in the function that launches
+# them, by these names.
+_TABLES = {
+    "squares_kernel": ("values",),
+    "release_kernel": ("values", "outs"),
+    "_gram_kernel": ("lefts", "rights"),
+    "_weighted_kernel": ("lefts", "rights", "outs"),
+}
+
+
+def _factors(given: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Factors of per-sample gradients, [samples, tokens, features] each, of one layer or more."""
+    if "lefts" in given:
+        return list(zip(given["lefts"], given["rights"], strict=True))
+    return [(given["left"], given["right"])]
+
+
+def _gram_flops(given: dict[str, Any]) -> int:
+    """Inner products of tokens, of both factors; half of them, as they are symmetric."""
+    return sum(each.numel() * each.shape[1] for factors in _factors(given) for each in factors)
+
+
+def _weighted_flops(given: dict[str, Any]) -> int:
+    return sum(2 * left.numel() * right.shape[2] for left, right in _factors(given))
+
+
+_TRITON_FLOPS = {
+    "_gram_kernel": _gram_flops,
+    "_weighted_kernel": _weighted_flops,
+    "_per_sample_kernel": _weighted_flops,
+}
+
+
+def _is_odd(matrix: Tensor) -> bool:
+    rows = max(matrix.stride()[-2:]) if matrix.ndim > 1 else 0
+    return rows * matrix.dtype.itemsize % 16 != 0
+
+
 def _fused_attention(
     query: Tensor,
     key: Tensor,
@@ -421,22 +607,6 @@ def _fused_attention(
     return math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-
-
-@contextmanager
-def _launching_nothing() -> Iterator[None]:
-    """Let Triton kernels take tensors without values: what is made for them counts, no more."""
-    launcher = import_module("triton.runtime.jit").KernelInterface
-    interpreted = import_module("triton.runtime.interpreter").InterpretedFunction
-
-    def launch(*_: Any) -> Any:
-        return lambda *args, **kwargs: None
-
-    with (
-        patch.object(launcher, "__getitem__", launch),
-        patch.object(interpreted, "__getitem__", launch),
-    ):
-        yield
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from unison.config import CLIPPINGS, PRECISIONS
 from unison.errors import BadInput
 from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss, token_loss_sums
+from unison.plan.fusion import backend
 from unison.plan.meter import HOST, OFFLOADED, Meter, Usage
 from unison.privacy import PrivacyEngine, Shuffled
 from unison.shard import (
@@ -38,7 +39,7 @@ from unison.shard import (
     meta_init,
     units_of,
 )
-from unison.torch_internals import without_values
+from unison.torch_internals import machine_of, without_values
 
 SHARDS = ("full", "zero2", "hybrid")
 OFFLOADS = ("params", "optimizer", "grads")
@@ -66,6 +67,7 @@ class Scenario:
         lora: Rank of the adapters that are trained in the place of all else; 0 for none.
         checkpoint_activations: Whether blocks keep their inputs only, and compute again.
         offload: What lives in the host's memory.
+        compiled: Whether blocks go through torch.compile.
     """
 
     world_size: int = 1
@@ -81,6 +83,7 @@ class Scenario:
     lora: int = 0
     checkpoint_activations: bool = False
     offload: frozenset[str] = frozenset()
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check.positive(world_size=self.world_size, rows=self.rows, row_length=self.row_length)
@@ -197,6 +200,10 @@ def stepper(
         auto_shard(model, **_sharding(scenario, device))
         if device.type != "meta":
             materialize(model, seed=0, device=device)
+        if scenario.compiled:
+            compiler = backend(meter) if device.type == "meta" else "inductor"
+            for block in blocks:
+                block.compile(backend=compiler)
         stack.enter_context(counting or nullcontext())
         is_hosted = bool(scenario.offload)
         meter.assign("parameters", model.buffers())
@@ -204,13 +211,12 @@ def stepper(
         for group in (group for unit in units_of(model) for group in unit.groups):
             meter.assign("gathered", [] if group.is_alias else [group.full])
         names = {module: name for name, module in model.named_modules()}
-        for block in blocks:
+        for block in [] if scenario.compiled else blocks:  # hooks would be compiled too
             _mark_places(block, names[block], meter)
         trained = [each for each in model.parameters() if each.requires_grad]
-        if scenario.kfac:
-            optimizer: Optimizer = SGD(trained, lr=1e-3)
-        else:
-            optimizer = AdamW(trained, lr=1e-3)
+        # Torch takes all parameters at once on a GPU; it does not know what the meta device is.
+        at_once = True if machine_of(device) == "cuda" and not is_hosted else None
+        optimizer: Optimizer = (SGD if scenario.kfac else AdamW)(trained, lr=1e-3, foreach=at_once)
         run = stack.enter_context(_training(model, optimizer, scenario, device, meter, num_steps))
 
         def step(is_counted: bool) -> None:
@@ -316,7 +322,9 @@ def _training(
         optimizer.zero_grad(set_to_none=True)
         for _ in range(scenario.passes):
             meter.enter_place(HOST)
+            meter.mark_pass()
             run_pass(*next(batches))
+        meter.mark_pass()
         grads = [each.grad for each in model.parameters()]
         meter.assign(OFFLOADED if scenario.offload else "gradients", grads)
         meter.enter_place(HOST if scenario.offload else "update")

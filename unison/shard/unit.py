@@ -283,7 +283,8 @@ class Unit:
         if self._shown is not None:
             return self._shown
         self._num_passes += 1
-        by_values = self._num_passes & (self._num_passes - 1) == 0  # passes 1, 2, 4, 8, ...
+        is_looked_at = self._num_passes & (self._num_passes - 1) == 0  # passes 1, 2, 4, 8, ...
+        by_values = is_looked_at and has_values()
         return [group.written(by_values=by_values) for group in self.groups]
 
     def check_not_written(self, before: Written | None) -> None:
