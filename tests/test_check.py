@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from unison import check
 from unison.errors import BadInput, Diverged, UnisonError, UnsupportedOperation
@@ -47,12 +46,6 @@ def test_one_of_without_a_near_choice_suggests_nothing():
 
 def test_one_of_takes_an_iterator_once_for_several_values():
     check.one_of(iter(["a", "b"]), first="a", second="b")
-
-
-def test_same_shape_names_every_tensor():
-    check.same_shape(a=torch.zeros(2, 3), b=torch.ones(2, 3))
-    with pytest.raises(BadInput, match=r"a: \[2\], b: \[\], c: \[2\]"):
-        check.same_shape(a=torch.zeros(2), b=torch.zeros(()), c=torch.zeros(2))
 
 
 @pytest.mark.parametrize(

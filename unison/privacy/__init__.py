@@ -12,7 +12,8 @@ from unison.privacy.calibration import (
     steps_for,
 )
 from unison.privacy.engine import PrivacyEngine, attach
-from unison.privacy.ledger import LEDGER_FILE, Ledger, LedgerFile, Session, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import LEDGER_FILE, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import (
