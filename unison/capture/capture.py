@@ -137,7 +137,6 @@ class Capture:
         self._outer = -1  # number of the backward pass in which all of this happens, if any
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
-        self._layouts: dict[int, Layout] = {}
         # While samples are followed; and what was made of parameters alone in the last such pass.
         self.trace: RowTrace | None = None
         self._met: list[Met] | None = None  # while it is looked at where samples go
@@ -630,8 +629,7 @@ class Capture:
         axis = self.axes.axis(call) if axes is None else axes[0]
         assert axis is not None
         self.axes.check_rows(call, output.shape[axis])
-        known = self._layouts.get(axis)
-        return known or self._layouts.setdefault(axis, Layout(self.batch, axis))
+        return Layout(self.batch, axis)
 
 
 def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
