@@ -191,6 +191,7 @@ def shard(model: torch.nn.Sequential) -> torch.nn.Module:
 def profile_steps() -> dict[str, dict[str, Any]]:
     """Profile the four settings, each by what its third step enters."""
     torch.manual_seed(0)
+    # K-FAC first: later it would look at what the private engine, still attached, trains.
     found = {"K-FAC": kfac_step(), "private": private_step(readme_model())}
     with tempfile.TemporaryDirectory() as folder:
         spawn(profile_rank, (Path(folder),), nprocs=RANKS)

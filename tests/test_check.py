@@ -60,12 +60,6 @@ def test_one_of_takes_an_iterator_once_for_several_values():
     check.one_of(iter(["a", "b"]), first="a", second="b")
 
 
-def test_same_shape_names_every_tensor():
-    check.same_shape(a=torch.zeros(2, 3), b=torch.ones(2, 3))
-    with pytest.raises(BadInput, match=r"a: \[2\], b: \[\], c: \[2\]"):
-        check.same_shape(a=torch.zeros(2), b=torch.zeros(()), c=torch.zeros(2))
-
-
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [

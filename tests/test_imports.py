@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "check": {"errors"},
     "schema": {"errors"},
-    "torch_internals": set(),
+    "torch_internals": {"errors"},
     "config": BASE,
     "run_files": BASE | {"config"},
     "kernels": BASE | {"config"},

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
-import torch
-
 from unison.errors import BadInput
 
 
@@ -73,16 +71,3 @@ def one_of(choices: Iterable[str], **values: str) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             listed = ", ".join(repr(choice) for choice in choices)
             raise BadInput(f"{name} must be one of {listed}, found {value!r}{hint}")
-
-
-def same_shape(**tensors: torch.Tensor) -> None:
-    """Require all tensors to have one shape.
-
-    >>> same_shape(a=torch.zeros(2, 3), b=torch.zeros(3, 2))
-    Traceback (most recent call last):
-        ...
-    unison.errors.BadInput: expected one shape, found a: [2, 3], b: [3, 2]
-    """
-    if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
-        found = ", ".join(f"{name}: {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise BadInput(f"expected one shape, found {found}")

@@ -5,14 +5,16 @@ Dynamo itself is imported where it is used: that takes a second.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from unison.errors import UnsupportedOperation
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -86,8 +88,8 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def is_in_parts(value: Any) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor."""
+def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a distributed one."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 
@@ -119,14 +121,14 @@ def push_lowest(mode: TorchFunctionMode) -> None:
     Only the default device wants to be lower.
     """
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    with _cleared(lambda each: each is default):
+    with _cleared(down_to=default):
         torch.overrides._push_mode(mode)
 
 
 def take_away(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack, wherever it is; nothing happens if it is not there."""
     if any(each is mode for each in _get_current_function_mode_stack()):
-        with _cleared(lambda each: each is mode):
+        with _cleared(down_to=mode):
             torch.overrides._pop_mode()
 
 
@@ -154,10 +156,10 @@ def taken_away(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextmanager
-def _cleared(is_last: Callable[[Any], bool]) -> Iterator[None]:
+def _cleared(*, down_to: Any) -> Iterator[None]:
     """Take modes off torch's stack for a block, down to one, which stays, and put them back."""
     above = []
-    while (stack := _get_current_function_mode_stack()) and not is_last(stack[-1]):
+    while (stack := _get_current_function_mode_stack()) and stack[-1] is not down_to:
         above.append(torch.overrides._pop_mode())
     try:
         yield
@@ -212,3 +214,60 @@ def pinned(backend: DynamoBackend) -> DynamoBackend:
     made: Any = copy.copy(backend)
     made.config = {**config, "deterministic": True}
     return made
+
+
+COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place
+
+
+def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Make sure that no part of a module is compiled.
+
+    A compiled graph does not ask tracked tensors.
+
+    Args:
+        modules: All parts, by name.
+
+    Raises:
+        UnsupportedOperation: Naming the part.
+    """
+    for name, child in modules:
+        is_compiled = getattr(child, COMPILED_CALL) is not None
+        if is_compiled or hasattr(child.forward, ORIGINAL):
+            raise UnsupportedOperation(
+                f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
+                "does to parameters is not seen; use the model as it was before torch.compile: "
+                "make_private(compile=True) compiles private passes"
+            )
+
+
+def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
+    """Whether any of some modules is compiled.
+
+    Args:
+        attributes: Each module's own.
+    """
+    return any(
+        COMPILED_CALL in own
+        or hasattr(own.get("forward"), ORIGINAL)
+        or any(  # one may have come since
+            type(each).__name__ == "OptimizedModule"
+            and hasattr(vars(each).get("forward"), ORIGINAL)
+            for each in own["_modules"].values()
+        )
+        for own in attributes
+    )
+
+
+def backend_of_caller() -> DynamoBackend | None:
+    """The backend of compiled code that the running call comes from, where it runs as Python.
+
+    So it does in a private pass: Dynamo leaves code alone while a function mode looks on.
+    """
+    frame: Any = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            callback = frame.f_locals.get("callback")
+            if callback is not None:
+                return torch._dynamo.eval_frame.innermost_backend(callback)
+        frame = frame.f_back
+    return None

@@ -182,9 +182,9 @@ def exercised():
     """The functions with a rule that the cases call."""
     found, call = set(), Capture.call
 
-    def listen(self, func, first, args, kwargs):
+    def listen(self, func, args, kwargs):
         found.add(func)
-        return call(self, func, first, args, kwargs)
+        return call(self, func, args, kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Capture, "call", listen)

@@ -10,7 +10,8 @@ import pytest
 
 from unison.privacy.accounting import ADJACENCY, epsilon_of
 from unison.privacy.calibration import epsilon_for
-from unison.privacy.ledger import Ledger, Session, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session, read_ledger
 from unison.privacy.mechanism import Mechanism, Stairs
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 

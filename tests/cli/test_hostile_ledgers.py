@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.privacy.ledgers import SECRET, make
-from unison.privacy.ledger import START, Ledger, hash_of, head_file_of
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import START, hash_of, head_file_of
 
 Records = list[dict[str, Any]]
 

@@ -11,11 +11,11 @@ from tests.clip.passes import BATCH
 from tests.clip.test_factored import MIXED
 from tests.clip.test_factors_alone import clipping_of, use
 from tests.kernels.interpreted import as_on_cuda, interpreted
-from unison.clip.measured import SumGrid
+from unison.clip.bounds import Grid
 from unison.ops import Lookup, Record
 
 SPACING = 2.0**-14
-NOT_HELD = SumGrid(SPACING, is_held=False)
+NOT_HELD = Grid(SPACING, torch.int64)
 
 
 def records_of() -> dict[str, Record]:
@@ -34,7 +34,7 @@ def added(
     records: Mapping[str, Record],
     weights: Tensor,
     mode: str,
-    grid: SumGrid,
+    grid: Grid,
     totals: dict[str, Tensor | None],
     dtype: torch.dtype = torch.int32,
 ) -> dict[str, Tensor | None]:
@@ -47,7 +47,7 @@ def added(
     return totals
 
 
-@pytest.mark.parametrize("grid", [SumGrid(SPACING), NOT_HELD, SumGrid(4 * SPACING)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(SPACING), NOT_HELD, Grid(4 * SPACING)], ids=str)
 @pytest.mark.parametrize("mode", ["ghost_bk", "grad_materialize", MIXED], ids=str)
 @interpreted
 def test_two_passes_against_float64(mode, grid):
@@ -76,12 +76,12 @@ def test_two_passes_against_float64(mode, grid):
 def test_a_sample_adds_what_it_adds_alone(mode):
     records, weights = records_of(), torch.tensor([0.7, 0.9, 0.3], dtype=torch.float64)
     names = ["matrix", "other", "odd"]
-    everybody = added(records, weights, mode, SumGrid(SPACING), dict.fromkeys(names))
+    everybody = added(records, weights, mode, Grid(SPACING), dict.fromkeys(names))
     for b in range(BATCH):
         alone, others = torch.zeros_like(weights), weights.clone()
         alone[b], others[b] = weights[b], 0.0
-        of_b = added(records, alone, mode, SumGrid(SPACING), dict.fromkeys(names))
-        rest = added(records, others, mode, SumGrid(SPACING), dict.fromkeys(names))
+        of_b = added(records, alone, mode, Grid(SPACING), dict.fromkeys(names))
+        rest = added(records, others, mode, Grid(SPACING), dict.fromkeys(names))
         for name in names:
             found, one, two = everybody[name], of_b[name], rest[name]
             assert found is not None
@@ -93,7 +93,7 @@ def test_a_sample_adds_what_it_adds_alone(mode):
 @interpreted
 def test_wide_integers():
     records, weights = records_of(), torch.tensor([0.7, 0.9, 0.3], dtype=torch.float64)
-    grid = SumGrid(8 * SPACING)
+    grid = Grid(8 * SPACING)
     wide = added(records, weights, "ghost_bk", grid, dict.fromkeys(records), torch.int64)
     for name, total in wide.items():
         assert total is not None
@@ -102,7 +102,7 @@ def test_wide_integers():
             assert (total % 8 == 0).all()
 
 
-@pytest.mark.parametrize("grid", [SumGrid(SPACING), NOT_HELD], ids=["held", "not held"])
+@pytest.mark.parametrize("grid", [Grid(SPACING), NOT_HELD], ids=["held", "not held"])
 @interpreted
 def test_shares_are_integers_of_a_spacing(grid):
     records, weights = records_of(), torch.tensor([0.7, 0.9, 0.3], dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_shares_are_integers_of_a_spacing(grid):
         clipping.norms()
         clipping.grid = grid
         shares = clipping.shares(dict.fromkeys(records, weights))
-    assert (shares["matrix"][0].dtype == torch.int32) == grid.is_held
+    assert (shares["matrix"][0].dtype == torch.int32) == (grid.dtype == torch.int32)
     for name, (values, row) in shares.items():
         exact = torch.einsum("b,b...->...", weights, explicit_gradients([records[name]]))
         found = torch.einsum("b,b...->...", row, values.double())

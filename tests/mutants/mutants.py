@@ -72,7 +72,7 @@ _CLIP = [
     ("_add_product", ".mul_(c.view(-1, 1, 1))", ""),
     ("_add_lookup", "(ids < 0)", "(ids < -1)"),
     ("_selected", "is_out = coefficients == 0", "is_out = coefficients < 0"),
-    ("SumGrid.weights", "coefficients / self.spacing", "coefficients * self.spacing"),
+    ("Grid.weights", "coefficients / self.spacing", "coefficients * self.spacing"),
 ]
 _PRIVACY = [
     ("PrivateTraining._coefficients", "each.where(is_real, 0.0)", "each"),
@@ -82,15 +82,19 @@ _PRIVACY = [
         "PrivateTraining._add_sums",
         """if batch.is_last:
             self.open_release(running)
-        own = sums.shares() if self._is_all(batch, running) else None
+        # Where a pass is all there is of its logical batch, nothing is to be added.
+        is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
+        own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = Grid.of(running.release, batch.logical_size)
+            sums.grid = grid_of(running.release, batch.logical_size)
             make_sums = sums if self.observer is None else self.observer.see_pass(sums)
             self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
 """,
-        """own = sums.shares() if self._is_all(batch, running) else None
+        """# Where a pass is all there is of its logical batch, nothing is to be added.
+        is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
+        own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = Grid.of(running.release, batch.logical_size)
+            sums.grid = grid_of(running.release, batch.logical_size)
             make_sums = sums if self.observer is None else self.observer.see_pass(sums)
             self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
         if batch.is_last:
@@ -115,7 +119,7 @@ _PRIVACY = [
     ("sensitivity_factor", "math.sqrt(rounded_elements)", "1"),
     ("Mechanism.begin", "self._current is not None", "False"),
     ("_finest", "exponent - 30", "exponent - 33"),
-    ("Grid.of", "finer <= spacing * FINER", "finer <= spacing"),
+    ("grid_of", "finer <= spacing * FINER", "finer <= spacing"),
     ("Ledger.intend", "self.spending.add(release)", "pass"),
     ("Ledger.intend", "release.step <= self._last_step", "release.step < self._last_step"),
     ("Ledger._append", '"previous": self.head.sha256', '"previous": "0" * 64'),

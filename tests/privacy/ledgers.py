@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from unison.privacy.ledger import Ledger, Session
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.sampling import Poisson
 

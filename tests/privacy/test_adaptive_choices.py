@@ -18,7 +18,8 @@ from tests.privacy.accounts import ALL, DELTA, make, releases
 from unison.errors import BadInput
 from unison.privacy.accounting import Event, Spending, epsilon_of, epsilon_of_events, spending_of
 from unison.privacy.calibration import Budget, BudgetGuard, BudgetSpent
-from unison.privacy.ledger import Ledger, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import read_ledger
 from unison.privacy.mechanism import Mechanism
 from unison.privacy.sampling import Poisson
 

@@ -11,7 +11,8 @@ import pytest
 from tests.privacy.ledgers import RATE, ROOT, lines_of, make, take
 from unison.errors import BadInput
 from unison.privacy.accounting import ADJACENCY, Event, epsilon_of
-from unison.privacy.ledger import Ledger, Session, hash_of, head_file_of, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session, hash_of, head_file_of, read_ledger
 from unison.privacy.mechanism import AdaptiveClipping
 from unison.privacy.sampling import Shuffled
 from unison.rng import Key

@@ -14,7 +14,8 @@ from tests.privacy.ledgers import SECRET, lines_of, make, take
 from unison.errors import BadInput, UnisonError
 from unison.privacy.accounting import ADJACENCY, epsilon_if_secret, epsilon_of
 from unison.privacy.calibration import Budget, BudgetSpent
-from unison.privacy.ledger import Ledger, Session, hash_of, head_file_of, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Session, hash_of, head_file_of, read_ledger
 
 # ---- what a session says of itself -----------------------------------------------------------
 

@@ -7,7 +7,8 @@ import pytest
 from tests.privacy.ledgers import RATE, lines_of, make, rewrite, take
 from unison.errors import BadInput
 from unison.privacy.accounting import Event
-from unison.privacy.ledger import Head, Ledger, hash_of, head_file_of, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Head, hash_of, head_file_of, read_ledger
 
 
 def edit(lines: list[bytes], number: int, old: bytes, new: bytes) -> list[bytes]:

@@ -10,7 +10,8 @@ import pytest
 from tests.privacy.ledgers import RATE, SECRET, lines_of, make, rewrite, take
 from unison.errors import BadInput, OutOfRoom
 from unison.privacy.accounting import Event
-from unison.privacy.ledger import Head, Ledger, hash_of, head_file_of, read_ledger
+from unison.privacy.ledger import Ledger
+from unison.privacy.ledger_file import Head, hash_of, head_file_of, read_ledger
 from unison.privacy.mechanism import Exponential
 from unison.privacy.sampling import Shuffled
 

@@ -12,7 +12,7 @@ from tests.privacy.common import NUM_FEATURES, attach, make_model, train
 from unison.errors import BadInput
 from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
 from unison.privacy import noise as noises
-from unison.privacy.mechanism import Grid, Release
+from unison.privacy.mechanism import Release, grid_of
 from unison.privacy.noise import finalise
 from unison.privacy.sampling import Poisson
 from unison.rng import Key, Stream, noise_spacing
@@ -37,7 +37,7 @@ def noise_of(num_elements: int, step: int = 4, name: str = "w") -> Tensor:
 def released(
     total: Tensor, release: Release, key: Key, divisor: float = 1.0, name: str = "w"
 ) -> Tensor:
-    grid = Grid.of(release, 1)
+    grid = grid_of(release, 1)
     return finalise(
         (total.double() / grid.spacing).round().to(grid.dtype),
         grid=grid,

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.harness import World, run_on_ranks
 from tests.privacy import sharded
 from unison.clip import MODES
-from unison.clip.bounds import SUM_ERROR, bounded, flat, mass_factor
+from unison.clip.bounds import SUM_ERROR, Grid, bounded, flat, mass_factor
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product
 from unison.privacy import Poisson, PrivacyEngine, noise
-from unison.privacy.mechanism import Grid, Release, sensitivity_factor
+from unison.privacy.mechanism import Release, grid_of, sensitivity_factor
 from unison.rng import noise_spacing
 
 C = 1.0
@@ -39,7 +39,7 @@ def release_of(noise_multiplier: float, max_grad_norm: float = C) -> Release:
 @pytest.mark.parametrize("sigma", [0.0, 1e-3, 0.7, 1.0, 30.0])
 def test_a_grid_holds_the_sum_and_is_no_coarser_than_the_noise(num_samples, sigma):
     release = release_of(sigma, max_grad_norm=0.3)
-    grid = Grid.of(release, num_samples)
+    grid = grid_of(release, num_samples)
     assert math.frexp(grid.spacing)[0] == 0.5  # a power of two
     largest = torch.tensor([num_samples * 0.3, -num_samples * 0.3], dtype=torch.float64)
     integers = (largest / grid.spacing).round().to(grid.dtype)
@@ -52,14 +52,14 @@ def test_a_grid_holds_the_sum_and_is_no_coarser_than_the_noise(num_samples, sigm
 
 
 def test_sums_of_few_samples_are_as_wide_as_float32():
-    assert Grid.of(release_of(1.0), 64).dtype == torch.int32
-    assert Grid.of(release_of(1.0), 1_000).dtype == torch.int32
-    assert Grid.of(release_of(1.0), 10_000).dtype == torch.int64
+    assert grid_of(release_of(1.0), 64).dtype == torch.int32
+    assert grid_of(release_of(1.0), 1_000).dtype == torch.int32
+    assert grid_of(release_of(1.0), 10_000).dtype == torch.int64
 
 
 def test_too_many_samples_for_the_noise():
     with pytest.raises(BadInput, match="too much for the grid of a noise"):
-        Grid.of(release_of(1e-12), 10_000)
+        grid_of(release_of(1e-12), 10_000)
 
 
 # ---- what rounding may add -----------------------------------------------------------------------

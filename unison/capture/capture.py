@@ -19,23 +19,20 @@ from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fa
 from unison.capture.parts import local, record_of, refuse_use, sum_of_parts
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
-    NOBODY,
-    NoRecorder,
     Place,
     RecomputeQueue,
     RngAutocastState,
     buffers_unchanged,
     checkpointing_quiet,
     nothing_saved,
+    refuse_gradients,
 )
 from unison.capture.row_rules import RowSamples, is_mixed
 from unison.capture.rows import RowTrace
-from unison.capture.torch_compile import refuse_compiled
 from unison.capture.tracked import (
     FACTS,
     UNFOLLOWED,
     ParamRegistry,
-    Source,
     Tracked,
     all_plain,
     like,
@@ -45,7 +42,7 @@ from unison.capture.tracked import (
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
-from unison.torch_internals import is_in_parts
+from unison.torch_internals import is_dtensor, refuse_compiled
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -58,6 +55,7 @@ OnRecord = Callable[[str, Record], None]
 OnProduct = Callable[[str, Product], bool]
 
 _NO_MODULE = nn.Module()
+_NO_PARAMS = ParamRegistry(_NO_MODULE)
 
 
 def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
@@ -141,7 +139,6 @@ class Capture:
         self._outer = -1  # number of the backward pass in which all of this happens, if any
         self.anchors: dict[torch.device, Tensor] = {}  # all records hang on one of them
         self._current: tuple[Call, Axes | None] | None = None  # what a rule runs for
-        self._layouts: dict[int, Layout] = {}
         # While samples are followed; and what was made of parameters alone in the last such pass.
         self.trace: RowTrace | None = None
         self._met: list[Met] | None = None  # while it is looked at where samples go
@@ -177,17 +174,10 @@ class Capture:
             return
         recurrent = [each for each in self._params.modules if isinstance(each[1], nn.RNNBase)]
         with (
-            marked(self._params.places, self._tracked, is_guarded=is_guarded),
+            marked(self._params.places, self, is_guarded=is_guarded),
             flat_weights_renewed(recurrent) if recurrent else nullcontext(),
         ):
             yield self
-
-    def _tracked(self, value: Tensor, name: str) -> Tracked:
-        """Return a tensor in a parameter's place that tells this capture of its uses."""
-        made = Tracked.of(value, (Source(name, tuple(value.shape)),), self)
-        is_whole = type(made.value) is Tensor or not is_in_parts(value)
-        made.is_parameter = isinstance(value, nn.Parameter) and is_whole
-        return made
 
     @contextmanager
     def learning(self) -> Iterator[list[Seen]]:
@@ -298,7 +288,7 @@ class Capture:
         self.anchors.clear()
         self.on_product = None
         self.on_record = _refuse_late
-        self.module, self._params = _NO_MODULE, ParamRegistry(_NO_MODULE)
+        self.module, self._params = _NO_MODULE, _NO_PARAMS
 
     def lend(self, give_back: Callable[[], None]) -> None:
         """Keep something until the pass is over.
@@ -310,10 +300,8 @@ class Capture:
 
     # --- what tracked tensors call ---------------------------------------------------------------
 
-    def call(
-        self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that has a tracked tensor among its arguments."""
         if self.is_outside:
             return func(*self._unmarked(args), **self._unmarked(kwargs))
         if func in FACTS:
@@ -410,7 +398,7 @@ class Capture:
         if self.seen is None and axes is not None:
             if axes[0] is NO_AXIS:
                 return derive(self, func, args, kwargs)
-            if any(is_in_parts(plain(each)) for each in (*args, *kwargs.values())):
+            if any(is_dtensor(plain(each)) for each in (*args, *kwargs.values())):
                 refuse_use(call.names, f"there is no rule for {call}")
             before, self._current = self._current, (call, axes)
             try:
@@ -558,9 +546,7 @@ class Capture:
 
     # --- what rules call -------------------------------------------------------------------------
 
-    def plain(self, value: Any) -> Any:
-        """A value without its mark."""
-        return plain(value)
+    plain = staticmethod(plain)
 
     def tracks(self, value: Any) -> bool:
         """Whether a value's uses are recorded."""
@@ -607,6 +593,12 @@ class Capture:
                 return output
         else:
             layout = self.learned_layout(output)
+        anchor = self.anchors.get(output.device)
+        if anchor is None:
+            anchor = self.anchors[output.device] = torch.zeros(
+                (), device=output.device, requires_grad=True
+            )
+            setattr(anchor, ANCHOR, True)
         tracked = [(value, builder) for value, builder in uses if type(value) is Tracked]
         for value, _ in tracked:
             self.used.update(value.of_parameters)
@@ -623,11 +615,12 @@ class Capture:
                 for _, name, record in use.records(g, inputs, places):
                     whole = record.as_product() if isinstance(record, Streamed) else record
                     self.on_record(name, whole)
-            return tapped_again(output, self._anchor(output.device), is_fresh=is_fresh)
+            # In the same place in memory, with no graph behind it. It requires a gradient as it did
+            # the first time: kernels are chosen by that.
+            return tap(None, output.detach(), anchor, (), is_fresh=is_fresh)
         is_late = torch._C._current_graph_task_id() != self._outer
         if is_late:
             self.used_late.update(name for value, _ in tracked for name in value.of_parameters)
-        anchor = self._anchor(output.device)
         number = self.repeats.number(call) if self.repeats is not None and not is_late else None
         use = OperationUse(self, layout, tracked, number, is_late)
         if self._uses is not None:
@@ -641,16 +634,7 @@ class Capture:
         axis = self.axes.axis(call) if axes is None else axes[0]
         assert axis is not None
         self.axes.check_rows(call, output.shape[axis])
-        known = self._layouts.get(axis)
-        return known or self._layouts.setdefault(axis, Layout(self.batch, axis))
-
-    def _anchor(self, device: torch.device) -> Tensor:
-        anchor = self.anchors.get(device)
-        if anchor is None:
-            anchor = torch.zeros((), device=device, requires_grad=True)
-            setattr(anchor, ANCHOR, True)
-            self.anchors[device] = anchor
-        return anchor
+        return Layout(self.batch, axis)
 
 
 def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
@@ -733,8 +717,13 @@ class OperationUse:
             else:
                 record = record_of(builder, layout, tracked.value, g, saved)
             for j, source in enumerate(tracked.sources):
-                if places is None or (i, j) in places:
-                    yield (i, j), source.name, source.of(record)
+                if places is not None and (i, j) not in places:
+                    continue
+                own = record
+                if source.back is not None:
+                    whole = record.as_product() if isinstance(record, Streamed) else record
+                    own = source.back(whole)
+                yield (i, j), source.name, own
 
     def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
         """Hand the records over, now that the gradient of the output has come."""
@@ -776,7 +765,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
     ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
@@ -786,7 +775,16 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple:  # type: ignore[override]
-        _record(ctx, g)
+        if g is not None and ctx.use is None:
+            refuse_gradients()
+        if g is not None:
+            try:
+                saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    refuse_changed()
+                raise
+            ctx.use.record(g, tuple(value.detach() for value in saved))
         return None, g, None, *(None for _ in range(ctx.num_saved))
 
 
@@ -795,7 +793,7 @@ class _Copied(_InPlace):
 
     @staticmethod
     def forward(
-        ctx: Any, use: OperationUse, output: Tensor, anchor: Tensor, *saved: Tensor
+        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
     ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
@@ -803,20 +801,8 @@ class _Copied(_InPlace):
         return output.clone()
 
 
-def _record(ctx: Any, g: Tensor | None) -> None:
-    if g is None:
-        return
-    try:
-        saved = ctx.saved_tensors  # asked for once: checkpointing makes them again for it
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            refuse_changed()
-        raise
-    ctx.use.record(g, tuple(value.detach() for value in saved))
-
-
 def tap(
-    use: OperationUse | NoRecorder,
+    use: OperationUse | None,
     output: Tensor,
     anchor: Tensor,
     saved: tuple[Tensor, ...],
@@ -826,7 +812,7 @@ def tap(
     """Let `use` see the gradient of `output`.
 
     Args:
-        use: Who records.
+        use: What is to be recorded; None in a second pass, which is not gone backward.
         output: What an operation returned.
         anchor: A scalar that requires a gradient, so that one comes even if no input does.
         saved: What the record is made of.
@@ -834,7 +820,9 @@ def tap(
     """
     if not is_fresh:
         return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
-    return _InPlace.apply(use, _own(output), anchor, *saved)  # type: ignore[return-value]
+    # A linear map makes a view, where it reshapes what it made: nobody else sees what is behind.
+    own = output if output._base is None else _as_no_view(output, output.shape)
+    return _InPlace.apply(use, own, anchor, *saved)  # type: ignore[return-value]
 
 
 def refuse_second() -> NoReturn:
@@ -851,19 +839,3 @@ def refuse_changed() -> NoReturn:
         "an input of a layer was changed in place after the layer had used it, and its gradient is "
         "made of it; use an operation with a result of its own"
     )
-
-
-def tapped_again(output: Tensor, anchor: Tensor, *, is_fresh: bool) -> Tensor:
-    """What `tap` returns, in the same place in memory, with no graph behind it.
-
-    It requires a gradient as it did the first time: kernels are chosen by that.
-    """
-    return tap(NOBODY, output.detach(), anchor, (), is_fresh=is_fresh)
-
-
-def _own(output: Tensor) -> Tensor:
-    """Let a view of something that nobody else sees be none.
-
-    A linear map makes one, where it reshapes what it made.
-    """
-    return output if output._base is None else _as_no_view(output, output.shape)

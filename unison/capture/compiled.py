@@ -173,13 +173,11 @@ class _Traced(Capture):
         self.noted: list[list[tuple[str, Record]]] = []
         self.kept: dict[int, Tensor] = {}
 
-    def call(
-        self, func: Callable[..., Any], first: Tracked, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
+    def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that has a tracked tensor among its arguments."""
         if func in FACTS:  # the mark itself has no device of its own here
             return func(*all_plain(args), **all_plain(kwargs))
-        return super().call(func, first, args, kwargs)
+        return super().call(func, args, kwargs)
 
     def __call__(
         self,

@@ -221,9 +221,7 @@ class CompiledForward:
 
     def _capture_of(self, marks: list[Any]) -> Capture:
         found = (each.listener for each in marks if isinstance(each, Tracked))
-        listener = next(found, None)
-        # Marks that stay have a listener of their own: then there is but one capture.
-        return listener if isinstance(listener, Capture) else self._passes.captures[0]
+        return next(found, None) or self._passes.captures[0]
 
 
 class CapturedPasses:

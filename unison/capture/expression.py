@@ -22,7 +22,6 @@ from unison.capture.axes import Axes, Axis, Call
 from unison.capture.parts import looked_up_part, refuse_use
 from unison.capture.tracked import (
     Back,
-    Listener,
     Tracked,
     all_plain,
     is_traced,
@@ -42,7 +41,7 @@ from unison.ops import (
     reshaped,
     transposed,
 )
-from unison.torch_internals import is_in_parts
+from unison.torch_internals import is_dtensor
 
 # The same values in another dtype or place in memory: records are those of the parameter.
 SAME = {
@@ -98,7 +97,7 @@ ALWAYS = SAME | TRANSPOSES
 
 
 def derive(
-    listener: Listener, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    listener: "Capture", func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Run a function of parameters alone; what comes out is tracked too."""
     first = args[0] if args else None
@@ -130,17 +129,17 @@ def derive(
 
 
 def _refuse_part(tracked: Tracked, func: Callable[..., Any]) -> None:
-    if is_in_parts(tracked.value):
+    if is_dtensor(tracked.value):
         name = getattr(func, "__name__", func)
         refuse_use(tracked.of_parameters, f"{name} makes something of it that all samples share")
 
 
-def _made(first: Tracked, value: Tensor, step: Back, listener: Listener) -> Tracked:
+def _made(first: Tracked, value: Tensor, step: Back, listener: "Capture") -> Tracked:
     sources = tuple(source.through(step) for source in first.sources)
     return Tracked.of(value, sources, listener)
 
 
-def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
+def _view(first: Tracked, output: Tensor, listener: "Capture") -> Tracked | None:
     """Follow a view that is a reshape of the tensor or a run of its rows; None for others."""
     base, shape = first.value, tuple(first.value.shape)
     if not base.is_contiguous() or not output.is_contiguous() or output.numel() == 0:
@@ -159,7 +158,7 @@ def _view(first: Tracked, output: Tensor, listener: Listener) -> Tracked | None:
 
 
 def _lookup(
-    listener: Listener,
+    listener: "Capture",
     input: Any,  # noqa: A002
     weight: Any,
     padding_idx: int | None = None,
@@ -169,7 +168,7 @@ def _lookup(
     """Rows of a table for ids that are the same for all samples, such as positions."""
     table = plain(weight)
     value = F.embedding(input, table, padding_idx)
-    if is_in_parts(table):
+    if is_dtensor(table):
         step = partial(looked_up_part, ids=input, table=table, padding=padding_idx)
     else:
         step = partial(looked_up, ids=input, shape=tuple(table.shape), padding=padding_idx)
@@ -177,7 +176,7 @@ def _lookup(
 
 
 def _through_autograd(
-    listener: Listener, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    listener: "Capture", func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     leaves: dict[int, tuple[Tracked, Tensor]] = {}
 

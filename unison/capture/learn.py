@@ -23,7 +23,7 @@ from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.ops.records import NOBODY
-from unison.torch_internals import FunctionMode, has_values, is_in_parts
+from unison.torch_internals import FunctionMode, has_values, is_dtensor
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
 
@@ -129,7 +129,7 @@ def learn_rows(
         BadInput: If the batch is empty.
         UnsupportedOperation: If no answer can be found.
     """
-    if not has_values() or any(map(is_in_parts, module.parameters())):
+    if not has_values() or any(map(is_dtensor, module.parameters())):
         # Below DTensors there is no batch to follow, and rows are followed by value.
         return learn_axes(module, run, batch, state=state)
     met, has_numbers, may_branch = _follow(module, run, batch)

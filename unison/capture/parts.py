@@ -4,7 +4,7 @@
 record of a use is made of *local* tensors, and belongs to this rank's part of the parameter:
 
 * *Cut*, `Shard(d)`: the record of the part. The gradient of what came out and what went in are
-  brought to the cuts that `unison.ops.cuts` knows, which they have already in the usual plans: a
+  brought to the cuts that a table below knows, which they have already in the usual plans: a
   matrix cut by rows has whole inputs and gradients cut by columns. Otherwise the whole record is
   made, and its part taken.
 * *Replicated*, or a plain tensor: the whole record, the same on every rank. A gradient that is
@@ -17,7 +17,8 @@ as DTensors themselves need.
 torch.distributed.tensor takes a second to import; where nobody has, there is no DTensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from unison.errors import UnsupportedOperation
 from unison.ops import Builder, Dense, Layout, Record, looked_up, part_of, per_sample
-from unison.ops.cuts import adds_tokens, needs_for_cut, num_read
-from unison.torch_internals import is_in_parts
+from unison.ops.embedding import of_table
+from unison.ops.linear import of_bias, of_transposed, of_weight
+from unison.ops.norm import of_gain, of_offset
+from unison.torch_internals import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +83,7 @@ def record_of(
         saved: What the rule saved.
     """
     saved = saved[: num_read(builder, len(saved))]
-    span = span_of(value) if is_in_parts(value) else None
+    span = span_of(value) if is_dtensor(value) else None
     if span is None:
         return _of_replicated(builder, layout, value, g, saved)
     needs = needs_for_cut(builder, span.dim, value.ndim)
@@ -95,7 +98,7 @@ def _of_replicated(
     builder: Builder, layout: Layout, value: Tensor, g: Tensor, saved: Sequence[Tensor]
 ) -> Record:
     shape = tuple(value.shape)
-    if is_in_parts(g) and g.placements[0].is_shard() and adds_tokens(builder):
+    if is_dtensor(g) and g.placements[0].is_shard() and adds_tokens(builder):
         dim = g.placements[0].dim % g.ndim  # type: ignore[attr-defined]
         if dim != layout.axis and dim < g.ndim - value.ndim:  # tokens are cut along it
             share = builder(layout, local(g), *(_cut(x, dim) for x in saved), shape=shape)
@@ -108,7 +111,7 @@ def _of_replicated(
 
 def _cut(value: Tensor, dim: int | None = None) -> Tensor:
     """This rank's memory of a tensor cut along a dimension, or of all of it."""
-    if not is_in_parts(value):
+    if not is_dtensor(value):
         return local(value)
     from torch.distributed.tensor import Replicate, Shard
 
@@ -173,7 +176,7 @@ def moved_back(
 
 def sum_of_parts(numbers: Tensor, value: Tensor) -> Tensor:
     """Add numbers that were made of this rank's part of a tensor over all parts, in place."""
-    if is_in_parts(value):
+    if is_dtensor(value):
         dist.all_reduce(numbers, group=value.device_mesh.get_group())
     return numbers
 
@@ -184,3 +187,58 @@ def refuse_use(names: Sequence[str], what: str) -> NoReturn:
         f"{names[0]} lies in parts on several ranks, and {what}. Leave its module out of the "
         "parallel plan: every rank then holds all of it"
     )
+
+
+# --- which dimension of which tensor goes with which dimension of the parameter -------------------
+#
+# Where the tensors around an operation are cut as its parameter is, nothing has to travel: a matrix
+# cut by rows meets a gradient that is cut by columns and an input that is whole. What is not in the
+# table is made from whole tensors, and the part taken from the result (`part_of`): always right,
+# and more to send.
+
+Needs = tuple[int | None, tuple[int | None, ...]]
+"""Along which dimension the gradient, and each saved tensor that is read, must be cut as the
+parameter is; None for a whole one."""
+
+# (dimension of the cut, dimensions of the parameter) -> what is needed
+_CUTS: dict[Builder, Callable[[int, int], Needs | None]] = {
+    of_weight: lambda dim, _: (-1, (None,)) if dim == 0 else (None, (-1,)),
+    of_transposed: lambda dim, _: (None, (-1,)) if dim == 0 else (-1, (None,)),
+    of_bias: lambda dim, ndim: (dim - ndim, ()),
+    of_table: lambda dim, _: None if dim == 0 else (-1, (None,)),
+}
+
+# How many of the saved tensors a builder reads, where it does not read all.
+_NUM_READ: dict[Builder, int] = {of_bias: 0, of_offset: 0}
+
+# They make dense records that add up over tokens. What they read has the shape of the output.
+_ADDING_TOKENS: frozenset[Builder] = frozenset({of_bias, of_offset, of_gain})
+
+
+def needs_for_cut(builder: Builder, dim: int, ndim: int) -> Needs | None:
+    """What the record of a part can be made of directly; None where it cannot.
+
+    Args:
+        builder: Makes the record.
+        dim: The dimension along which the parameter is cut.
+        ndim: Dimensions of the parameter.
+    """
+    found = _CUTS.get(_plain(builder))
+    return None if found is None else found(dim, ndim)
+
+
+def num_read(builder: Builder, num_saved: int) -> int:
+    """How many of the saved tensors a builder reads."""
+    return _NUM_READ.get(_plain(builder), num_saved)
+
+
+def adds_tokens(builder: Builder) -> bool:
+    """Whether a builder makes, of some of the tokens, a part of the whole record's sum."""
+    # With statistics per channel the other dimensions are no tokens.
+    is_per_channel = isinstance(builder, partial) and "broadcast" in builder.keywords
+    return _plain(builder) in _ADDING_TOKENS and not is_per_channel
+
+
+def _plain(builder: Builder) -> Builder:
+    """A builder without the options that a rule gave it."""
+    return builder.func if isinstance(builder, partial) else builder

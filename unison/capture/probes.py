@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from unison.capture.parts import local
-from unison.torch_internals import FunctionMode, is_in_parts
+from unison.torch_internals import FunctionMode, is_dtensor
 
 # --- fingerprints of bits -------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ def _is_readable(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
         return False
     is_lazy = isinstance(value, UninitializedTensorMixin)
-    return not is_lazy and (is_in_parts(value) or value.layout is torch.strided)
+    return not is_lazy and (is_dtensor(value) or value.layout is torch.strided)
 
 
 def _bits(tensors: dict[_Key, Any]) -> dict[_Key, int]:

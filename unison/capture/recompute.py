@@ -216,25 +216,15 @@ def buffers_unchanged(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Let graphs hold no tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_gradients):
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse_gradients):
         yield
 
 
-def _refuse_gradients(*_: Any) -> NoReturn:
+def refuse_gradients(*_: Any) -> NoReturn:
+    """Raise for a backward pass inside of the second forward pass: the model takes gradients."""
     raise UnsupportedOperation(
         f"the forward pass takes gradients itself, and cannot be repeated: {REMEDY}"
     )
-
-
-class NoRecorder:
-    """In the place of a use in the second pass, which is not gone backward."""
-
-    def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Raise: it is the model that takes gradients."""
-        _refuse_gradients()
-
-
-NOBODY = NoRecorder()
 
 
 @contextmanager

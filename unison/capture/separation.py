@@ -47,7 +47,7 @@ from unison.capture.probes import (
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.ops import Dense, Lookup, Product, Record, Streamed
-from unison.torch_internals import FunctionMode, is_in_parts
+from unison.torch_internals import FunctionMode, is_dtensor
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
 
@@ -684,7 +684,7 @@ class MixingCheck:
     @property
     def _is_sharded(self) -> bool:
         parameters = self.module.parameters()
-        return PLACING in vars(self.module) or any(map(is_in_parts, parameters))
+        return PLACING in vars(self.module) or any(map(is_dtensor, parameters))
 
     def _dtypes(self, *tensors: Any) -> set[torch.dtype]:
         """Floating-point dtypes of parameters, of other tensors, and of autocast."""

@@ -16,7 +16,6 @@ while the graph runs, whose guards ask for what was there when it was traced. Wh
 decides something it is drawn, and the model is compiled in parts.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,34 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from unison.errors import UnsupportedOperation
 from unison.shard.unit import unit_of
-from unison.torch_internals import ORIGINAL, DynamoBackend, backend_in
+from unison.torch_internals import COMPILED_CALL, ORIGINAL, DynamoBackend, backend_in
 
 # --- modules that the user has compiled -----------------------------------------------------------
-
-COMPILED_CALL = "_compiled_call_impl"  # of a module that was compiled in place
-
-
-def refuse_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Make sure that no part of a module is compiled.
-
-    A compiled graph does not ask tracked tensors.
-
-    Args:
-        modules: All parts, by name.
-
-    Raises:
-        UnsupportedOperation: Naming the part.
-    """
-    for name, child in modules:
-        is_compiled = getattr(child, COMPILED_CALL) is not None
-        if is_compiled or hasattr(child.forward, ORIGINAL):
-            raise UnsupportedOperation(
-                f"module {name or type(child).__name__!r} is compiled, and what a compiled graph "
-                "does to parameters is not seen; use the model as it was before torch.compile: "
-                "make_private(compile=True) compiles private passes"
-            )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -93,39 +68,6 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
             undo.callback(setattr, where, name, getattr(where, name))
             setattr(where, name, own)
     return found[0] if found else None
-
-
-def is_compiled(attributes: Iterable[dict[str, Any]]) -> bool:
-    """Whether any of some modules is compiled.
-
-    Args:
-        attributes: Each module's own.
-    """
-    return any(
-        COMPILED_CALL in own
-        or hasattr(own.get("forward"), ORIGINAL)
-        or any(  # one may have come since
-            type(each).__name__ == "OptimizedModule"
-            and hasattr(vars(each).get("forward"), ORIGINAL)
-            for each in own["_modules"].values()
-        )
-        for own in attributes
-    )
-
-
-def backend_of_caller() -> DynamoBackend | None:
-    """The backend of compiled code that the running call comes from, where it runs as Python.
-
-    So it does in a private pass: Dynamo leaves code alone while a function mode looks on.
-    """
-    frame: Any = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper":
-            callback = frame.f_locals.get("callback")
-            if callback is not None:
-                return torch._dynamo.eval_frame.innermost_backend(callback)
-        frame = frame.f_back
-    return None
 
 
 # --- causal masks of a traced graph ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture.parts import local, moved_back, shell_of, span_of
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import Record, Streamed
-from unison.torch_internals import canonical_name, is_in_parts
+from unison.ops import Record
+from unison.torch_internals import canonical_name, is_dtensor
+
+if TYPE_CHECKING:
+    from unison.capture.capture import Capture
 
 Back = Callable[[Record], Record]
 
@@ -84,14 +87,12 @@ class ParamRegistry:
 
 
 @contextmanager
-def marked(
-    placed: Sequence[Place], mark: Callable[[Tensor, str], "Tracked"], *, is_guarded: bool
-) -> Iterator[None]:
+def marked(placed: Sequence[Place], listener: "Capture", *, is_guarded: bool) -> Iterator[None]:
     """Put a tracked tensor in all places of every trained parameter for this block.
 
     Args:
         placed: All places of all parameters.
-        mark: Returns a tracked tensor for a parameter and its name.
+        listener: Is told of the uses of the tracked tensors.
         is_guarded: As in `Capture.installed`.
     """
     tracked: dict[int, Tracked] = {}
@@ -105,7 +106,11 @@ def marked(
                 # What another context put in the parameter's place is what is computed with.
                 before = attributes.get(attribute)
                 if id(parameter) not in tracked:
-                    tracked[id(parameter)] = mark(parameter if before is None else before, name)
+                    value = parameter if before is None else before
+                    made = Tracked.of(value, (Source(name, tuple(value.shape)),), listener)
+                    is_whole = type(made.value) is Tensor or not is_dtensor(value)
+                    made.is_parameter = isinstance(value, nn.Parameter) and is_whole
+                    tracked[id(parameter)] = made
                     if is_guarded:
                         hook = partial(refuse_gradient, name)
                         guards.callback(parameter.register_hook(hook).remove)
@@ -140,22 +145,6 @@ class Source:
         back = step if before is None else lambda record: before(step(record))
         return Source(self.name, self.shape, back)
 
-    def of(self, record: Record) -> Record:
-        """The parameter's record from the tensor's."""
-        if self.back is None:
-            return record
-        return self.back(record.as_product() if isinstance(record, Streamed) else record)
-
-
-class Listener(Protocol):
-    """Who is told of operations."""
-
-    def call(
-        self, func: Callable[..., Any], first: "Tracked", args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a torch function that touches a tracked tensor, the first one among its arguments."""
-        ...
-
 
 class Tracked(Tensor):
     """A parameter, or something made of parameters alone, whose uses are recorded."""
@@ -163,17 +152,17 @@ class Tracked(Tensor):
     value: Tensor  # the same memory without the mark and without a graph
     sources: tuple[Source, ...]  # several where it was made of several parameters
     of_parameters: tuple[str, ...]  # names of the sources, each once (torch 2.11 has a `names`)
-    listener: Listener
+    listener: "Capture"  # is told of operations
     is_parameter: bool = False  # as it is, and not something made of it
 
     @staticmethod
-    def of(value: Tensor, sources: tuple[Source, ...], listener: Listener) -> "Tracked":
+    def of(value: Tensor, sources: tuple[Source, ...], listener: "Capture") -> "Tracked":
         """Mark a tensor; it shares the memory."""
         shell = value = value.detach()
         if is_traced(value):
             with _disable_current_modes():  # those that trace would make it one of theirs
                 shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        elif is_in_parts(value):
+        elif is_dtensor(value):
             shell = shell_of(value)
         tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
@@ -229,10 +218,13 @@ class Tracked(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        """Hand the call to the capture."""
+        """Hand the call to the capture of the first tracked tensor, in lists and tuples too."""
         kwargs = kwargs or {}
-        first = find_tracked(args, kwargs)
-        return first.listener.call(func, first, args, kwargs)
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, Tracked):
+                    return item.listener.call(func, args, kwargs)
+        raise AssertionError("torch called a tracked tensor's function without one")
 
 
 def is_traced(value: Tensor) -> bool:
@@ -251,21 +243,6 @@ def refuse_gradient(name: str, gradient: Tensor | None) -> None:
             "autograd.Function, or code that kept the parameter elsewhere than in its module. Use "
             "torch functions on the module's attribute"
         )
-
-
-def find_tracked(args: tuple, kwargs: dict[str, Any]) -> Tracked:
-    """The first tracked tensor among arguments, in lists and tuples too."""
-    for value in args:
-        if type(value) is Tracked:  # the usual case
-            return value
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tracked):
-            return value
-        if isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, Tracked):
-                    return item
-    raise AssertionError("torch called a tracked tensor's function without one")
 
 
 def plain(value: Any) -> Any:

@@ -82,7 +82,7 @@ based on such a promise would be a hope.
 
 *What this does not say.* 4. is of plain torch, and of per-sample gradients that were kept, on any
 device. CUDA kernels that add samples inside of one product (`ghost`, `*_bk` modes) round each share
-to a grid first and add integers, if they are given one (`unison.clip.measured.SumGrid`), as private
+to a grid first and add integers, if they are given one (`Grid`), as private
 training does: nothing of others changes. Without a grid they add float32 numbers.
 """
 
@@ -90,6 +90,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,6 +281,35 @@ SUM_ERROR = 2 * _CHANGE + 2.0**-19
 _MOST_ADDITIONS = 2**32  # times rows
 
 
+class Grid(NamedTuple):
+    """Multiples of a spacing, counted by integers: each sample's share, or a sum, is rounded to it.
+
+    Integers add without rounding: what one sample adds to a sum does not depend on the others.
+
+    Attributes:
+        spacing: A power of two, a function of public numbers alone; or a tensor of one, for passes
+            that are recorded once for many.
+        dtype: Of the integers that hold a sum. Kernels count in int32.
+    """
+
+    spacing: float | Tensor
+    dtype: torch.dtype = torch.int32
+
+    def values(self, integers: Tensor) -> Tensor:
+        """Return what integers stand for, float64, exactly."""
+        return integers.double() * self.spacing
+
+    def weights(self, coefficients: Tensor) -> Tensor:
+        """Return coefficients of shares counted in spacings, float32: a shift of exponents."""
+        return (coefficients / self.spacing).float()
+
+    def weight(self, device: torch.device) -> Tensor:
+        """Return what a count weighs [1], float64."""
+        if isinstance(self.spacing, Tensor):
+            return self.spacing
+        return torch.full((1,), self.spacing, dtype=torch.float64, device=device)
+
+
 @dataclass(frozen=True, eq=False)
 class SampleNorms:
     """Per-sample squared norms, with a bound on what is really added. They add over parameters.
@@ -296,26 +326,27 @@ class SampleNorms:
         return SampleNorms(self.squared + other.squared, self.upper + other.upper)
 
 
+@dataclass(frozen=True, eq=False)
 class NormTable(Mapping[str, SampleNorms]):
     """The norms of many parameters: by name, or all in one tensor.
 
     Hundreds of parameters, each with two small tensors of its own, would cost a GPU a launch for
     every operation on every one of them.
 
-    Args:
+    Attributes:
         names: Of the parameters, in an order that is the same in every run.
         squared: [parameters, batch], float64; see `SampleNorms`.
         upper: Likewise.
     """
 
-    def __init__(self, names: Sequence[str], squared: Tensor, upper: Tensor) -> None:
-        self._names = names
-        self.squared, self.upper = squared, upper
+    names: Sequence[str]
+    squared: Tensor
+    upper: Tensor
 
     @cached_property
     def _index(self) -> dict[str, int]:
         """Where each name is: made for who asks for one of them, which most never do."""
-        return {name: i for i, name in enumerate(self._names)}
+        return {name: i for i, name in enumerate(self.names)}
 
     @classmethod
     def of(cls, norms: Mapping[str, SampleNorms], batch: int) -> "NormTable":
@@ -333,16 +364,16 @@ class NormTable(Mapping[str, SampleNorms]):
         return SampleNorms(self.squared[i], self.upper[i])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def scaled(self, factor: float) -> "NormTable":
         """Return the norms of gradients that are `factor` times as long."""
         if factor == 1:
             return self
-        return NormTable(self._names, self.squared * factor**2, self.upper * factor**2)
+        return NormTable(self.names, self.squared * factor**2, self.upper * factor**2)
 
     def total(self) -> SampleNorms:
         """Return the norms over all parameters together."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unison.clip import measured
-from unison.clip.bounds import NormTable, SampleNorms, is_taken, num_terms, tensors_of
+from unison.clip.bounds import Grid, NormTable, SampleNorms, is_taken, num_terms, tensors_of
 from unison.clip.costs import KINDS, Choice, describe
-from unison.clip.measured import Factors, SumGrid
+from unison.clip.measured import Factors
 from unison.clip.norms import (
     GRADIENT_METHODS,
     NORM_METHODS,
@@ -126,7 +126,7 @@ class Clipping:
 
     def __init__(self, plan: Plan, num_samples: int, storage: Storage | None = None) -> None:
         self.plan, self.num_samples = plan, num_samples
-        self.grid: SumGrid | None = None
+        self.grid: Grid | None = None
         self._is_bounded = plan.memory_budget is not None  # memory
         self._storage = storage or Storage()
         self._parameters: dict[str, UsedParameter] = {}
@@ -337,7 +337,7 @@ class Clipping:
         used = [self._parameters[each] for each in wanted if each in self._parameters]
         if any(each.gradients is not None for each in used):
             self._combine(used, coefficients)
-        if self.grid is None or self.grid.is_held:  # else it is too fine for int32
+        if self.grid is None or self.grid.dtype == torch.int32:  # else it is too fine for int32
             found: dict[str, Factors] = {}
             for parameter in used:
                 if parameter.factors is not None and parameter.clipped is None:
@@ -375,7 +375,7 @@ class Clipping:
         gradients: dict[str, Tensor] = {}
         found: dict[str, Factors] = {}
         grid = self.grid
-        is_same = grid == SumGrid(spacing) and dtype == torch.int32 and not self._is_bounded
+        is_same = grid == Grid(spacing) and dtype == torch.int32 and not self._is_bounded
         for name, before in totals.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.clipped is not None:
@@ -432,7 +432,7 @@ class Clipping:
                 made[name] = parts, total.new_ones(2)
             else:
                 grid = self.grid if total.dtype == torch.int32 else None
-                made[name] = total.unsqueeze(0), (grid or SumGrid(1.0)).weight(total.device)
+                made[name] = total.unsqueeze(0), (grid or Grid(1.0)).weight(total.device)
         return made
 
     def _combine(
@@ -466,7 +466,7 @@ class Clipping:
         if parameter.total is None:
             records, parameter.records = parameter.records, []
             shape = records[0].shape
-            if parameter.is_fast and (self.grid is None or self.grid.is_held):
+            if parameter.is_fast and (self.grid is None or self.grid.dtype == torch.int32):
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
                 method = GRADIENT_METHODS[parameter.choice.gradient]

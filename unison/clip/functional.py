@@ -109,13 +109,6 @@ def learn(
     return tables[key]
 
 
-def axes_of(
-    model: nn.Module, per_sample_loss: PerSampleLoss, batch: Any, *, is_checked: bool = True
-) -> AxisTable:
-    """Where samples lie in the operations of a model; see `learn`."""
-    return learn(model, per_sample_loss, batch, is_checked=is_checked).axes
-
-
 _FEW = 2
 
 

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from unison.capture.capture import refuse_changed
 from unison.clip.bounds import (
+    Grid,
     SampleNorms,
     factors,
     gamma,
@@ -66,30 +67,6 @@ _UNDERFLOW = 2.0**-125  # what a square that is too small for float32 may have l
 _TERMS_PER_STEP = 16  # of one instruction of a tensor core
 _UNITS_PER_STEP = 4  # its error, in units of 2⁻²⁴
 _ALIGNED = 8  # elements: cuBLAS is slow on rows that do not begin at 16 bytes
-
-
-class SumGrid(NamedTuple):
-    """Multiples of a spacing, which int32 numbers count: to it kernels round each sample's share.
-
-    Integers add without rounding: what one sample adds to a sum does not depend on the others.
-
-    Attributes:
-        spacing: A power of two; or a tensor of one, for passes that are recorded once for many.
-        is_held: Whether int32 holds the sum of a pass.
-    """
-
-    spacing: float | Tensor
-    is_held: bool = True
-
-    def weights(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients of shares counted in spacings, float32: a shift of exponents."""
-        return (coefficients / self.spacing).float()
-
-    def weight(self, device: torch.device) -> Tensor:
-        """Return what a count weighs [1], float64."""
-        if isinstance(self.spacing, Tensor):
-            return self.spacing
-        return torch.full((1,), self.spacing, dtype=torch.float64, device=device)
 
 
 def form(record: Streamed) -> Tensor:
@@ -228,7 +205,7 @@ def clipped_sum(
     records: Sequence[Record | Streamed],
     coefficients: Tensor,
     shape: tuple[int, ...],
-    grid: SumGrid | None = None,
+    grid: Grid | None = None,
 ) -> Tensor:
     """Return Σ_b c_b X_b of what was measured: [*shape], float32; int32 on a grid, if it is given.
 
@@ -446,7 +423,7 @@ def factor_sums(
 def sums_of(
     found: dict[str, Factors],
     coefficients: Mapping[str, Tensor],
-    grid: SumGrid | None = None,
+    grid: Grid | None = None,
     *,
     is_bounded: bool,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -477,7 +454,7 @@ def sums_of(
             yield from zip(some, made, strict=True)
 
 
-def stacked(coefficients: Sequence[Tensor], grid: SumGrid | None = None) -> Tensor:
+def stacked(coefficients: Sequence[Tensor], grid: Grid | None = None) -> Tensor:
     """Return coefficients of several parameters [parameters, samples], float32, in few launches.
 
     Args:

@@ -461,15 +461,6 @@ def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
     return weighted_sum(values, coefficients, out)
 
 
-def from_kept(per_sample: Tensor, coefficients: Tensor) -> Tensor:
-    """Return Σ_b c_b · per_sample_b for per-sample gradients [batch, *shape]: [*shape].
-
-    The same as `from_records` of a `Dense` record, with the same guarantees.
-    """
-    kept = Dense(per_sample)
-    return from_records([kept], coefficients, kept.shape)
-
-
 def _add_product(total: Tensor, product: Product, coefficients: Tensor) -> None:
     left, right = factors(product)  # [batch, tokens, rows], [batch, tokens, columns]
     batch, tokens, _ = left.shape

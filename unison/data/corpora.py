@@ -28,9 +28,7 @@ from unison import check
 from unison.errors import BadInput
 
 CORPUS_NAMES = ("records", "stdlib")
-SEPARATOR = b"<|endoftext|>"
-"""A line of a text file that holds only this ends a document."""
-
+# A line of a text file that holds only this ends a document.
 _SEPARATOR_LINE = re.compile(rb"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)
 
 PIECE_BYTES = 1 << 16

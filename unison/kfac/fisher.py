@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
 from unison.capture.compiled_forward import CapturedPasses
-from unison.capture.torch_compile import backend_of_caller
 from unison.errors import UnsupportedOperation
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import PartSums, phase
@@ -33,7 +32,7 @@ from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.granules import draws_of_pass, joined, requires_grad, rows_of, tensors_of
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
-from unison.torch_internals import DynamoBackend, machine_of
+from unison.torch_internals import DynamoBackend, backend_of_caller, machine_of
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
 MAX_KINDS = 16  # of parts that are compiled, each with kernels of its own

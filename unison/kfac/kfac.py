@@ -60,7 +60,7 @@ from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
 from unison.torch_internals import (
     DynamoBackend,
     has_values,
-    is_in_parts,
+    is_dtensor,
     machine_of,
     sent_to_host,
 )
@@ -708,7 +708,7 @@ def _adapter_of(module: nn.Module) -> ParallelAdapter:
         UnsupportedOperation: If its parameters are spread in a way that K-FAC does not know.
     """
     if adapter_class(module) is TensorParallel:
-        name = next(name for name, each in module.named_parameters() if is_in_parts(each))
+        name = next(name for name, each in module.named_parameters() if is_dtensor(each))
         raise UnsupportedOperation(
             f"{name} is cut for tensor parallelism, which K-FAC does not know yet; leave the "
             "module out of the parallel plan, or shard it with unison.fully_shard"

@@ -44,8 +44,9 @@ from unison.parallel.adapter import (
 )
 from unison.parallel.fsdp2 import FSDP2
 from unison.parallel.tensor_parallel import TensorParallel
-from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor
+from unison.shard.sharded_tensor import fsdp2_modules
 from unison.shard.unit import units_of
+from unison.torch_internals import is_dtensor
 
 __all__ = [
     "FSDP2",

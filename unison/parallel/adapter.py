@@ -33,9 +33,9 @@ from unison.shard.granules import PerGranule
 from unison.shard.layout import FlatLayout, Slot
 from unison.shard.ranks import Axes, Ranks, checksum, same_on_every_rank
 from unison.shard.reducers import FastReducer, Parts
-from unison.shard.sharded_tensor import ShardedTensor, is_dtensor, local_part
+from unison.shard.sharded_tensor import ShardedTensor, local_part
 from unison.shard.unit import Unit, unit_of
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_dtensor
 
 T = TypeVar("T")
 

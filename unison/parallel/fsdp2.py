@@ -49,9 +49,9 @@ from unison.shard.fsdp2 import (
 )
 from unison.shard.granules import PerGranule, check_not_bypassed, num_granules_of
 from unison.shard.ranks import Axes
-from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, is_dtensor, show_shards
+from unison.shard.sharded_tensor import element_ranges, fsdp2_modules, show_shards
 from unison.shard.unit import Hidden, places_of, restore, shadow, shadowed
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_dtensor
 
 
 class FSDP2(ParallelAdapter):

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
 from unison.capture.parts import local, span_of
-from unison.capture.torch_compile import refuse_compiled
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel.adapter import (
     MakeSums,
@@ -48,7 +47,7 @@ from unison.shard.flat_group import PLAIN, RECOMPUTE
 from unison.shard.fsdp2 import set_attribute
 from unison.shard.granules import num_granules_of
 from unison.shard.ranks import Ranks
-from unison.torch_internals import is_in_parts
+from unison.torch_internals import is_dtensor, refuse_compiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -239,7 +238,7 @@ def _shared_mesh(module: nn.Module) -> "DeviceMesh":
         )
     meshes: dict[Any, str] = {}
     for name, parameter in module.named_parameters():
-        if not is_in_parts(parameter):
+        if not is_dtensor(parameter):
             continue
         mesh, placements = parameter.device_mesh, tuple(parameter.placements)
         meshes.setdefault(mesh, name)
@@ -308,7 +307,7 @@ def _axes(mesh: "DeviceMesh") -> tuple[Ranks, Ranks, Ranks]:
 def _part(name: str, parameter: nn.Parameter) -> ShardedParam:
     """What this rank holds of a parameter, distributed or not."""
     value = parameter.detach()
-    if not is_in_parts(value):
+    if not is_dtensor(value):
         return ShardedParam.whole(name, parameter)
     shape = tuple(parameter.shape)
     start, stop = [0] * len(shape), list(shape)

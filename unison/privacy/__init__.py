@@ -12,14 +12,8 @@ from unison.privacy.calibration import (
     steps_for,
 )
 from unison.privacy.engine import PrivacyEngine, attach
-from unison.privacy.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerFile,
-    Session,
-    commit_to_data,
-    read_ledger,
-)
+from unison.privacy.ledger import Ledger, commit_to_data
+from unison.privacy.ledger_file import LEDGER_FILE, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_tape import public
 from unison.privacy.mechanism import (

@@ -25,29 +25,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from unison.capture import Capture, RngAutocastState
-from unison.capture.torch_compile import backend_of_caller, is_compiled, uncompile
+from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
 from unison.clip import Clipping, Plan, SampleNorms
-from unison.clip.measured import SumGrid
+from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.parallel import ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
-    BufferWatch,
+    BufferVersions,
     Inputs,
     ModuleHook,
     PublicTerms,
+    buffer_versions,
     holds_samples,
     refuse_scaled_loss,
+    refuse_written,
     scaled_losses_noticed,
 )
 from unison.privacy.learning import ClippingSettings, Learning, is_recording
 from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
-from unison.privacy.mechanism import Grid
 from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, plain_leaf, unpacked
-from unison.torch_internals import DynamoBackend, has_values
+from unison.torch_internals import DynamoBackend, backend_of_caller, has_values, is_compiled
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default
@@ -80,7 +81,11 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
             pass. It may run a backward pass of its own over the former.
     """
     leaves, spec = tree_flatten(output)
-    places = [place for place, leaf in enumerate(leaves) if passes_gate(leaf)]
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
     if not places:
         return output
     tensors = [unpacked(leaves[place]) for place in places]  # one per granule, or one
@@ -91,11 +96,6 @@ def gate(output: Any, on_backward: OnBackward) -> Any:
     for place, each in zip(places, tensors, strict=True):
         leaves[place] = packed(leaves[place], [next(passed) for _ in each])
     return tree_unflatten(leaves, spec)
-
-
-def passes_gate(leaf: Any) -> bool:
-    """Whether a part of an output can have a gradient."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 class Phase(Enum):
@@ -129,6 +129,7 @@ class RunningPass:
         captures: Of all parts.
         context: What is put in the module's place for the pass.
         num_backwards: Backward passes that clipping takes.
+        buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
         grid: On which the sums lie; set before they are made.
@@ -139,6 +140,7 @@ class RunningPass:
     captures: Sequence[Capture]
     context: ExitStack
     num_backwards: int
+    buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
     grid: Grid | None = None
@@ -159,7 +161,8 @@ class RunningPass:
         assert part.coefficients is not None
         assert grid is not None
         totals = dict(zip(names, before or [None] * len(names), strict=True))
-        part.clipping.add_on_grid(part.coefficients, totals, spacing=grid.spacing, dtype=grid.dtype)
+        spacing = float(grid.spacing)
+        part.clipping.add_on_grid(part.coefficients, totals, spacing=spacing, dtype=grid.dtype)
         return list(totals.values())
 
     @property
@@ -178,7 +181,7 @@ class RunningPass:
 
 
 Coefficients = Callable[
-    [PhysicalBatch, Part, Mapping[str, SampleNorms]], tuple[Mapping[str, Tensor], SumGrid]
+    [PhysicalBatch, Part, Mapping[str, SampleNorms]], tuple[Mapping[str, Tensor], Grid]
 ]
 """(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter, and the
 grid that shares are rounded to."""
@@ -226,7 +229,6 @@ class Attachment:
         self._recorder, self._public_terms = recorder, public_terms
         self._follows_loss = True
         self.learning = Learning(module, settings, owner, self.params)
-        self._buffers = BufferWatch(self.learning.may_write)
         self._compiled: CompiledPasses | None = None
         self._is_told = False  # that passes run uncompiled
         self._is_repeating = False  # runs the module again, for what was not kept
@@ -328,9 +330,6 @@ class Attachment:
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
         self._following.close()
-        self._drop_pass()
-
-    def _drop_pass(self) -> None:
         self._label_check = None
         if self._pass is not None:
             self._pass.close()
@@ -377,15 +376,16 @@ class Attachment:
                 "over the loader that make_private returned; for anything else call module.eval() "
                 "or use torch.no_grad()"
             )
+        joined = self._pass if self._pass is not None and self._pass.batch is batch else None
+        if joined is None:
+            self.drop_pass()
         self._following.close()
         self._following.enter_context(self._dealing.watched(module, (args, kwargs)))
-        if self._pass is not None and self._pass.batch is batch:
-            self._join(self._pass, args, kwargs)
-            for capture in self._pass.captures:
+        if joined is not None:
+            self._join(joined, args, kwargs)
+            for capture in joined.captures:
                 capture.is_outside = False
-        else:
-            self._drop_pass()
-            self._pass = self._begin_pass(batch, args, kwargs)
+        self._pass = joined or self._begin_pass(batch, args, kwargs)
         if self._pass.captures[0].axes.is_traced:
             self._follow(self._following, self._pass, args, kwargs)
 
@@ -427,7 +427,7 @@ class Attachment:
         if self._owner.everyone.size > 1:
             self._refuse_other_kinds(inputs)
         learned = self.learning.learn(inputs)
-        self._buffers.begin(self.params.modules)
+        buffers = buffer_versions(self.params.modules)
         compiled = self._compiled
         plan = self.plan = self.learning.plan(
             learned,
@@ -457,7 +457,9 @@ class Attachment:
         context.enter_context(self._owner.installed(captures))
         if compiled is not None and is_compiled:
             context.enter_context(compiled.running(list(captures.values())))
-        running = RunningPass(batch, parts, list(captures.values()), context, num_backwards)
+        running = RunningPass(
+            batch, parts, list(captures.values()), context, num_backwards, buffers
+        )
         if num_forwards == 2:
             if not self._owner.can_repeat:
                 running.close()
@@ -496,24 +498,18 @@ class Attachment:
         if self.is_aside:
             return output
         self._following.close()
-        gated = self._gated(module, args, kwargs, output)
+        running, gated = self._pass, output
+        if running is not None and module.training:
+            if output is None:  # an exception is on its way
+                self.drop_pass()
+            elif torch.is_grad_enabled() and running.phase is Phase.FORWARD:
+                for capture in running.captures:  # uses from here on are the user's own
+                    capture.is_outside = True
+                refuse_written(self.params.modules, running.buffers, self.learning.may_write)
+                # Weakly: the loss may outlive the engine, and must not keep the module.
+                gated = gate(output, partial(_on_backward, ref(self), (args, kwargs)))
         self._recorder.leave_module(gated, is_trained=gated is not output)
         return gated
-
-    def _gated(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        running = self._pass
-        if running is None or not module.training:
-            return output
-        if output is None:  # an exception is on its way
-            self.drop_pass()
-            return None
-        if not torch.is_grad_enabled() or running.phase is not Phase.FORWARD:
-            return output
-        for capture in running.captures:  # uses from here on are the user's own
-            capture.is_outside = True
-        self._buffers.check()
-        # Weakly: the loss may outlive the engine, and must not keep the module.
-        return gate(output, partial(_on_backward, ref(self), (args, kwargs)))
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -628,7 +624,8 @@ class Attachment:
         assert running is not None
         running.phase = Phase.DONE
         try:
-            self._buffers.check()  # hooks may write in the backward pass
+            # Hooks may write in the backward pass.
+            refuse_written(self.params.modules, running.buffers, self.learning.may_write)
             labels, self._label_check = self._label_check, None
             if labels is not None:
                 labels()

@@ -36,7 +36,8 @@ from unison.privacy.arguments import (
 from unison.privacy.calibration import Budget, BudgetGuard, noise_multiplier_for
 from unison.privacy.graph import LossOf, RecordedPass
 from unison.privacy.learning import ClippingSettings
-from unison.privacy.ledger import DataSalt, Ledger, Session, commit_to_data
+from unison.privacy.ledger import DataSalt, Ledger, commit_to_data
+from unison.privacy.ledger_file import Session
 from unison.privacy.loader import PrivateLoader, RowShape, RowShapes
 from unison.privacy.mechanism import CLIP_RULES, AdaptiveClipping, Mechanism, Release, Schedule
 from unison.privacy.sampling import (

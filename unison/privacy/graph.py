@@ -26,12 +26,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unison.clip import NormTable, SampleNorms
-from unison.clip.measured import SumGrid, stacked
+from unison.clip.bounds import Grid
+from unison.clip.measured import stacked
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.multi_tensor import Tables, combine, tables_kept
 from unison.parallel import ShardedParam
 from unison.privacy.attachment import Attachment, RunningPass
-from unison.privacy.mechanism import Grid
+from unison.privacy.mechanism import grid_of, grid_of_pass
 from unison.privacy.noise import (
     ReleaseTerms,
     Shares,
@@ -104,7 +105,7 @@ class GraphedPass:
         self._graph, self._tables = torch.cuda.CUDAGraph(), Tables(device)
         self._record(device)
 
-    def check(self, batch: Sequence[Tensor], grid: SumGrid) -> None:
+    def check(self, batch: Sequence[Tensor], grid: Grid) -> None:
         """Refuse what the graph was not recorded for, before a step is counted.
 
         Raises:
@@ -122,14 +123,14 @@ class GraphedPass:
                     f"{list(place.shape[1:])}, found {list(x.shape)}; record another, or give "
                     "make_private a max_physical_batch_size"
                 )
-        if self._has_integers and not grid.is_held:
+        if self._has_integers and grid.dtype != torch.int32:
             raise BadInput(
                 "the noise is so small that shares would have to be counted in more than 32 bits, "
                 "which a recorded pass does not do: use a smaller max_physical_batch_size, "
                 "clipping='grad_materialize', or no graph"
             )
 
-    def replay(self, batch: Sequence[Tensor], num_real: int, grid: SumGrid) -> None:
+    def replay(self, batch: Sequence[Tensor], num_real: int, grid: Grid) -> None:
         """Run the pass on a batch that was checked.
 
         Args:
@@ -176,7 +177,7 @@ class GraphedPass:
                 stacked([self.shares[name][1] for name in names]),
                 [sums[name][0] for name in names],
                 add=not is_first,
-                spacing=grid.spacing,
+                spacing=float(grid.spacing),
             )
         return sums
 
@@ -225,7 +226,7 @@ class GraphedPass:
 
     def _coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
-    ) -> tuple[Mapping[str, Tensor], SumGrid]:
+    ) -> tuple[Mapping[str, Tensor], Grid]:
         table = NormTable.of(norms, part.num_rows)
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
@@ -234,7 +235,7 @@ class GraphedPass:
         for each in by_name.values():
             if id(each) not in own:
                 own[id(each)] = each.where(is_real, 0.0)
-        return {name: own[id(each)] for name, each in by_name.items()}, SumGrid(self._spacing)
+        return {name: own[id(each)] for name, each in by_name.items()}, Grid(self._spacing)
 
     def _add_sums(self, running: RunningPass) -> None:
         shares = running.shares()
@@ -433,7 +434,7 @@ class RecordedPass:
                 f"{running.release.max_grad_norm}: record another"
             )
         release, size = running.release, current.logical_size
-        grid = Grid.of_pass(release, size, recorded.num_rows)
+        grid = grid_of_pass(release, size, recorded.num_rows)
         recorded.check(batch, grid)
         if current.is_last:
             training.check_trained()
@@ -445,7 +446,7 @@ class RecordedPass:
         is_only = current.is_last and running.next_pass == 0
         own: Mapping[str, tuple[Tensor, Tensor]] = recorded.shares
         if not is_only:
-            own = recorded.added(Grid.of(release, size), is_first=running.next_pass == 0)
+            own = recorded.added(grid_of(release, size), is_first=running.next_pass == 0)
         running.next_pass += 1
         if current.is_last:
             self._release(running, current.logical_size, own)

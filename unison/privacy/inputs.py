@@ -31,7 +31,7 @@ from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.sampling import plain_leaf
-from unison.torch_internals import is_in_parts
+from unison.torch_internals import is_dtensor
 
 # --- arguments and outputs ------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ def probe_losses(
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
         if dim is not None and holds_samples(leaf, num_samples * rows, dim):
-            whole = leaf.full_tensor() if is_in_parts(leaf) else leaf
+            whole = leaf.full_tensor() if is_dtensor(leaf) else leaf
             part = _ProbeLoss.apply(whole.movedim(dim, 0).reshape(num_samples, -1))
             total = part if total is None else total + part  # type: ignore[assignment]
         elif leaf.requires_grad:
@@ -472,8 +472,26 @@ class PublicTerms:
         self._kept = {}
 
 
-class BufferWatch:
-    """Refuses buffers that a pass writes to, unless it is known that they hold nothing of the data.
+BufferVersions = dict[int, tuple[Tensor, int]]
+"""Buffers and their versions, by id; buffers are held, so that no id comes again."""
+
+
+def buffer_versions(modules: Sequence[tuple[str, nn.Module]]) -> BufferVersions:
+    """Return the versions of all buffers of modules."""
+    return {
+        id(value): (value, 0 if value.is_inference() else value._version)
+        for _, module in modules
+        for value in module._buffers.values()
+        if value is not None
+    }
+
+
+def refuse_written(
+    modules: Sequence[tuple[str, nn.Module]],
+    before: BufferVersions,
+    is_allowed: Callable[[str], bool],
+) -> None:
+    """Refuse buffers that a pass wrote to, unless it is known that they hold nothing of the data.
 
     What the forward pass writes there is saved without noise. Whether values depend on the batch is
     found out where the module is checked; here versions are compared, which takes microseconds, so
@@ -481,48 +499,24 @@ class BufferWatch:
     (Writing through `.data` leaves no version; the check compares values, and sees it.)
 
     Args:
+        modules: All modules, by name.
+        before: `buffer_versions` when the pass began.
         is_allowed: Whether a buffer of this name may be written.
+
+    Raises:
+        UnsupportedOperation: Naming a buffer that was written.
     """
-
-    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
-        self._is_allowed = is_allowed
-        self._modules: Sequence[tuple[str, nn.Module]] = ()
-        self._before: dict[int, tuple[Tensor, int]] = {}  # by id; held, so that no id comes again
-
-    def begin(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Note the versions of all buffers.
-
-        Args:
-            modules: All modules, by name.
-        """
-        self._modules = modules
-        self._before = {
-            id(value): (value, _version(value))
-            for _, module in modules
-            for value in module._buffers.values()
-            if value is not None
-        }
-
-    def check(self) -> None:
-        """Compare them.
-
-        Raises:
-            UnsupportedOperation: Naming a buffer that was written.
-        """
-        for path, module in self._modules:
-            for key, value in module._buffers.items():
-                if value is None:
-                    continue
-                name = f"{path}.{key}" if path else key
-                _, before = self._before.get(id(value), (value, None))
-                if before != _version(value) and not self._is_allowed(name):
-                    raise UnsupportedOperation(
-                        f"this pass wrote to the buffer {name!r}, which is saved with the model "
-                        "and gets no noise; passes that were checked did not. Keep statistics of "
-                        "the data out of buffers, or say that it may be published: make_private("
-                        f"public_buffers=[{name!r}])"
-                    )
-
-
-def _version(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
+    for path, module in modules:
+        for key, value in module._buffers.items():
+            if value is None:
+                continue
+            name = f"{path}.{key}" if path else key
+            _, version = before.get(id(value), (value, None))
+            now = 0 if value.is_inference() else value._version
+            if version != now and not is_allowed(name):
+                raise UnsupportedOperation(
+                    f"this pass wrote to the buffer {name!r}, which is saved with the model "
+                    "and gets no noise; passes that were checked did not. Keep statistics of "
+                    "the data out of buffers, or say that it may be published: make_private("
+                    f"public_buffers=[{name!r}])"
+                )

@@ -43,7 +43,7 @@ from unison.torch_internals import (
     FunctionMode,
     autocast_dtypes,
     has_values,
-    is_in_parts,
+    is_dtensor,
     machine_of,
 )
 
@@ -322,5 +322,5 @@ def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Para
     for each in owner.params:
         # A DTensor and the whole of it take turns in a module.
         is_own = id(each.parameter) in own
-        held[each.name] = None if is_in_parts(each.parameter) or not is_own else each.parameter
+        held[each.name] = None if is_dtensor(each.parameter) or not is_own else each.parameter
     return held

@@ -417,6 +417,11 @@ class LossRecorder(TorchFunctionMode):
                     self.edges[slot] = [get_gradient_edge(each) for each in parts]
 
     def _switch(self, *, is_on: bool) -> None:
+        """Put this recorder onto torch's stack of modes, or take it off.
+
+        While any recorder is there, torch tells them of what it tells no function mode of
+        otherwise: for all together, since several engines begin and end in any order.
+        """
         if is_on == self._is_on or (is_on and not self.number):
             return
         self._is_on = is_on
@@ -426,8 +431,18 @@ class LossRecorder(TorchFunctionMode):
         else:
             _recording.remove(self)
             take_away(self)  # inside of a function that it is told of, torch puts it back
-        if len(_recording) == is_on:  # the first one comes, or the last one goes
-            _change_torch(is_on=is_on)
+        if len(_recording) != is_on:
+            return
+        if is_on:  # the first one comes
+            _CustomFunction.apply = classmethod(_recorded_apply)
+            if "torch._dynamo.eval_frame" in sys.modules:
+                # A compiled criterion runs as it was written: what dynamo makes of it calls no
+                # torch functions that could be written down.
+                _stances.append(torch.compiler.set_stance("force_eager"))
+        elif not sys.is_finalizing():  # the last one goes, and no loop was left with the program
+            del _CustomFunction.apply
+            while _stances:
+                _stances.pop().__exit__(None, None, None)
 
     # --- what torch calls ------------------------------------------------------------------------
 
@@ -603,23 +618,6 @@ _MEANS = {F.cross_entropy, F.nll_loss}
 _recording: list[LossRecorder] = []  # those that are on torch's stack of modes
 _CustomFunction: Any = torch.autograd.function._SingleLevelFunction
 _stances: list[Any] = []  # torch.compile's, while somebody records
-
-
-def _change_torch(*, is_on: bool) -> None:
-    """Let torch tell recorders of what it tells no function mode of otherwise, or not any more.
-
-    For all recorders together, since several engines begin and end in any order.
-    """
-    if is_on:
-        _CustomFunction.apply = classmethod(_recorded_apply)
-        if "torch._dynamo.eval_frame" in sys.modules:
-            # A compiled criterion runs as it was written: what dynamo makes of it calls no torch
-            # functions that could be written down.
-            _stances.append(torch.compiler.set_stance("force_eager"))
-    elif not sys.is_finalizing():  # else a loop was left with the program
-        del _CustomFunction.apply
-        while _stances:
-            _stances.pop().__exit__(None, None, None)
 
 
 def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

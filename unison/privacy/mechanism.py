@@ -21,8 +21,7 @@ from torch import Tensor
 
 from unison import check
 from unison.clip import RULES, SampleNorms, per_layer
-from unison.clip.bounds import SUM_ERROR
-from unison.clip.measured import SumGrid
+from unison.clip.bounds import SUM_ERROR, Grid
 from unison.errors import BadInput
 from unison.privacy import sampling as samplings
 from unison.privacy.sampling import Sampling
@@ -322,66 +321,50 @@ def sensitivity_factor(noise_multiplier: float, rounded_elements: int) -> float:
 # ---- the grid of clipped sums --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Multiples of a spacing, as integers.
+def grid_of(release: Release, num_samples: int) -> Grid:
+    """Return the grid for a logical batch: as fine as the integers that hold its sum allow.
 
-    Attributes:
-        spacing: A power of two, a function of public numbers alone.
-        dtype: Of the integers: as narrow as the sum of a logical batch allows.
+    It is that of the noise, or at least 16 times as fine: a sum is rounded to the noise's grid when
+    it meets the noise, and `sensitivity_factor` counts both roundings. The integers are as narrow
+    as the sum allows.
+
+    Args:
+        release: What the step applies.
+        num_samples: Samples in the logical batch, none of which exceeds C.
+
+    Raises:
+        BadInput: If so many samples are too much for the noise's grid.
     """
+    finest = _finest(release, num_samples)
+    if release.noise_std == 0:
+        return Grid(finest[torch.int64], torch.int64)
+    spacing = noise_spacing(release.noise_std)
+    for dtype, finer in finest.items():
+        if finer <= spacing * FINER:
+            return Grid(finer, dtype)
+        if finer <= spacing:
+            return Grid(spacing, dtype)
+    raise BadInput(
+        f"{num_samples} samples of norm {release.max_grad_norm} are too much for the grid of a "
+        f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
+    )
 
-    spacing: float
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, release: Release, num_samples: int) -> "Grid":
-        """The grid for a logical batch: as fine as the integers that hold its sum allow.
+def grid_of_pass(release: Release, num_samples: int, num_rows: int) -> Grid:
+    """Return the grid that kernels use within a pass: `grid_of`, or multiples that int32 holds.
 
-        It is that of the noise, or at least 16 times as fine: a sum is rounded to the noise's grid
-        when it meets the noise, and `sensitivity_factor` counts both roundings.
-
-        Args:
-            release: What the step applies.
-            num_samples: Samples in the logical batch, none of which exceeds C.
-
-        Raises:
-            BadInput: If so many samples are too much for the noise's grid.
-        """
-        finest = _finest(release, num_samples)
-        if release.noise_std == 0:
-            return cls(finest[torch.int64], torch.int64)
-        spacing = noise_spacing(release.noise_std)
-        for dtype, finer in finest.items():
-            if finer <= spacing * FINER:
-                return cls(finer, dtype)
-            if finer <= spacing:
-                return cls(spacing, dtype)
-        raise BadInput(
-            f"{num_samples} samples of norm {release.max_grad_norm} are too much for the grid of a "
-            f"noise of standard deviation {release.noise_std}: use a larger noise_multiplier"
-        )
-
-    @classmethod
-    def of_pass(cls, release: Release, num_samples: int, num_rows: int) -> SumGrid:
-        """The grid that kernels use within a pass: this one, or multiples of it that int32 holds.
-
-        Args:
-            release: What the step applies.
-            num_samples: Samples in the logical batch.
-            num_rows: Rows of the pass.
-        """
-        num_rows = min(num_rows, num_samples)
-        if release.noise_std == 0:  # nothing to be proved of it
-            return SumGrid(_finest(release, num_rows)[torch.int32])
-        whole = found = cls.of(release, num_samples)
-        if whole.dtype != torch.int32:
-            found = cls.of(release, num_rows)
-        return SumGrid(max(found.spacing, whole.spacing), found.dtype == torch.int32)
-
-    def values(self, integers: Tensor) -> Tensor:
-        """What integers stand for, float64, exactly."""
-        return integers.double() * self.spacing
+    Args:
+        release: What the step applies.
+        num_samples: Samples in the logical batch.
+        num_rows: Rows of the pass.
+    """
+    num_rows = min(num_rows, num_samples)
+    if release.noise_std == 0:  # nothing to be proved of it
+        return Grid(_finest(release, num_rows)[torch.int32])
+    whole = found = grid_of(release, num_samples)
+    if whole.dtype != torch.int32:
+        found = grid_of(release, num_rows)
+    return found if found.spacing >= whole.spacing else Grid(whole.spacing, found.dtype)
 
 
 def _finest(release: Release, num_samples: int) -> dict[torch.dtype, float]:

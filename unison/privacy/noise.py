@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unison.clip.bounds import Grid
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kernels.multi_tensor import empty_table, to_device
 from unison.kernels.random import KEY_AT, RECIPE_LENGTH, Cipher, Distribution, Recipe, secure_floats
 from unison.parallel import ParallelAdapter, ShardedParam
-from unison.privacy.mechanism import Grid, Release
+from unison.privacy.mechanism import Release, grid_of
 from unison.rng import (
     Box,
     Key,
@@ -196,7 +197,7 @@ def recipes_for(
     release, std, cipher = terms.release, terms.release.noise_std, Cipher.CHACHA20
     if std == 0:
         return None
-    Grid.of(release, terms.num_samples)
+    grid_of(release, terms.num_samples)
     words = words_of_streams(terms.key, names, step=release.step, purpose=PURPOSE, cipher=cipher)
     floats = secure_floats(std, noise_spacing(std))
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
@@ -246,13 +247,13 @@ def private_gradients(
             yield owned, owned.as_gradient(gradient)
         return
     # The sums over passes and ranks, as integers of which each weighs a spacing.
-    grid, found = Grid.of(terms.release, terms.num_samples), list(owner.totals())
+    grid, found = grid_of(terms.release, terms.num_samples), list(owner.totals())
     if on_totals is not None:
         on_totals(found, grid, terms)
     totals = [total.view(1, -1) for _, total in found]
     # Parts that are cut in other ways than flat ones draw their noise one by one.
     if multi_tensor.is_fast(totals) and not any(owned.is_dtensor for owned, _ in found):
-        weight = torch.full((1,), grid.spacing, dtype=torch.float64, device=totals[0].device)
+        weight = grid.weight(totals[0].device)
         shares = _shares([owned for owned, _ in found], totals, [weight] * len(found))
         for (owned, _), gradient in zip(found, release_all(shares, terms), strict=True):
             yield owned, owned.as_gradient(gradient)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unison.clip import NormTable, Plan, SampleNorms
-from unison.clip.measured import SumGrid
+from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import takes
 from unison.parallel import (
@@ -37,7 +37,14 @@ from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
 from unison.privacy.loss_tape import FollowedNumber, LossRecorder, refuse_unseen
-from unison.privacy.mechanism import CLIP_RULES, Grid, Mechanism, Release, noisy_fraction
+from unison.privacy.mechanism import (
+    CLIP_RULES,
+    Mechanism,
+    Release,
+    grid_of,
+    grid_of_pass,
+    noisy_fraction,
+)
 from unison.privacy.noise import (
     Given,
     ReleaseTerms,
@@ -269,7 +276,8 @@ class PrivateTraining:
         # Nothing of the step is lost yet. All is looked at in the forward pass.
         self._attachment.learning.check_params()
         self._check_optimizer()
-        self._batch = LogicalBatch(self.mechanism.begin(step), self._learning_rates())
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        self._batch = LogicalBatch(self.mechanism.begin(step), rates)
 
     def _on_abandon(self, batch: PhysicalBatch) -> bool:
         """Give a logical batch up, unless it is over; return whether it may be drawn again."""
@@ -298,10 +306,10 @@ class PrivateTraining:
 
     def _coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
-    ) -> tuple[Mapping[str, Tensor], SumGrid]:
+    ) -> tuple[Mapping[str, Tensor], Grid]:
         """One coefficient per row: 0 for padding, and a mean over samples undone."""
         running = self.running(batch)
-        grid = Grid.of_pass(running.release, batch.logical_size, part.num_rows)
+        grid = grid_of_pass(running.release, batch.logical_size, part.num_rows)
         clip_norm = running.release.max_grad_norm
         factor = self._dealing.loss_factor(part, self._loss_reduction)
         whole = self.owner.whole_norms(norms)
@@ -326,11 +334,6 @@ class PrivateTraining:
             return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
 
-    def _is_all(self, batch: PhysicalBatch, running: LogicalBatch) -> bool:
-        """Whether a pass is all there is of its logical batch, so that nothing is to be added."""
-        is_only_pass = batch.is_last and running.next_pass == 0
-        return is_only_pass and self.owner.is_alone and takes(*self._parameters.values())
-
     def _add_sums(self, sums: RunningPass) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it.
 
@@ -343,9 +346,11 @@ class PrivateTraining:
         self._loss_check.finish()
         if batch.is_last:
             self.open_release(running)
-        own = sums.shares() if self._is_all(batch, running) else None
+        # Where a pass is all there is of its logical batch, nothing is to be added.
+        is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
+        own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = Grid.of(running.release, batch.logical_size)
+            sums.grid = grid_of(running.release, batch.logical_size)
             make_sums = sums if self.observer is None else self.observer.see_pass(sums)
             self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
         running.next_pass += 1
@@ -356,7 +361,7 @@ class PrivateTraining:
             gradients = private_gradients(self.owner, own, terms, on_totals=seen)
             gradients = gradients if observer is None else observer.see_noisy(gradients)
             self.release(running, batch.logical_size, gradients)
-        elif not self._has_warned and self._learning_rates() != running.rates:
+        elif running.rates != [group.get("lr") for group in self.optimizer.param_groups]:
             self._warn_of_scheduler()
 
     def open_release(self, running: LogicalBatch) -> None:
@@ -520,10 +525,9 @@ class PrivateTraining:
                 "engine and call make_private again"
             )
 
-    def _learning_rates(self) -> list[Any]:
-        return [group.get("lr") for group in self.optimizer.param_groups]
-
     def _warn_of_scheduler(self) -> None:
+        if self._has_warned:
+            return
         self._has_warned = True
         warnings.warn(
             "the learning rate changed between two physical batches of one logical batch: a "

@@ -736,7 +736,10 @@ def add_noise_(total: Tensor, noise: Tensor, spacing: float) -> Tensor:
         result is a function of (rounded total + noise) alone; its rounding to the dtype of `total`
         is post-processing.
     """
-    check.same_shape(total=total, noise=noise)
+    if total.shape != noise.shape:
+        raise BadInput(
+            f"expected one shape, found total: {list(total.shape)}, noise: {list(noise.shape)}"
+        )
     if noise.dtype not in _MAX_INTEGER:
         raise BadInput(f"expected noise from secure_normal, found {noise.dtype=}")
     flat_noise = noise.reshape(-1)

@@ -46,9 +46,9 @@ from unison.shard.granules import (
 )
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
-from unison.shard.sharded_tensor import fsdp2_modules, is_dtensor, mesh_of, show_shards
+from unison.shard.sharded_tensor import fsdp2_modules, mesh_of, show_shards
 from unison.shard.unit import places_of, shadowed, units_of
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_dtensor
 
 # ------------------------------------------------------------------------------------------------
 # What the ordered reducer needs of a model under FSDP2, checked before anything is changed.

@@ -21,13 +21,13 @@ from unison.shard.ranks import Ranks
 from unison.shard.reducers import aligned_levels, tree_sum
 from unison.shard.sharded_tensor import (
     fsdp2_modules,
-    is_dtensor,
     local_part,
     mesh_of,
     placement_of,
     show_shards,
 )
 from unison.shard.unit import units_of
+from unison.torch_internals import is_dtensor
 
 Source = Callable[[nn.Parameter], Tensor | None]
 

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_iter
 from unison.errors import BadInput, NeedsWhole, UnsupportedOperation
 from unison.shard.layout import Placement
 from unison.shard.ranks import Ranks, meet
+from unison.torch_internals import is_dtensor
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple, dict[str, Any]], Any]
@@ -545,12 +546,6 @@ _handlers: dict[Any, Handler] = {
 #
 # Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, which take a second:
 # where nobody has imported them there is nothing of theirs to find.
-
-
-def is_dtensor(value: Tensor) -> bool:
-    """Whether a tensor is a distributed one."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def fsdp2_modules(module: nn.Module) -> list[tuple[str, Any]]:

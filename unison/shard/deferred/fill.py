@@ -34,9 +34,9 @@ from unison.shard.deferred.tape import (
     refuse_unknown,
 )
 from unison.shard.flat_group import RECIPE
-from unison.shard.sharded_tensor import is_dtensor, local_part, placement_of
+from unison.shard.sharded_tensor import local_part, placement_of
 from unison.shard.unit import TAKEN_BY, units_of
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, is_dtensor
 
 # ------------------------------------------------------------------------------------------------
 # The tensors of a module that have to be filled, where they are, and under which names.

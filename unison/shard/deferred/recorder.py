@@ -2,9 +2,9 @@
 
 [Note: pretence] Tensors made inside are plain meta tensors, so the module never holds anything else
 and nothing has to be converted at the end. But code that builds models asks tensors where they are,
-and skips its work if the answer is "meta" (transformers leaves out its whole init). So a function
-mode (`CpuPretence`) lets them answer "cpu" for as long as recording lasts, and this dispatch mode,
-below it, sees every operation that really happens.
+and skips its work if the answer is "meta" (transformers leaves out its whole init). So in a
+function mode `_answer_as_cpu` lets them say "cpu" for as long as recording lasts, and this dispatch
+mode, below it, sees every operation that really happens.
 """
 
 import copy
@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,6 +45,7 @@ from unison.shard.deferred.tape import (
     without_generator,
 )
 from unison.shard.flat_group import RECIPE
+from unison.torch_internals import FunctionMode
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -336,30 +336,22 @@ READS_VALUES = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 MAKES_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
-class CpuPretence(TorchFunctionMode):
-    """Answers for tensors without memory."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Answer, or let torch do so."""
-        kwargs = kwargs or {}
-        if not (func in ANSWERS or func in READS_VALUES or func in MAKES_FROM_VALUES):
+def _answer_as_cpu(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer for tensors without memory, or let torch do so."""
+    if not (func in ANSWERS or func in READS_VALUES or func in MAKES_FROM_VALUES):
+        return func(*args, **kwargs)
+    # Without torch functions, so that a `torch.device` context does not interfere either.
+    with torch._C.DisableTorchFunction(), recorder.keeping_refusals():
+        if func in MAKES_FROM_VALUES:
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+        if not args[0].is_meta:
             return func(*args, **kwargs)
-        # Without torch functions, so that a `torch.device` context does not interfere either.
-        with torch._C.DisableTorchFunction(), self._recorder.keeping_refusals():
-            if func in MAKES_FROM_VALUES:
-                return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            if not args[0].is_meta:
-                return func(*args, **kwargs)
-            if func in READS_VALUES:
-                values = self._recorder.values(args[0], f"Tensor.{func.__name__}")
-                return func(values, *args[1:], **kwargs)
-            return ANSWERS[func](*args, **kwargs)
+        if func in READS_VALUES:
+            values = recorder.values(args[0], f"Tensor.{func.__name__}")
+            return func(values, *args[1:], **kwargs)
+        return ANSWERS[func](*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -542,7 +534,7 @@ def meta_init() -> Iterator[None]:
         stack.callback(setattr, _local, "recorder", None)
         _local.recorder = recorder
         stack.enter_context(recorder)
-        stack.enter_context(CpuPretence(recorder))
+        stack.enter_context(FunctionMode(functools.partial(_answer_as_cpu, recorder)))
         yield
     if recorder.refusal is not None:
         raise recorder.refusal
