@@ -243,7 +243,7 @@ class Collector:
             capture = self._capture(rows, inputs, taken.record)
             if layers:  # a bias comes with its weight
                 wanted = {each.name for each in layers if each.method is not Method.IDENTITY}
-                capture.ignored = capture.factored - wanted
+                capture.ignored = set(capture.factored) - wanted
             with (
                 capture.installed(),
                 nullcontext() if compiled is None else compiled.running([capture]),

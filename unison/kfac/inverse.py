@@ -275,7 +275,7 @@ def _stats_of(
     return found
 
 
-def _stats_of_side(side: str, factors: Sequence[Tensor], is_bounded: bool) -> Tensor:
+def _stats_of_side(side: str, factors: list[Tensor], is_bounded: bool) -> Tensor:
     """Mean, smallest, largest, see `_stats_of`, of factors of one kind and shape [3, factors]."""
     if side in ("d", "p_g"):
         whole = torch.stack(factors) if len(factors) > 1 else factors[0][None]

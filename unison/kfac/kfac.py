@@ -451,7 +451,7 @@ class KFAC:
                 i, key = entries[number]
                 of_layers[i][key] = total.view(shapes[i][key])
             update_layers(
-                (self._states[i], own, rows.get(i, {}), *numbers[2 * i : 2 * i + 2])
+                (self._states[i], own, rows.get(i, {}), numbers[2 * i], numbers[2 * i + 1])
                 for i, own in of_layers.items()
             )
         self._last_update = self.num_steps
