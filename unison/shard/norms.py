@@ -27,7 +27,7 @@ from unison.shard.sharded_tensor import (
     show_shards,
 )
 from unison.shard.unit import units_of
-from unison.torch_internals import is_dtensor
+from unison.torch_internals import has_values, is_dtensor
 
 Source = Callable[[nn.Parameter], Tensor | None]
 
@@ -64,10 +64,13 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
         )
     norm = grad_norm(module)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple, list[Tensor]] = {}
     for piece in module.parameters():
         if piece.grad is not None:
             gradient = local_part(piece.grad)
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for where, gradients in alike.items():
+        torch._foreach_mul_(gradients, factor.to(*where))
     return norm
 
 
@@ -78,27 +81,24 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
-    sums, shared = [], []  # one number per subtree; the squares of blocks that several ranks hold
+    held, shared = _Held(), []  # blocks of this rank; squares of those that several ranks hold
     for (piece, placement), of_parameter in zip(parameters, nodes, strict=True):
         value = source(piece)
         part = None if value is None else local_part(value).detach().reshape(-1)
-        sums.append(_subtrees(part, placement, of_parameter))
+        held.take(part, placement, of_parameter)
         shared += [
             _block(part, placement, first) for first, _, rank in of_parameter if rank is None
         ]
     is_shared = [rank is None for of_parameter in nodes for _, _, rank in of_parameter]
     # Each number and each square has one owner, and all others add 0.0: exact.
-    flat = ranks.sum_(torch.cat([*sums, *shared]))
+    flat = ranks.sum_(torch.cat([held.sums(wire), *shared]))
     flat, squares = flat.split([len(is_shared), len(shared) * ALIGNMENT])
-    flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares.view(-1, ALIGNMENT))
-    numbers = iter(flat.cpu())
-    totals = []
-    for of_parameter in nodes:
-        of_blocks = tree_sum((level, next(numbers).clone()) for _, level, _ in of_parameter)
-        totals.append(torch.zeros((), dtype=torch.float64) if of_blocks is None else of_blocks)
+    if shared:
+        flat[torch.tensor(is_shared, device=wire)] = _pairwise_sum(squares.view(-1, ALIGNMENT))
+    numbers = iter(flat.tolist() if has_values() else [0.0] * len(is_shared))
+    totals = [tree_sum((level, next(numbers)) for _, level, _ in each) or 0.0 for each in nodes]
     result = tree_sum((0, each) for each in totals)
-    assert result is not None
-    return result.sqrt().to(wire)
+    return torch.tensor(result, dtype=torch.float64).sqrt().to(wire)
 
 
 def _nodes(placement: Placement) -> list[tuple[int, int, int | None]]:
@@ -119,23 +119,73 @@ def _nodes(placement: Placement) -> list[tuple[int, int, int | None]]:
     return sorted(nodes, key=lambda node: node[0])
 
 
-def _subtrees(
-    part: Tensor | None, placement: Placement, nodes: list[tuple[int, int, int | None]]
-) -> Tensor:
-    """Sums of squares over the subtrees that this rank holds, 0 for others [nodes]."""
-    sums = torch.zeros(len(nodes), dtype=torch.float64, device=placement.device)
-    own = [index for index, node in enumerate(nodes) if node[2] == placement.ranks.rank]
-    if part is None or not own:
+BLOCKS_AT_ONCE = 1 << 16  # in float64, 128 MiB
+
+
+class _Held:
+    """The blocks that this rank holds of all parameters, and which subtrees they are.
+
+    Parameters are taken together, up to some size, and subtrees by their level: launches for each
+    would take longer than the sums.
+    """
+
+    def __init__(self) -> None:
+        self._num_nodes = self._num_blocks = 0
+        # Parts to be added up together, each with the number of its blocks.
+        self._groups: list[list[tuple[Tensor, int]]] = []
+        self._room, self._kind = 0, None
+        # By level: which node a subtree is, and its first block among those held.
+        self._subtrees: dict[int, list[tuple[int, int]]] = {}
+
+    def take(
+        self, part: Tensor | None, placement: Placement, nodes: list[tuple[int, int, int | None]]
+    ) -> None:
+        """Take the elements of a parameter that this rank holds, if there are any."""
+        own = [index for index, node in enumerate(nodes) if node[2] == placement.ranks.rank]
+        if part is not None and own:
+            low, num_blocks = nodes[own[0]][0], sum(1 << nodes[index][1] for index in own)
+            for index in own:
+                first, level, _ = nodes[index]
+                place = self._num_nodes + index, self._num_blocks + first - low
+                self._subtrees.setdefault(level, []).append(place)
+            values = part[low * ALIGNMENT - placement.start :][: num_blocks * ALIGNMENT]
+            for first in range(0, num_blocks, BLOCKS_AT_ONCE):
+                count = min(BLOCKS_AT_ONCE, num_blocks - first)
+                self._add(values[first * ALIGNMENT : (first + count) * ALIGNMENT], count)
+            self._num_blocks += num_blocks
+        self._num_nodes += len(nodes)
+
+    def _add(self, values: Tensor, num_blocks: int) -> None:
+        kind = values.dtype, values.device
+        if kind != self._kind or num_blocks > self._room:
+            self._groups.append([])
+            self._room, self._kind = BLOCKS_AT_ONCE, kind
+        self._groups[-1].append((values, num_blocks))
+        self._room -= num_blocks
+
+    def sums(self, device: torch.device) -> Tensor:
+        """Sums of squares over the subtrees that this rank holds, 0 for others [nodes]."""
+        sums = torch.zeros(self._num_nodes, dtype=torch.float64, device=device)
+        if not self._groups:
+            return sums
+        blocks = torch.cat([_block_sums(group).to(device) for group in self._groups])
+        for level, places in self._subtrees.items():
+            which, first = torch.tensor(places, device=device).T
+            inside = torch.arange(1 << level, device=device)
+            sums[which] = _pairwise_sum(blocks[first.unsqueeze(1) + inside])
         return sums
-    low, num_blocks = nodes[own[0]][0], sum(1 << nodes[index][1] for index in own)
-    values = part[low * ALIGNMENT - placement.start :][: num_blocks * ALIGNMENT]
-    squares = torch.zeros(num_blocks * ALIGNMENT, dtype=torch.float64, device=part.device)
-    squares[: values.numel()] = _squares(values)
-    blocks = _pairwise_sum(squares.view(num_blocks, ALIGNMENT))
-    for index in own:
-        first, level, _ = nodes[index]
-        sums[index] = _pairwise_sum(blocks[first - low :][: 1 << level])
-    return sums
+
+
+def _block_sums(group: list[tuple[Tensor, int]]) -> Tensor:
+    """Sums of squares of blocks [blocks], of parts one after the other, filled up with zeros."""
+    whole, numel = group[0][0], sum(count for _, count in group) * ALIGNMENT
+    if whole.numel() < numel:
+        whole, places, first = whole.new_zeros(numel), [], 0
+        for values, count in group:
+            places.append(whole[first : first + values.numel()])
+            first += count * ALIGNMENT
+        torch._foreach_copy_(places, [values for values, _ in group])
+    return _pairwise_sum(_squares(whole).view(-1, ALIGNMENT))
 
 
 def _block(part: Tensor | None, placement: Placement, block: int) -> Tensor:

@@ -22,7 +22,8 @@ number of ranks.
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from operator import iadd
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,23 +97,26 @@ class SubtreeSum:
         return [(level, value) for (level, _), value in nodes]
 
 
-def tree_sum(subtrees: Iterable[tuple[int, Tensor]]) -> Tensor | None:
-    """Finish the tree from aligned subtrees (level, sum) in leaf order, adding in place.
+Summand = TypeVar("Summand", Tensor, float)
+
+
+def tree_sum(subtrees: Iterable[tuple[int, Summand]]) -> Summand | None:
+    """Finish the tree from aligned subtrees (level, sum) in leaf order, adding tensors in place.
 
     Returns:
         The sum of all; None if there is nothing.
     """
-    stack: list[tuple[int, Tensor]] = []
+    stack: list[tuple[int, Summand]] = []
     for subtree in subtrees:
         stack.append(subtree)
         while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
             level, right = stack.pop()
-            stack[-1] = level + 1, stack[-1][1].add_(right)
+            stack[-1] = level + 1, iadd(stack[-1][1], right)
     if not stack:
         return None
     total = stack.pop()[1]
     while stack:
-        total = stack.pop()[1].add_(total)
+        total = iadd(stack.pop()[1], total)
     return total
 
 
