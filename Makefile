@@ -48,8 +48,8 @@ demo: $(READY)  ## train privately on two ranks, again on one, and compare the b
 demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo-sharded --overwrite
 
-test: $(READY)  ## the test suite with doctests, at most 10 minutes on 2 cores
-	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile
+test: $(READY)  ## the test suite with doctests, about 12 minutes on 2 cores
+	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: $(READY)  ## the long matrices and mutants too; writes bench/results/test-full-<commit>.json
 	@$(BIN)/python -m bench.test_full

@@ -63,13 +63,21 @@ def _leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `full` tests in the junit file, where `bench/test_full.py` reads their outcomes.
 
-    Those of `long_tests.txt` are `full`, too.
+    Those of `long_tests.txt` are `full`, too. Folders of few and long tests come first, so that
+    workers, who take a file each, end together.
     """
+    items.sort(key=lambda item: _LONG_FOLDERS.get(item.path.parent.name, len(_LONG_FOLDERS)))
     for item in _long_ones(items):
         item.add_marker("full")
     for item in items:
         if item.get_closest_marker("full"):
             item.user_properties.append(("full", True))
+
+
+_LONG_FOLDERS = {
+    name: place
+    for place, name in enumerate(("chaos", "train", "fuzz", "verify", "hf", "cli", "kernels"))
+}
 
 
 def _long_ones(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -96,11 +96,11 @@ MOMENTS = {
     "in the last update": ("_leave_boundary", STEPS, STEPS),
     "in the last evaluation": ("evaluate", STEPS, STEPS),
 }
-FULL = {name: {"marks": pytest.mark.full} for name in MOMENTS if name != "in an update"}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(each, **FULL.get(each, {})) for each in MOMENTS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", MOMENTS)
 def test_a_killed_copy_costs_no_step(straight, tmp_path, name):
     moment, step, expected = MOMENTS[name]
     undisturbed, run = straight(2, is_private=True), tmp_path / "run"
