@@ -333,6 +333,8 @@ class PrivateRegime(Regime):
                 budget=budget,
                 granule=mechanism.granule if is_ordered else None,
                 compile=mechanism.compile,
+                # A replay releases nothing: if samples mixed later, its digests would say so.
+                recheck=not self._run.is_replay,
                 seed=None if privacy.secure_noise else mechanism.seed,
                 key=key,
                 key_commitment=commitment,
