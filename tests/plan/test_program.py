@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.harness import World, run_on_ranks
 from unison.models import build, preset
 from unison.plan import Scenario, Usage, count_trained, measure, simulate
+from unison.shard import norms
 from unison.shard import ranks as shard_ranks
 from unison.shard.ranks import DONE
 
@@ -113,7 +114,8 @@ def test_an_offloaded_model_is_on_the_host():
     assert share <= found.host_bytes <= 1.3 * share
 
 
-def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once():
+def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once(monkeypatch):
+    monkeypatch.setattr(norms, "BLOCKS_AT_ONCE", 4)  # as little to this model as they are to others
     found = simulate(small_model, Scenario(**SIZES))
     update = found.peaks[-1].by_category
     # AdamW has the square roots of all second moments at a time.

@@ -119,7 +119,7 @@ def _nodes(placement: Placement) -> list[tuple[int, int, int | None]]:
     return sorted(nodes, key=lambda node: node[0])
 
 
-BLOCKS_AT_ONCE = 1 << 16  # in float64, 128 MiB
+BLOCKS_AT_ONCE = 1 << 14  # in float64, 32 MiB
 
 
 class _Held:
