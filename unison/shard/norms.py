@@ -81,7 +81,7 @@ def _norm(module: nn.Module, source: Source) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     # Which blocks and subtrees a rank holds is arithmetic, so all ranks agree on what they add.
     nodes = [_nodes(placement) for _, placement in parameters]
-    held, shared = _HeldBlocks(), []  # blocks of this rank; squares of those that several ranks hold
+    held, shared = _HeldBlocks(), []  # and the squares of blocks that several ranks hold
     for (piece, placement), of_parameter in zip(parameters, nodes, strict=True):
         value = source(piece)
         part = None if value is None else local_part(value).detach().reshape(-1)
