@@ -412,12 +412,12 @@ def other_records() -> AbstractContextManager:
 def summed_grams() -> AbstractContextManager:
     """Gram matrices of each rank's tokens are added up, in the place of products of features."""
 
-    def gram(value: Tensor) -> Tensor:  # [batch, tokens, d] -> [d, d]
+    def gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] -> [n, n]
         flat = value.reshape(-1, value.shape[-1])
         size = value.shape[-1]
         rows = flat.new_zeros(size, size)
         rows[: min(size, len(flat))] = flat[:size]
-        return rows @ rows.T
+        return (rows @ rows.T)[:n, :n].contiguous()
 
     return mock.patch.object(factors, "_gram", gram)
 
