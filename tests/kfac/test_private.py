@@ -104,6 +104,23 @@ def test_others_are_left_alone():
     attach(model)[0].detach()
 
 
+@pytest.mark.parametrize("takes", [torch.func.jacrev, torch.func.grad])
+def test_parameters_inside_of_torch_func_are_known(takes):
+    """A private model elsewhere disturbs nobody; wrapped or not, its own parameters are refused."""
+    model, other, x = make_model(), make_model(), torch.randn(4, 6)
+    kfac = unison.KFAC(other, settings())
+    engine, *_ = attach(model)
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(other, params, (x,)).sum()
+
+    takes(loss)(dict(other.named_parameters()))
+    with pytest.raises(UnsupportedOperation, match=REFUSED):
+        takes(loss)(dict(model.named_parameters()))
+    engine.detach()
+    del kfac
+
+
 def test_pieces_of_one_buffer_are_not_one_another():
     buffer = torch.zeros(10)
     first, last, odd = nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:]), nn.Parameter(buffer[3:5])

@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from unison.errors import BadInput
-from unison.plan import GPUS, Call, Peak, Scenario, Usage, assumptions, budget, estimate, find_gpu
+from unison.plan import (
+    GPUS,
+    Peak,
+    PlannedCall,
+    Scenario,
+    Usage,
+    assumptions,
+    budget,
+    estimate,
+    find_gpu,
+)
 from unison.plan.estimate import (
     EFFICIENCY,
     GIB,
@@ -32,18 +42,20 @@ def test_a_step_fits_with_its_margin_only():
     assert not estimate(usage(most + 0.01), scenario, H100, 10).fits
 
 
-def kernel(seconds: float, **settings: Any) -> Call:
+def kernel(seconds: float, **settings: Any) -> PlannedCall:
     """A product that takes the GPU so long."""
     flops = round(seconds * H100.bf16_tflops * 1e12 * EFFICIENCY)
-    return Call("forward", **{"python_calls": 0, "is_kernel": True, "flops": flops} | settings)
+    return PlannedCall(
+        "forward", **{"python_calls": 0, "is_kernel": True, "flops": flops} | settings
+    )
 
 
-def python(seconds: float) -> Call:
+def python(seconds: float) -> PlannedCall:
     """Something that takes the host so long."""
-    return Call("backward", round(seconds / PYTHON_SECONDS), is_kernel=False)
+    return PlannedCall("backward", round(seconds / PYTHON_SECONDS), is_kernel=False)
 
 
-def seconds_of(*calls: Call, **settings: Any) -> float:
+def seconds_of(*calls: PlannedCall, **settings: Any) -> float:
     return estimate(usage(1, calls=list(calls), **settings), Scenario(), H100, 0).step_seconds
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.privacy.common import (
     NUM_CLASSES,
@@ -29,6 +31,30 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy import Poisson, PrivacyEngine, Shuffled
 from unison.privacy.sampling import BatchDealer
 from unison.shard.ranks import Ranks
+
+# ---- what is on torch's stack of modes -----------------------------------------------------------
+
+
+class WatchedRows(TensorDataset):
+    """Rows that look, whenever one is read, whether somebody follows what they do."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.num_modes: list[int] = []
+
+    def __getitem__(self, index):
+        self.num_modes.append(len(_get_current_function_mode_stack()))
+        return super().__getitem__(index)
+
+
+def test_rows_are_read_while_nobody_follows():
+    """Between batches too, where the last one has gone backward and the optimizer has stepped."""
+    rows = WatchedRows(torch.randn(24, NUM_FEATURES), torch.randint(NUM_CLASSES, (24,)))
+    _, module, optimizer, private = attach(data_loader=DataLoader(rows, batch_size=8))
+    train(module, optimizer, private, 3)
+    assert rows.num_modes
+    assert not any(rows.num_modes)
+
 
 # ---- GradScaler ----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unison.capture import Capture
@@ -161,7 +162,9 @@ def find_shared(params: Mapping[str, Tensor], trainers: Iterable[Any]) -> str | 
 
 def _extent(param: Tensor) -> tuple[int, int]:
     """The bytes [start, stop) of this rank's part; none of an empty, freed or meta tensor."""
-    part = local_part(param.detach())
+    part = local_part(param)
+    while is_functorch_wrapped_tensor(part):  # inside of torch.func's grad or vmap
+        part = get_unwrapped(part)
     start = part.data_ptr() if part.numel() else 0
     strides = zip(part.shape, part.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in strides)

@@ -11,17 +11,17 @@ from unison.plan.estimate import (
     find_gpu,
     is_inside,
 )
-from unison.plan.meter import CATEGORIES, Call, Meter, Peak, Usage
+from unison.plan.meter import CATEGORIES, Meter, Peak, PlannedCall, Usage
 from unison.plan.program import Scenario, count_trained, measure, simulate, stepper
 
 __all__ = [
     "CATEGORIES",
     "GPUS",
-    "Call",
     "Estimate",
     "Gpu",
     "Meter",
     "Peak",
+    "PlannedCall",
     "PrivateBudget",
     "Scenario",
     "Usage",

@@ -7,7 +7,7 @@ from typing import Any
 
 from unison import check
 from unison.errors import BadInput
-from unison.plan.meter import Call, Usage
+from unison.plan.meter import PlannedCall, Usage
 from unison.plan.program import Scenario
 from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
 
@@ -202,14 +202,14 @@ def run_queue(usage: Usage, gpu: Gpu) -> tuple[float, float, float]:
     return found
 
 
-def call_seconds(call: Call) -> float:
+def call_seconds(call: PlannedCall) -> float:
     """What the host takes to call an operation."""
     of_python = FORWARD_PYTHON_SECONDS if call.phase == "forward" else PYTHON_SECONDS
     launch = TRITON_SECONDS if call.is_triton else LAUNCH_SECONDS if call.is_kernel else 0.0
     return call.python_calls * of_python + launch
 
 
-def kernel_seconds(call: Call, gpu: Gpu) -> float:
+def kernel_seconds(call: PlannedCall, gpu: Gpu) -> float:
     """What the GPU takes to run it: products at its rate, all else at that of its memory."""
     if not call.is_kernel:
         return 0.0

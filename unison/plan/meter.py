@@ -113,7 +113,7 @@ class Peak:
         return sum(self.by_category.values())
 
 
-class Call(NamedTuple):
+class PlannedCall(NamedTuple):
     """One operation, as the host calls it and the GPU runs it.
 
     Attributes:
@@ -154,7 +154,7 @@ class Usage:
 
     peaks: list[Peak] = field(default_factory=list)
     bytes_sent: Counter[tuple[str, int]] = field(default_factory=Counter)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PlannedCall] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     repeats: int = 0
     host_bytes: int = 0
@@ -325,7 +325,7 @@ class Meter(TorchDispatchMode):
 
     def _count_call(self, is_kernel: bool, **what: Any) -> None:
         python_calls = 0 if self._is_compiled else self._python_calls  # compiled graphs have few
-        self.usage.calls.append(Call(self._phase, python_calls, is_kernel, **what))
+        self.usage.calls.append(PlannedCall(self._phase, python_calls, is_kernel, **what))
         self._python_calls = 0
 
     def __torch_dispatch__(

@@ -383,8 +383,11 @@ class LossRecorder(TorchFunctionMode):
             self._is_over = True
 
     def suspend(self) -> None:
-        """Pause recording while the module, or the optimizer, runs: it is checked elsewhere."""
-        self._num_suspended += 1
+        """Pause recording while the module, or the optimizer, runs: it is checked elsewhere.
+
+        One that does not record is not paused: `resume` must not put it back between batches.
+        """
+        self._num_suspended += self._is_on or self._num_suspended > 0
         self._switch(is_on=False)
 
     def resume(self) -> None:

@@ -265,10 +265,6 @@ class PrivateTraining:
                 "loader.abandon() to give a step up. To accumulate several batches, give the "
                 "loader a larger batch_size and make_private max_physical_batch_size="
             )
-        with self.unfollowed():  # the last batch may still be in the user's hands
-            self._begin_batch(step)
-
-    def _begin_batch(self, step: int) -> None:
         self._key.check_process()
         refuse_accumulation()
         if self._guard is not None:
