@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from unison.errors import BadInput, Diverged
+from unison.train.checkpoint import check_resumable
 from unison.train.run_folder import (
     MANIFEST_FILE,
     check_free,
@@ -96,6 +97,19 @@ def test_a_killed_run_with_checkpoints_costs_neither(tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == "old"
     (kept,) = tmp_path.glob("run-unfinished-*")
     assert json.loads((kept / "config.json").read_text()) == "new"
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path):
+    """By one of the same step; the process was killed between two renames, or after both."""
+    make_run(run := tmp_path / "run", "old")
+    for name in (".step-000001.replaced", ".step-000002.replaced", "step-000002"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / MANIFEST_FILE).write_text(name)
+    check_resumable(run)
+    assert [path.name for path in checkpoints_of(run)] == ["step-000001", "step-000002"]
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    newest = run / "checkpoints/step-000002" / MANIFEST_FILE
+    assert newest.read_text() == "step-000002"
 
 
 def test_interrupted_run_keeps_what_it_wrote(tmp_path):

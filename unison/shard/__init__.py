@@ -28,6 +28,7 @@ from unison.shard.state.checkpoint import (
     load_checkpoint,
     read_manifest,
     save_checkpoint,
+    settle_checkpoints,
 )
 from unison.shard.state.entries import (
     CheckpointFailed,
@@ -86,6 +87,7 @@ __all__ = [
     "register_init",
     "running_granule",
     "save_checkpoint",
+    "settle_checkpoints",
     "stop_ordered_reduction",
     "unit_memory",
     "units_of",

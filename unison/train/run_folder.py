@@ -35,7 +35,7 @@ from unison.run_files import (
     RESULT_FILE,
     read_metrics,
 )
-from unison.shard import MANIFEST_FILE
+from unison.shard import MANIFEST_FILE, settle_checkpoints
 from unison.train.world import may_start_again
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def _replaced_of(folder: Path) -> Path:
 
 
 def settle(folder: Path, *, within: float = 0.0) -> None:
-    """Undo, or end, a replacement that a killed process left; and see that no other goes on.
+    """Undo, or end, replacements that a killed process left; and see that no other goes on.
+
+    Of the run by another, and of its checkpoints by those of the same step.
 
     Args:
         folder: The run.
@@ -113,6 +115,7 @@ def settle(folder: Path, *, within: float = 0.0) -> None:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.1)
+    settle_checkpoints(folder / CHECKPOINTS_FOLDER)
     if not replaced.is_dir():
         return
     if (folder / RESULT_FILE).is_file():

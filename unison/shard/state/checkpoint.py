@@ -53,6 +53,7 @@ MANIFEST_FILE = "checkpoint.json"
 FORMAT = "unison checkpoint"
 VERSION = 1
 ALONE = ".alone-"  # in the name of a folder that one rank writes for itself
+REPLACED = ".replaced"  # after that of one whose successor is complete
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def _replaced_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
+    return folder.with_name(f".{folder.name}{REPLACED}")
 
 
 def settle(folder: Path) -> None:
@@ -258,6 +259,12 @@ def settle(folder: Path) -> None:
         shutil.rmtree(replaced)
     else:
         replaced.rename(folder)
+
+
+def settle_checkpoints(folder: Path) -> None:
+    """Do so for every checkpoint in a folder."""
+    for left in folder.glob(f".*{REPLACED}"):
+        settle(left.with_name(left.name[1 : -len(REPLACED)]))
 
 
 def begin(folder: Path) -> Path:
