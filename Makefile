@@ -29,7 +29,7 @@ install: $(READY)  ## create .venv and install unison with its development tools
 # What both runs of the demo train. Bits can be compared only where the noise can be drawn again.
 DEMO := --private --epsilon 8 --delta 1e-5 --no-secure-noise --seed 0 --unsafe-diagnostics \
 	--data records --layout documents --row-length 216 --preset tiny --num-layers 2 \
-	--reducer ordered --granule 8 --batch-size 32 --micro-batch-size 16 --steps 16 \
+	--reducer ordered --granule 8 --batch-size 16 --micro-batch-size 8 --steps 24 \
 	--warmup-steps 4 --eval-every 8 --eval-rows 32 --log-every 4 --record --overwrite
 
 demo: $(READY)  ## train privately on two ranks, again on one, and compare the bits; 2 to 4 minutes

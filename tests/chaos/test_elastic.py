@@ -19,7 +19,8 @@ from unison.train.run_folder import checkpoints_of
 STEPS = 60
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4", "--max-restarts", 9]
 TORCHRUN += ["--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-CONF = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
+# A busy machine takes many seconds to start four agents, and a second to let one speak.
+CONF = "last_call_timeout=20,keep_alive_interval=2,keep_alive_max_attempt=5"
 TRAIN = ["-m", "tests.chaos.slow_rank", "train", "--reducer", "ordered", "--granule", 2]
 TRAIN += ["--batch-size", 8, "--steps", STEPS, "--shard", "full", "--row-length", 32, "--lr", 0.01]
 TRAIN += ["--warmup-steps", 2, "--num-layers", 1, "--eval-rows", 8, "--eval-every", 0]
