@@ -55,6 +55,7 @@ def test_traces_that_agree_and_that_do_not(unison, tmp_path, monkeypatch):
         (("model", f"{SUBJECTS}:mlp", "--data", "rows.csv"), "expected module:function"),
         (("model", f"{SUBJECTS}:mlp", "--data", "rows.json"), "cannot be read"),
         (("model", f"{SUBJECTS}:rows", "--data", f"{SUBJECTS}:rows"), "torch.nn.Module"),
+        (("model", f"{SUBJECTS}:unfinished", "--data", f"{SUBJECTS}:rows"), "weights are missing"),
         (("model", f"{SUBJECTS}:mlp", "--data", f"{SUBJECTS}:rows", "--ranks", "2"), "1,2,4"),
         (("model", f"{SUBJECTS}:mlp", "--data", f"{SUBJECTS}:rows", "--shard", "x"), "shard"),
     ],

@@ -11,6 +11,15 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH), nn.Linear(WIDTH, 3))
 
 
+def normalised() -> nn.Module:
+    """Takes statistics of a batch, which one row has none of."""
+    return nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
+
+
+def unfinished() -> nn.Module:
+    raise RuntimeError("weights are missing")
+
+
 def rows() -> tuple[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return (torch.randn(10, WIDTH, generator=generator),)
@@ -18,6 +27,10 @@ def rows() -> tuple[Tensor]:
 
 def squares(output: Tensor, batch: tuple[Tensor]) -> Tensor:  # [rows]
     return output.square().sum(dim=1)
+
+
+def mean_square(output: Tensor, batch: tuple[Tensor]) -> Tensor:  # one number
+    return output.square().mean()
 
 
 def llama() -> nn.Module:

@@ -22,6 +22,7 @@ from tests.verify.faults import (
     ANY,
     FAULTS,
     PRIVATE,
+    SUBJECTS,
     flipped_bit,
     other_sigma,
     replicas_counted_twice,
@@ -172,3 +173,23 @@ def test_the_docs_list_the_faults():
     listed = (Path(__file__).parents[2] / "docs/verify.md").read_text()
     for name, fault in FAULTS.items():
         assert f"| {name} | {fault.rung} | “{fault.cause}” |" in listed
+
+
+# ---- models of users -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "words"),
+    [
+        ("mlp", "squares", None),
+        ("normalised", "squares", "cannot be trained on --granule 1 rows of .*ValueError"),
+        ("mlp", "mean_square", r"must give one loss per row, found shape \[\] for 1 rows"),
+        ("mlp", None, "the model's loss cannot be guessed"),
+    ],
+)
+def test_a_model_is_tried_before_it_is_trained(build, loss, words):
+    """On every rank, since some models ask for ranks."""
+    loss = loss and f"{SUBJECTS}:{loss}"
+    subject = Subject(build=f"{SUBJECTS}:{build}", data=f"{SUBJECTS}:rows", loss=loss, granule=1)
+    found = subject.complaint()
+    assert found is None if words is None else re.search(words, found or "")

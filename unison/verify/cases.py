@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ class Subject:
         torch.manual_seed(SEED)
         if self.build is None:
             return build(_TINY if drops else replace(_TINY, dropout=0.0), seed=SEED)
-        made = imported(self.build)()
+        made = called(self.build)
         if not isinstance(made, nn.Module):
             raise BadInput(f"{self.build}() must return a torch.nn.Module, found {type(made)}")
         return made.train()
@@ -140,7 +141,7 @@ class Subject:
             generator = torch.Generator().manual_seed(SEED)
             shape = (18, _TINY.context_length)
             return torch.randint(0, _TINY.vocab_size, shape, generator=generator)
-        found = imported(self.data)() if ":" in self.data else _rows_of_file(Path(self.data))
+        found = called(self.data) if ":" in self.data else _rows_of_file(Path(self.data))
         sizes = {
             len(leaf) for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.dim()
         }
@@ -161,6 +162,27 @@ class Subject:
             output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
         losses = imported(self.loss) if self.loss is not None else _next_token_losses
         return losses(output, batch), output
+
+    def complaint(self) -> str | None:
+        """What is wrong with the user's functions, run on the rows of one granule; or None."""
+        try:
+            rows = tree_map(lambda each: each[: self.granule] if each.dim() else each, self.rows())
+            losses, _ = self.losses(self.model(drops=True), rows)
+            losses.sum().backward()
+        except UnisonError as error:
+            return str(error)
+        except Exception as error:  # of the user's code, whatever it is
+            return (
+                f"{self.build} cannot be trained on --granule {self.granule} rows of {self.data}: "
+                f"{_said_by(error)}"
+            )
+        num_rows = {len(leaf) for leaf in tree_leaves(rows) if leaf.dim()}.pop()
+        if losses.shape != (num_rows,):
+            return (
+                f"{self.loss or self.build} must give one loss per row, found shape "
+                f"{list(losses.shape)} for {num_rows} rows"
+            )
+        return None
 
 
 _TINY = preset(
@@ -186,7 +208,7 @@ def imported(path: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the user's module runs
         raise BadInput(
             f"{path!r} cannot be imported ({error}); name it as module:function, the module in the "
             "working folder or installed"
@@ -194,6 +216,24 @@ def imported(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise BadInput(f"{path!r} must be a function, found {type(found).__name__}")
     return found
+
+
+def called(path: str) -> Any:
+    """What the user's function returns, which is called with nothing.
+
+    Raises:
+        BadInput: With what it raised.
+    """
+    function = imported(path)
+    try:
+        return function()
+    except Exception as error:
+        raise BadInput(f"{path}() raised {_said_by(error)}") from error
+
+
+def _said_by(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def _rows_of_file(file: Path) -> Batch:
@@ -253,9 +293,17 @@ def run_cases(job: Job) -> list[str | None]:
 
     Returns:
         For each case, why it could not be trained, in a sentence; None if it was.
+
+    Raises:
+        BadInput: If what the user gave cannot be trained at all, on any rank.
     """
     torch.set_num_threads(1)  # threads change bits, and ranks would divide them
     dist.init_process_group("gloo")
+    if job.subject.build is not None:
+        complaints: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(complaints, job.subject.complaint())
+        if any(complaints):
+            raise BadInput(next(filter(None, complaints)))
     refusals: list[str | None] = []
     for case, file in zip(job.cases, job.files, strict=True):
         try:
