@@ -43,8 +43,13 @@ def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):
 
 
 def test_plain_lines_say_both_losses_and_the_entropy(unison, text, tmp_path):
-    code, out, _ = unison("train", "--data", text, "--out", tmp_path / "run", *FAST)
+    """Of a run and data whose names look like rich's marks, too."""
+    run, data = tmp_path / "[red]run[/b]", tmp_path / "[/b]"
+    data.mkdir(parents=True)
+    text = text.rename(data / "text.txt")
+    code, out, _ = unison("train", "--data", text, "--out", run, *FAST)
     assert code == 0
+    assert f"run folder {run}:" in out
     assert "unigram entropy" in out
     assert "train loss" in out
     assert "eval loss" in out

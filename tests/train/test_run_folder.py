@@ -203,3 +203,9 @@ def test_a_folder_that_cannot_be_removed_is_used_and_left_empty(tmp_path, monkey
         run_until(Diverged("nan"), tmp_path / "run", overwrite=False)
     assert [*(tmp_path / "run").iterdir()] == []
     assert (tmp_path / "run").stat().st_ino == number
+
+
+def test_a_link_to_itself_is_no_run(tmp_path):
+    (tmp_path / "run").symlink_to("run")
+    with pytest.raises(BadInput, match="as the folder of a run"):
+        check_resumable(tmp_path / "run")

@@ -159,7 +159,7 @@ def _tell(
         for each in verdicts:
             claim, _, ranks, runs, largest, verdict = _row(each)
             style = "green" if each.holds else "bold red"
-            table.add_row(claim, ranks, runs, largest, f"[{style}]{verdict}[/]")
+            table.add_row(escape(claim), ranks, runs, largest, f"[{style}]{verdict}[/]")
         screen.print(table)
         for fault in (fault for each in verdicts for fault in each.faults):
             screen.print()
@@ -241,7 +241,9 @@ def diff(
         style = "bold green" if found.is_equal else "bold red"
         screen.print(f"[{style}]{escape(found.verdict)}[/]", highlight=False)
         if found.left_out:
-            screen.print(f"only in one of them: {', '.join(found.left_out)}", style="dim")
+            screen.print(
+                f"only in one of them: {', '.join(found.left_out)}", style="dim", markup=False
+            )
     if not found.is_equal:
         raise typer.Exit(1)
 
@@ -379,7 +381,7 @@ def runs(
         screen = Console()
         screen.print(_comparison_table(found))
         screen.print()
-        screen.print(found.verdict, style=style, highlight=False)
+        screen.print(found.verdict, style=style, highlight=False, markup=False)
         screen.print()
         screen.print(result_table(read_result(first), read_config(first).mechanism.steps))
     if not found.keeps_its_promise:
@@ -391,7 +393,7 @@ def _comparison_table(found: RunComparison) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("last value (of how many)")
     for folder in found.folders:
-        table.add_column(folder, justify="right", overflow="fold")
+        table.add_column(escape(folder), justify="right", overflow="fold")
     table.add_column("difference", justify="right")
     table.add_row("ranks", *map(str, found.num_ranks), "")
     table.add_row("sharding", *found.shardings, "")

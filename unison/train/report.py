@@ -107,9 +107,9 @@ def say_start(console: Console, run: "Run") -> None:
         f"[bold]unison train[/]  {mechanism.preset}: {run.num_parameters:,} parameters, "
         f"{ranks} on {world.device.type}, shard {config.execution.shard}, "
         f"{mechanism.reducer} reducer",
-        f"data {mechanism.data}: {run.train_rows.num_rows:,} rows of {run.train_rows.row_length} "
-        f"tokens to train on, {run.eval_rows.num_rows:,} held out; unigram entropy "
-        f"{run.unigram_entropy:.3f}",
+        f"data {escape(mechanism.data)}: {run.train_rows.num_rows:,} rows of "
+        f"{run.train_rows.row_length} tokens to train on, {run.eval_rows.num_rows:,} held out; "
+        f"unigram entropy {run.unigram_entropy:.3f}",
         *run.regime.describe(),
     )
     is_told = console.is_terminal or config.output.unsafe_diagnostics
@@ -152,7 +152,7 @@ def say_end(console: Console, config: TrainConfig, result: TrainResult) -> None:
     )
     if result.reducer == "ordered":
         say(console, f"digest {result.digest[:16]}, the same on any number of ranks")
-    say(console, f"run folder [bold]{result.folder}[/]: {', '.join(files)}")
+    say(console, f"run folder [bold]{escape(result.folder)}[/]: {', '.join(files)}")
 
 
 def result_table(result: TrainResult, num_planned: int) -> Table:

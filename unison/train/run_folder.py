@@ -84,8 +84,15 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
 
 
 def _real(folder: Path) -> Path:
-    """The folder itself, where a link to one was named: links stay as they are."""
-    return folder.resolve() if folder.is_symlink() else folder
+    """The folder itself, where a link to one was named: links stay as they are.
+
+    Raises:
+        BadInput: If it is a link to itself.
+    """
+    try:
+        return folder.resolve() if folder.is_symlink() else folder
+    except (OSError, RuntimeError) as error:
+        raise BadInput(f"cannot use {str(folder)!r} as the folder of a run: {error}") from None
 
 
 def _replaced_of(folder: Path) -> Path:
