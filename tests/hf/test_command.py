@@ -1,6 +1,7 @@
 """`unison finetune`, `generate` and `export`: from a folder to a folder that others can load."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -18,7 +19,7 @@ from tests.fuzz.test_no_pickle import Evil, unpickled
 from tests.hf.common import bert, folder_of_model, ledger_counts, llama, tokenizer
 from unison.errors import BadInput
 from unison.hf import PrivateTrainer
-from unison.hf.command import _load, _row, read_records
+from unison.hf.command import _load, _row, generate, read_records, resume
 from unison.models import ModelConfig, build, save
 from unison.run_files import COUNTERFACTUAL_FILE
 
@@ -171,7 +172,8 @@ def test_only_what_is_answered_has_labels():
 
 
 BROKEN = {
-    "no JSON": ('{"text": "a"}\nnot', r":2 is no JSON object"),
+    "no JSON": ('{"text": "a"}\nnot', r":2 is damaged: it is no whole JSON"),
+    "too deep": ("[" * 100_000, r":1 is damaged: it is nested too deeply"),
     "a list": ("[1]", r":1 has no text"),
     "two forms": ('{"text": "a"}\n{"prompt": "a", "completion": "b"}', r":2 has no text"),
     "a number": ('{"text": 3}', "text must be of type str"),
@@ -189,3 +191,42 @@ def test_data_that_cannot_be_read_are_refused_by_line(case, tmp_path):
         read_records(path)
     with pytest.raises(BadInput, match="cannot be read"):
         read_records(tmp_path / "none.jsonl")
+
+
+def test_records_end_where_lines_end(tmp_path):
+    """JSON may hold other characters at which Python would cut a text into lines."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a\u2028b\x85"}\r\n{"text": "c"}')
+    assert [each["text"] for each in read_records(path)] == ["a\u2028b\x85", "c"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="is no ordinary file"):
+        read_records(tmp_path / "pipe")
+
+
+HOSTILE = {
+    "no object": ("[]", "it must be an object"),
+    "another type": (
+        '{"config": {"model": 1, "data": "d", "out": "o"}, "privacy": {}}',
+        "model: .*must be a text",
+    ),
+    "a field of another": ('{"config": {"x": 1}, "privacy": {}}', "unknown to this unison"),
+    "nothing to train": (
+        '{"config": {"model": "m", "data": "d", "out": "o", "epochs": -1}, "privacy": {}}',
+        "epochs must be above 0",
+    ),
+    "too deep": ("[" * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_settings_that_anybody_may_have_written_are_refused_by_field(case, tmp_path):
+    text, message = HOSTILE[case]
+    (tmp_path / "finetune.json").write_text(text)
+    with pytest.raises(BadInput, match=message):
+        resume(tmp_path)
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(BadInput, match=r"is no run of `unison finetune` that|nested too deeply"):
+        generate(tmp_path, "a")

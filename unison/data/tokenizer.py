@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from unison.errors import BadInput
+from unison.schema import open_regular
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -167,7 +168,8 @@ class FileTokenizer:
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = path.read_text(encoding="utf-8")
+            with open_regular(path) as file:
+                content = file.read().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(
                 f"expected a Hugging Face tokenizer.json at {path}, but it cannot be read "

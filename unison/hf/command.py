@@ -7,7 +7,7 @@ All of it is covered by ε.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from unison import check
 from unison.config import Privacy
-from unison.errors import BadInput
+from unison.errors import BadInput, UnisonError
 from unison.hf.trainer import PrivateTrainer
 from unison.hf.twins import as_transformers
 from unison.models import CONFIG_FILE, load
 from unison.run_files import COUNTERFACTUAL_FILE
+from unison.schema import build, open_regular, parse, read_json
 
 MODEL_FOLDER = "model"
 RESULT_FILE = "result.json"
@@ -74,6 +76,24 @@ class FinetuneConfig:
     seed: int = 0
     checkpoint_every: int = 0
 
+    def __post_init__(self) -> None:
+        check.positive(
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            max_length=self.max_length,
+            lr=self.lr,
+        )
+        check.not_negative(lora=self.lora, seed=self.seed, checkpoint_every=self.checkpoint_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings:
+    """What the folder of a run says that it was asked for."""
+
+    config: FinetuneConfig
+    privacy: Privacy
+
 
 def resume(run: Path) -> dict[str, Any]:
     """Go on with a run of `finetune` that stopped, from its newest checkpoint.
@@ -85,13 +105,12 @@ def resume(run: Path) -> dict[str, Any]:
     Raises:
         BadInput: There is no run, no checkpoint, or nothing left to do.
     """
-    try:
-        saved = json.loads((run / SETTINGS_FILE).read_text())
-        paths = {name: Path(saved["config"][name]) for name in ("model", "data")}
-        config = FinetuneConfig(**saved["config"] | paths | {"out": run})
-        privacy = Privacy(**saved["privacy"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{run} is no run of `unison finetune`: {error}") from error
+    path = run / SETTINGS_FILE
+    if not path.exists():
+        raise BadInput(f"{run} is no run of `unison finetune`: it has no {SETTINGS_FILE}")
+    paths = {Path: lambda value: Path(build(str, value, path))}
+    saved = build(FinetuneSettings, read_json(path), path, made=paths)
+    config, privacy = replace(saved.config, out=run), saved.privacy
     if (run / RESULT_FILE).is_file():
         raise BadInput(f"{run} has ended; its model is in {run / MODEL_FOLDER}")
     if get_last_checkpoint(str(run)) is None:
@@ -230,16 +249,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         BadInput: Naming the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from error
+        with open_regular(path) as file:
+            lines = list(file)  # of bytes: text has other ends of lines, which JSON may hold
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
     records: list[dict[str, Any]] = []
     form: tuple[str, ...] | None = None
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path}:{number} is no JSON object: {error}") from error
+        record = parse(line, f"{path}:{number}")
         found = next(
             (form for form in _FORMS if isinstance(record, dict) and record.keys() >= set(form)),
             None,
@@ -323,19 +340,21 @@ def _load(folder: Path, kind: Any) -> tuple[Any, Any]:
 
             if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would take a pickle then
                 raise OSError(f"it has no {SAFETENSORS_WEIGHTS_NAME}")
-            settings = json.loads((folder / _ADAPTER_FILE).read_text())
-            base = settings["base_model_name_or_path"]
+            base = read_json(folder / _ADAPTER_FILE)["base_model_name_or_path"]
             model = open_model(base)
             model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         else:
             model = open_model(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, UnisonError):
+            raise
         raise BadInput(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
     return tokenizer, model
 
 
 def _kind(run: Path) -> str:
-    try:
-        return json.loads((run / RESULT_FILE).read_text())["kind"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"{run} is no run of `unison finetune` that has ended") from error
+    path = run / RESULT_FILE
+    result = read_json(path) if path.exists() else None
+    if not isinstance(result, dict) or result.get("kind") not in _MODELS:
+        raise BadInput(f"{run} is no run of `unison finetune` that has ended")
+    return result["kind"]

@@ -47,6 +47,7 @@ from unison.privacy import (
     sampling_for,
     steps_per_epoch,
 )
+from unison.schema import read_json
 from unison.shard import (
     ShardedTensor,
     full_optimizer_state_dict,
@@ -220,7 +221,7 @@ class PrivateSteps:
                     f"{path} is not there: the checkpoint is not that of a private run, or was "
                     "saved with save_only_model=True, and cannot be gone on from"
                 )
-            self._engine.load_state_dict(json.loads(path.read_text()))
+            self._engine.load_state_dict(read_json(path))
         return prepared
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
