@@ -53,10 +53,10 @@ from unison.parallel.exchange import (
     broadcast_object,
     gather_rows,
     largest,
-    together,
 )
+from unison.shard.ranks import from_rank_0, gather_objects, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
-from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
+from unison.shard.state.entries import FlatPart
 from unison.torch_internals import (
     DynamoBackend,
     has_values,

@@ -1,5 +1,6 @@
 """Sharding: one flat buffer per unit, a dealt batch, two reducers."""
 
+from unison.errors import CheckpointFailed
 from unison.shard.api import (
     GradScaler,
     UnitMemory,
@@ -30,7 +31,6 @@ from unison.shard.state.checkpoint import (
     save_checkpoint,
 )
 from unison.shard.state.entries import (
-    CheckpointFailed,
     KeyReport,
     full_state_dict,
     load_full_state_dict,
