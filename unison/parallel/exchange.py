@@ -9,6 +9,8 @@ one thing: how a rank's sums are bracketed.
   shard/reducers.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,7 +123,7 @@ def gather_rows(
     owners: Mapping[K, Sequence[int]],
     widths: Mapping[K, int],
     like: Tensor,
-) -> dict[K, Tensor]:
+) -> tuple[dict[K, Tensor], dict[K, int]]:
     """Rows that all ranks have made, on the ranks that own them; a collective.
 
     Args:
@@ -134,7 +136,8 @@ def gather_rows(
 
     Returns:
         For each that this rank owns, the rows of all ranks [all, width] in the order of granules,
-        or of ranks where there are none: the same on any number of ranks.
+        or of ranks where there are none: the same on any number of ranks. And for each, whoever
+        owns it, how many rows those are.
     """
     sizes = [(granule, {key: len(rows) for key, rows in own.items()}) for granule, own in pieces]
     of_ranks = gather_objects(ranks, sizes)
@@ -158,12 +161,14 @@ def gather_rows(
     for each, values in zip(expected, received, strict=True):
         for (granule, key, _), rows in zip(each, values, strict=True):
             found[key].append((granule or 0, rows.reshape(-1, widths[key]).to(like)))
-    return {
+    whole = {
         key: torch.cat([rows for _, rows in sorted(own, key=lambda each: each[0])])
         if own
         else like.new_zeros(0, widths[key])
         for key, own in found.items()
     }
+    every = [lengths for each in of_ranks for _, lengths in each]
+    return whole, {key: sum(lengths.get(key, 0) for lengths in every) for key in owners}
 
 
 class OwnerSums:
@@ -275,6 +280,55 @@ class OwnerSums:
             self._sums[index] = None
         tree.fill(partial(self._like.new_zeros, self._sizes[index]))
         return [value for _, value in tree.take()]
+
+
+class SharedBlocks:
+    """Blocks of something that ranks share in runs, and sums of one tensor per block.
+
+    Args:
+        ranks: Everyone.
+        num_blocks: Of all ranks; some may have none.
+
+    Attributes:
+        numbers: Of this rank's blocks.
+    """
+
+    def __init__(self, ranks: Ranks, num_blocks: int) -> None:
+        self._ranks = ranks
+        self._edges = tuple(num_blocks * rank // ranks.size for rank in range(ranks.size + 1))
+        self.numbers = range(self._edges[ranks.rank], self._edges[ranks.rank + 1])
+
+    def owner(self, number: int) -> int:
+        """The rank that has a block."""
+        return bisect_right(self._edges, number) - 1
+
+    def add(self, values: Iterable[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+        """The sum over all blocks on every rank, in one tree over their numbers; a collective.
+
+        Args:
+            values: One for each of this rank's blocks, which are given away; made one by one, few
+                are held at a time.
+            shape: Of each, which a rank without blocks could not know.
+            like: Of the dtype and on the device in which they are added.
+        """
+        size, everyone = math.prod(shape), range(self._ranks.size)
+        if not size:
+            return like.new_zeros(shape)
+        # Each rank adds a part of the elements up, and tells the others.
+        sizes = [
+            size * (rank + 1) // len(everyone) - size * rank // len(everyone) for rank in everyone
+        ]
+        owners = [(rank, *(other for other in everyone if other != rank)) for rank in everyone]
+        sums = OwnerSums(sizes, owners, self._ranks, like, self._edges)
+        for number, value in zip(self.numbers, values, strict=True):
+            sums.take(number, value.to(like).reshape(-1).split(sizes))
+        totals = sums.finish()
+        return torch.cat([totals[rank] for rank in everyone if sizes[rank]]).view(tuple(shape))
+
+    def first(self, value: Tensor) -> Tensor:
+        """The first rank's value on every rank; a collective."""
+        is_first = self._ranks.rank == 0
+        return self._ranks.sum_(value.clone() if is_first else torch.zeros_like(value))
 
 
 # --- dealt batches: which rows of a pass are which samples, and their granules --------------------
