@@ -86,6 +86,7 @@ def test_every_way_has_the_bits_of_one_rank(size, how, case):
     [
         (1, "none", None),
         (2, "fsdp2", [0, 6]),
+        (3, "fsdp2", [4, 0, 2]),
         (3, "none", [4, 0, 2]),
         (3, "ddp", None),
         (4, "units", [1, 0, 3, 2]),

@@ -642,8 +642,7 @@ def _joint_by_columns(
     products = values["g"][:, None] * values["a"][None, :]
     found["c"] = (damping * (damping + products)).reciprocal()
     found["s"] = products.new_full((1, 1), 1 / damping)
-    like = next(iter(own.values()))
-    dtype = like.like.dtype if isinstance(like, Columns) else like.dtype
+    dtype = next(_columns_of(own, side).like.dtype for side in "ag" if f"u_{side}" in own)
     return {
         key: each.to(dtype) if each.is_floating_point() else each for key, each in found.items()
     }

@@ -636,7 +636,7 @@ class Routes:
         layers: Sequence[Layer],
         owners: Sequence[tuple[int, ...]],
     ) -> None:
-        self._ranks, self._num_places, self._owners = adapter.ranks, adapter.num_places, owners
+        self._ranks, self._num_places = adapter.ranks, adapter.num_places
         dtype = torch.float32
         for each in adapter.params:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
@@ -649,20 +649,11 @@ class Routes:
             if not layer.block_rows:
                 self._pieces.append([Piece(p.name, p, own, 0, p.numel) for p in params])
             shared = SharedBlocks(self._ranks, len(layer.blocks))
+            widths = [(each, each.numel // layer.rows) for each in params]  # elements of a row
             for number, (low, high) in enumerate(layer.blocks):
                 owner = (shared.owner(number),)
-                self._pieces.append(
-                    [
-                        Piece(
-                            f"{p.name}#{number}",
-                            p,
-                            owner,
-                            p.numel // layer.rows * low,
-                            p.numel // layer.rows * high,
-                        )
-                        for p in params
-                    ]
-                )
+                of_block = [(f"{p.name}#{number}", p, owner, low * w, high * w) for p, w in widths]
+                self._pieces.append([Piece(*each) for each in of_block])
 
     def _owned_by(self, rank: int) -> list[list[Piece]]:
         """What a rank owns."""
