@@ -204,9 +204,8 @@ def share_of_a_head(world: World, sizes: tuple[int, int, int]) -> tuple[int, int
             allocated += event.nbytes()
             peak = max(peak, allocated)
     held = sum(each.nbytes for each in (*blocks, *inverse.values()))
-    parts: list[Any] = [None] * world.size
-    torch.distributed.all_gather_object(parts, found) if world.size > 1 else parts.append(found)
-    whole = torch.cat([each for part in parts if part for each in part]).double()
+    parts = [found] if world.size == 1 else world.gather(found)
+    whole = torch.cat([each for part in parts for each in part]).double()
     back = (own["p_g"][:, None].double() + 1e-4) * whole - p.double().T @ (p.double() @ whole)
     return held, peak + sum(each.nbytes for each in blocks), relative(back / 0.5, y.double())
 
