@@ -17,7 +17,7 @@ from unison.kfac.layers import Form
 from unison.parallel.exchange import SharedBlocks
 from unison.shard.ranks import Ranks
 
-BITS: dict[str, Any] = {"granule": 2, "dtype": torch.float32, "counts": (7, 3, 5)}
+BITS: dict[str, Any] = {"granule": 2, "dtype": torch.float32, "counts": (7, 3)}
 CASES: dict[str, dict[str, Any]] = {
     "averaged": {"policy": "all", "max_rank": 8, "kl_clip": 1e-4},
     "one update": {"policy": "all", "decay": 0.0, "damping_form": "factored", "graft": "sgd"},
@@ -44,7 +44,6 @@ def check_bits(size: int, how: str, **case: Any) -> None:
         assert each["calls"] == found[0]["calls"]
         assert each["digest"] == expected["digest"]
         assert difference(each, expected) == 0.0
-        assert each["losses"] == expected["losses"]
 
 
 def check_close(size: int, how: str, shares: list[int] | None, **case: Any) -> None:

@@ -20,7 +20,7 @@ same code.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -622,22 +622,28 @@ def _shared_steps(state: LayerState, source: Values, lengths: Values | None) -> 
     if state.inverse is None:
         return {key: (source if lengths is None else lengths)[key] for own in keys for key in own}
 
-    def beside(values: Values) -> Iterator[Tensor]:  # weights and biases [rows, d_in] of each block
-        for own in keys:
-            rows = [values[own[0]].reshape(-1, layer.columns)]
-            rows += [values[key].reshape(-1, 1) for key in own[1:]]
-            yield torch.cat(rows, dim=1)
+    def matrix(own: Sequence[str]) -> Tensor:  # weights and bias [rows, d_in]
+        weight = source[own[0]].reshape(-1, layer.columns)
+        bias = [source[key].reshape(-1, 1) for key in own[1:]]
+        return torch.cat([weight, *bias], dim=1) if bias else weight
 
-    found = apply_shared(state.inverse, shared, list(beside(source)), layer.d_in, like)
-    if lengths is not None:
-        pairs = zip(found, beside(lengths), strict=True)
-        squares = (torch.stack([each.double().square().sum() for each in pair]) for pair in pairs)
-        length, wanted = shared.add(squares, (2,), like.double()).sqrt()
-        scale = torch.where(length > 0, wanted / length.clamp(min=1e-300), 1.0).to(like.dtype)
-        found = [block * scale for block in found]
-    columns = [layer.columns, layer.d_in - layer.columns]
-    return {
-        key: part.contiguous()
-        for block, own in zip(found, keys, strict=True)
-        for key, part in zip(own, block.split(columns, dim=1), strict=False)
+    found = apply_shared(state.inverse, shared, [matrix(own) for own in keys], layer.d_in, like)
+    widths = [layer.columns, layer.d_in - layer.columns]
+    parts = [block.split(widths[: len(own)], dim=1) for block, own in zip(found, keys, strict=True)]
+    steps = {
+        key: part
+        for own, of_block in zip(keys, parts, strict=True)
+        for key, part in zip(own, of_block, strict=True)
     }
+    if lengths is not None:
+
+        def squares(own: Sequence[str]) -> Tensor:  # [2]: of the step, and of the other one
+            compared = [values[key] for values in (steps, lengths) for key in own]
+            norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64))
+            return norms.square().view(2, -1).sum(dim=1)
+
+        length, wanted = shared.add((squares(own) for own in keys), (2,), like.double()).sqrt()
+        scale = torch.where(length > 0, wanted / length.clamp(min=1e-300), 1.0).to(like.dtype)
+        for block in found:
+            block.mul_(scale)
+    return steps
