@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -368,14 +368,12 @@ class KFAC:
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         shared = self._with_shared_rows()
         for index, state in self._states.items():
-            dots = (
-                sum(
-                    steps[key].reshape(-1).double() @ gradients[key].reshape(-1).double()
-                    for key in own
-                )
+            pairs = [
+                [(steps[key].reshape(-1), gradients[key].reshape(-1)) for key in own]
                 for own in state.keys_of_blocks
                 if own[0] in steps
-            )
+            ]
+            dots: Iterator[Any] = (sum(a.double() @ b.double() for a, b in own) for own in pairs)
             total: Any = 0.0
             if state in shared and state.shared is not None:
                 total = state.shared.add(dots, (), products)

@@ -193,8 +193,8 @@ def layers_of(
                 notes.insert(0, "as a matrix; its use as a table is left out")
             of_use = use.g.shape[-1], use.a.shape[-1], use.is_transposed
             about = Method.KRONECKER, shape, *of_use, "; ".join(notes)
-            of_sides = [own.get(side, (Form.DENSE, ""))[0] for side in "ag"]
-            layer = Layer(name, biases.get(name), *about, *of_sides)
+            a_form, g_form = (own.get(side, (Form.DENSE, ""))[0] for side in "ag")
+            layer = Layer(name, biases.get(name), *about, a_form=a_form, g_form=g_form)
             if (
                 "g" in layer.low_rank
                 and layer.rows > config.max_factor_size
