@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -373,7 +373,8 @@ class KFAC:
                 for own in state.keys_of_blocks
                 if own[0] in steps
             ]
-            dots: Iterator[Any] = (sum(a.double() @ b.double() for a, b in own) for own in pairs)
+            zero = products.new_zeros(())
+            dots = (sum((a.double() @ b.double() for a, b in own), zero) for own in pairs)
             total: Any = 0.0
             if state in shared and state.shared is not None:
                 total = state.shared.add(dots, (), products)

@@ -589,7 +589,7 @@ def source_of(owners: Sequence[int], rank: int) -> int:
 # nothing, and where every rank owns every layer the second is.
 
 
-class Piece(NamedTuple):
+class LayerPiece(NamedTuple):
     """What an owner preconditions: a parameter, or a block of its rows.
 
     Attributes:
@@ -642,20 +642,20 @@ class Routes:
             dtype = torch.promote_types(dtype, each.parameter.dtype)
         self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
         held = {each.name: each for each in adapter.params}
-        self._pieces: list[list[Piece]] = []  # of one layer each, or of a block of it
+        self._pieces: list[list[LayerPiece]] = []  # of one layer each, or of a block of it
         self._params = {layer.name: [held[name] for name in layer.parameters] for layer in layers}
         for layer, own in zip(layers, owners, strict=True):
             params = self._params[layer.name]
             if not layer.block_rows:
-                self._pieces.append([Piece(p.name, p, own, 0, p.numel) for p in params])
+                self._pieces.append([LayerPiece(p.name, p, own, 0, p.numel) for p in params])
             shared = SharedBlocks(self._ranks, len(layer.blocks))
             widths = [(each, each.numel // layer.rows) for each in params]  # elements of a row
             for number, (low, high) in enumerate(layer.blocks):
                 owner = (shared.owner(number),)
                 of_block = [(f"{p.name}#{number}", p, owner, low * w, high * w) for p, w in widths]
-                self._pieces.append([Piece(*each) for each in of_block])
+                self._pieces.append([LayerPiece(*each) for each in of_block])
 
-    def _owned_by(self, rank: int) -> list[list[Piece]]:
+    def _owned_by(self, rank: int) -> list[list[LayerPiece]]:
         """What a rank owns."""
         return [own for own in self._pieces if rank in own[0].owners]
 
@@ -690,7 +690,7 @@ class Routes:
         """Whether a layer has a gradient; the same on every rank, whatever it owns."""
         return any(each.parameter.grad is not None for each in self._params[layer.name])
 
-    def _gathered(self, mine: Sequence[Piece]) -> dict[str, Tensor]:
+    def _gathered(self, mine: Sequence[LayerPiece]) -> dict[str, Tensor]:
         """The gradients of some pieces, of the parts at every place of this copy."""
         ranks, size = self._ranks, self._num_places
         first = ranks.rank // size * size  # of the ranks that hold the same copy
@@ -738,12 +738,12 @@ class Routes:
             for pair in zip(of_rank, values, strict=True)
         )
 
-    def _sent(self, source: int, target: int) -> list[Piece]:
+    def _sent(self, source: int, target: int) -> list[LayerPiece]:
         """The pieces whose steps one rank gets from another."""
         pieces = (own for own in self._pieces if source_of(own[0].owners, target) == source)
         return [each for own in pieces for each in own]
 
-    def _part(self, steps: Mapping[str, Tensor], each: Piece, place: int) -> Tensor:
+    def _part(self, steps: Mapping[str, Tensor], each: LayerPiece, place: int) -> Tensor:
         low, high = each.within(place)
         step = steps.get(each.key)
         if step is None:
@@ -751,7 +751,7 @@ class Routes:
         return each.of(step, each.start, low, high)
 
 
-def _write(pairs: Iterable[tuple[Piece, Tensor]]) -> None:
+def _write(pairs: Iterable[tuple[LayerPiece, Tensor]]) -> None:
     """Put steps of pieces into this rank's parts of gradients; blocks come in their order."""
     found: dict[str, tuple[ShardedParam, list[Tensor]]] = {}
     for piece, value in pairs:
@@ -762,6 +762,6 @@ def _write(pairs: Iterable[tuple[Piece, Tensor]]) -> None:
     )
 
 
-def _length(each: Piece, place: int) -> int:
+def _length(each: LayerPiece, place: int) -> int:
     low, high = each.within(place)
     return high - low
