@@ -35,6 +35,10 @@ class OutOfRoom(UnisonError, RuntimeError):
     """Memory or a disk that is full, or a folder that cannot be written any more."""
 
 
+class CheckpointFailed(UnisonError, OSError):
+    """A file of a checkpoint could not be written or read."""
+
+
 class Stopped(UnisonError):
     """A run that a signal asked to stop, and that did, between two steps.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
 from unison.kfac import KFACConfig
 
 
@@ -45,8 +45,8 @@ def test_what_cannot_be_meant_is_refused(changes, message):
         KFACConfig(**changes)
 
 
-def test_what_is_not_built_says_so():
-    with pytest.raises(UnsupportedOperation, match="not built yet"):
+def test_what_happens_by_itself_is_no_setting():
+    with pytest.raises(BadInput, match="what a head with more than max_factor_size classes does"):
         KFACConfig(reduction="rows")
     with pytest.raises(BadInput, match="pass policy='all', 'hybrid' or 'auto' for sides"):
         KFACConfig(reduction="gather")

@@ -12,7 +12,7 @@ from tests.kfac.common import CLASSES, Transformer, flat_gradient, loss, relativ
 from tests.kfac.sharded import difference, run
 from unison.errors import BadInput
 from unison.kfac import KFACConfig, Method, NotInvertible, layers
-from unison.kfac.inverse import apply, fold, invert, join
+from unison.kfac.inverse import Columns, apply, fold, invert, join
 from unison.kfac.layers import Form, forms_of, side_costs
 from unison.kfac.ring import ring_apply, ring_factor
 from unison.shard.ranks import Ranks
@@ -105,19 +105,21 @@ def test_columns_are_compressed_to_the_largest_and_a_mean(gen):
     q, _ = torch.linalg.qr(torch.randn(20, 12, generator=gen, dtype=torch.float64))
     rows = spectrum.sqrt()[:, None] * q.T  # [12, 20]
     mixed = torch.linalg.qr(torch.randn(12, 12, generator=gen, dtype=torch.float64))[0] @ rows
-    kept, tail = join(mixed[:0], mixed, 5)
+    columns, tail = join(None, Columns.whole(mixed), 5)
+    (kept,) = columns.blocks
     assert kept.shape == (5, 20)
     assert tail == pytest.approx(float(spectrum[5:].sum()) / 15)
     found = kept.T @ kept + tail * torch.eye(20).double()
     assert float(found.trace()) == pytest.approx(float(spectrum.sum()))
     values = torch.linalg.eigvalsh(found).flip(0)
     assert_close(values[:5], spectrum[:5], dtype=torch.float64)
-    again, more = join(kept, rows[:2], 7)
+    joined, more = join(columns, Columns.whole(rows[:2]), 7)
+    (again,) = joined.blocks
     assert more == 0.0
     assert relative(again.T @ again, kept.T @ kept + rows[:2].T @ rows[:2]) <= 1e-12
     products = again @ again.T
     assert relative(products, torch.diag(products.diagonal())) <= 1e-12
-    folded = fold(torch.cat([rows, rows, rows]))
+    (folded,) = fold(Columns.whole(torch.cat([rows, rows, rows]))).blocks
     assert folded.shape == (20, 20)
     assert relative(folded.T @ folded, 3 * rows.T @ rows) <= 1e-12
 

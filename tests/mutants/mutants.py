@@ -203,7 +203,7 @@ _KFAC = [
     ("update_layers", "max(num_tokens, 1)", "num_labels"),
     ("LayerState._add_columns", "* self._decay**0.5", "* self._decay"),
     ("join", "(kept - tail)", "kept"),
-    ("_by_softmax", "(part / diagonal[own_rows]) @ part.T", "part @ part.T"),
+    ("_by_softmax", "(part / d) @ part.T", "part @ part.T"),
     ("PartSums.take_head", "p.sum(dim=0).diag() - _gram(p)", "p.sum(dim=0).diag()"),
     ("blocks_of", "block[:, : len(block)]", "block[: len(block), : len(block)] * 2"),
     ("ring_factor", "(wide @ sent.T) @ sent", "wide * 0"),

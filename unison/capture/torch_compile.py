@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from unison.shard.unit import unit_of
+from unison.shard.unit import UNIT_ATTRIBUTE, unit_of
 from unison.torch_internals import COMPILED_CALL, ORIGINAL, DynamoBackend, backend_in
 
 # --- modules that the user has compiled -----------------------------------------------------------
@@ -55,18 +55,21 @@ def uncompile(module: nn.Module, undo: ExitStack) -> DynamoBackend | None:
     """
     found: list[DynamoBackend] = []
     for child in module.modules():
-        unit, called = unit_of(child), vars(child).pop(COMPILED_CALL, None)
+        own = vars(child)
+        if own.keys().isdisjoint((UNIT_ATTRIBUTE, COMPILED_CALL, "forward")):
+            continue  # as most: neither sharded nor compiled
+        unit, called = unit_of(child), own.pop(COMPILED_CALL, None)
         if called is not None:
             undo.callback(setattr, child, COMPILED_CALL, called)
             found.append(backend_in(called if unit is None else unit.compiled or called))
-        forward: Any = vars(child).get("forward") if unit is None else unit.forward
-        own = getattr(forward, ORIGINAL, forward)
-        if own is not forward:
+        forward: Any = own.get("forward") if unit is None else unit.forward
+        written = getattr(forward, ORIGINAL, forward)
+        if written is not forward:
             found.append(backend_in(forward))
         where, name = (child, "forward") if unit is None else (unit, "inner")
-        if unit is not None or own is not forward:
+        if unit is not None or written is not forward:
             undo.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, own)
+            setattr(where, name, written)
     return found[0] if found else None
 
 

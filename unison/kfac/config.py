@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unison import check
 from unison.config import check_curvature
-from unison.errors import BadInput, UnsupportedOperation
+from unison.errors import BadInput
 
 _CHOICES = {
     "reduction": ("auto", "factor"),
@@ -153,7 +153,11 @@ class KFACConfig:
                 "reduction='factor' for the others"
             )
         if self.reduction == "rows":
-            raise UnsupportedOperation("reduction='rows' is right, and not built yet; use 'factor'")
+            raise BadInput(
+                "reduction='rows' is what a head with more than max_factor_size classes does where "
+                "it is held as columns, and no setting of its own: pass policy='all' or 'hybrid', "
+                "or head='exact', and reduction='factor'"
+            )
         for name, choices in _CHOICES.items():
             check.one_of(choices, **{name: getattr(self, name)})
         self._check_damping()

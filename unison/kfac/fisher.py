@@ -29,7 +29,7 @@ from unison.kfac.labels import Gradient, Pass, PassPart, wide
 from unison.kfac.layers import Layer, Method, layers_of, plain_record
 from unison.ops import Record
 from unison.parallel import ParallelAdapter, find_shared, private_trainings
-from unison.parallel.granules import draws_of_pass, joined, requires_grad, rows_of, tensors_of
+from unison.parallel.exchange import draws_of_pass, joined, requires_grad, rows_of, tensors_of
 from unison.rng import BatchDraws
 from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
 from unison.torch_internals import DynamoBackend, backend_of_caller, machine_of

@@ -26,7 +26,7 @@ the damping D - U'U where D = diag(p̄) + d I and U has a row p / √T per token
 S = I - UD⁻¹U' = LL' and V = L⁻¹UD⁻¹ its inverse is D⁻¹ + V'V. S is positive for every d > 0, since
 U'U is never more than diag(p̄). That holds for any part of the tokens too, as long as U is divided
 by the number of all of them; divided by their own number, D - U'U was indefinite 20 times of 20. S
-is added up in float64 over blocks of classes, in order.
+is added up in float64, over blocks of classes where ranks share them ([Note: rows] in layers.py).
 
 [Note: what may fail] A factor that is not finite, or not positive definite after damping. The first
 is an overflow in the model. The second is rounding: Cholesky tries again in float64, then with a
@@ -36,7 +36,9 @@ growing jitter; what is left raises with the layer, the smallest eigenvalue and 
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +56,82 @@ from unison.kfac.linalg import (
     padding_of,
     side_by_side,
 )
+from unison.parallel.exchange import SharedBlocks
 
-HEAD_ROWS = 4096  # classes of a softmax that are computed with in float64 at a time
 FIRST_JITTER, MOST_JITTERS = 1e-10, 6  # of the largest diagonal entry; each 10 times the last
 
-Factors = Mapping[str, Tensor]
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns that a side is made of, U [count, n], as blocks of its n that ranks share.
+
+    Attributes:
+        blocks: This rank's, each [count, rows of the block].
+        starts: The first of n in each block.
+        count: Columns.
+        n: Rows of the side, of all ranks.
+        like: Of the dtype and on the device of the blocks.
+        shared: Which blocks are whose; None for one block that is all of the side.
+    """
+
+    blocks: list[Tensor]
+    starts: list[int]
+    count: int
+    n: int
+    like: Tensor
+    shared: SharedBlocks | None = None
+
+    @classmethod
+    def whole(cls, u: Tensor) -> "Columns":
+        """All columns of a side [count, n]."""
+        return cls([u], [0], *u.shape, like=u[:0, :0])
+
+    def of(self, blocks: list[Tensor], count: int) -> "Columns":
+        """Other columns of the same side."""
+        return replace(self, blocks=blocks, count=count)
+
+    def add(self, values: Iterable[Tensor], *shape: int, is_wide: bool = False) -> Tensor:
+        """The sum of one tensor per block over all blocks; a collective where ranks share them.
+
+        Args:
+            values: Of this rank's blocks, each made when it is added.
+            shape: Of each.
+            is_wide: Whether they are float64, and not of the blocks' dtype.
+        """
+        if self.shared is None:
+            return next(iter(values))
+        return self.shared.add(values, shape, self.like.double() if is_wide else self.like)
+
+    def gram(self) -> Tensor:
+        """UU' [count, count] in float64."""
+        wide = (each.double() for each in self.blocks)
+        return self.add((each @ each.T for each in wide), self.count, self.count, is_wide=True)
+
+    def eigen(self, gram: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [count] and vectors of a Gram matrix, the same on all ranks to the bit."""
+        values, vectors = torch.linalg.eigh(gram)  # ascending
+        if self.shared is None:
+            return values, vectors
+        # Each rank turns its blocks by them: those of another library would be other directions.
+        found = self.shared.first(torch.cat([values[None], vectors]))
+        return found[0], found[1:]
+
+    def named(self, key: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """One tensor per block by key, as `Factors` and `Inverse` have them."""
+        if self.shared is None:
+            return {key: values[0]}
+        numbers = self.shared.numbers
+        return {f"{key}#{number}": each for number, each in zip(numbers, values, strict=True)}
+
+
+Factors = Mapping[str, Any]
 """A as `a` and G as `g`, or A alone where G is the identity; or a diagonal as `d`.
 
 A side that is held as columns is `u_a` or `u_g` [columns, n], and `t_a` or `t_g` [] the multiple of
 the identity that stands for columns which were left out; with `p_g` [n] they are taken from a
-diagonal. Blocks of a side are `blocks_a` or `blocks_g` [n, rows of a block], one after the other.
+diagonal. Where ranks share its rows, `u_g#3` is the fourth block of them, and all of them are one
+`Columns` where they are inverted. Blocks of a side's matrix are `blocks_a` or `blocks_g` [n, rows
+of a block], one after the other.
 """
 
 Inverse = dict[str, Tensor]
@@ -72,7 +140,8 @@ Inverse = dict[str, Tensor]
 Of a side that is held as columns, `w_a` or `w_g` with 1 / d as `s_a` or `s_g` [1, 1]; where both
 are damped jointly, `b_a`, `b_g`, `c`, and 1 / λ as `s`. Of blocks, `blocks_a` or `blocks_g`
 [blocks, rows, rows]; of a diagonal less columns, `v_g` and `d_g` [n, 1]. Without any of a side's
-the identity is meant.
+the identity is meant. Where ranks share rows, `w_g#3`, `v_g#3`, `d_g#3` and `b_g#3` are of the
+fourth block, and `k_g` [] is how many columns there are.
 """
 
 
@@ -132,6 +201,37 @@ def _by_g(inverse: Inverse, parts: list[Tensor]) -> list[Tensor]:
     if "blocks_g" in inverse:
         return [_by_blocks(inverse["blocks_g"], part) for part in parts]
     return [torch.matmul(inverse["g"], part) for part in parts] if "g" in inverse else parts
+
+
+def apply_shared(
+    inverse: Inverse, shared: SharedBlocks, ys: list[Tensor], width: int, like: Tensor
+) -> list[Tensor]:
+    """Precondition a gradient whose rows ranks share; a collective.
+
+    Args:
+        inverse: Of the layer.
+        shared: Which blocks are whose.
+        ys: This rank's blocks of the gradient [rows of the block, d_in].
+        width: d_in.
+        like: Of the dtype and on the device of the blocks.
+    """
+    is_joint = "c" in inverse
+    key = "b_g" if is_joint else "w_g" if "s_g" in inverse else "v_g"
+    lefts = [inverse[f"{key}#{number}"] for number in shared.numbers]
+    if is_joint:
+        lefts = [each.mT for each in lefts]  # [columns, rows of the block]
+    else:
+        of_a = {key: each for key, each in inverse.items() if key == "a" or key[-2:] == "_a"}
+        ys = [apply(of_a, y, [width])[0] for y in ys]
+    products = (left @ y for left, y in zip(lefts, ys, strict=True))
+    z = shared.add(products, (int(inverse["k_g"]), width), like)
+    if is_joint:
+        z = ((z @ inverse["b_a"]) * inverse["c"]) @ inverse["b_a"].mT
+        return [y * inverse["s"] - left.mT @ z for left, y in zip(lefts, ys, strict=True)]
+    if "s_g" in inverse:
+        return [(y - left.mT @ z) * inverse["s_g"] for left, y in zip(lefts, ys, strict=True)]
+    scales = [inverse[f"d_g#{number}"] for number in shared.numbers]
+    return [y * d + left.mT @ z for left, d, y in zip(lefts, scales, ys, strict=True)]
 
 
 def _by_blocks(blocks: Tensor, y: Tensor) -> Tensor:  # [..., blocks, b, b], [..., n, m]
@@ -242,9 +342,12 @@ def _stats_of(
         a diagonal, an upper bound of a matrix's eigenvalues, or 0 where no condition number is
         bounded.
     """
-    keys = [(name, side) for name, own in curvatures.items() for side in own if side[:2] != "t_"]
-    if not keys:
-        return {name: {} for name in curvatures}
+    keys = [
+        (name, side)
+        for name, own in curvatures.items()
+        for side, each in own.items()
+        if side[:2] != "t_" and isinstance(each, Tensor)
+    ]
     factors = [curvatures[name][side] for name, side in keys]
     groups: dict[object, list[int]] = {}
     for number, ((_, side), factor) in enumerate(zip(keys, factors, strict=True)):
@@ -256,9 +359,15 @@ def _stats_of(
         for own in groups.values()
     ]
     order = list(itertools.chain(*groups.values()))
-    sizes = torch.stack(largest_elements([factors[number] for number in order]))
-    values = torch.cat([sizes[None], torch.cat(rows, dim=1)]).T.tolist()  # [sides, 4]
+    values: list[list[float]] = []
+    if order:
+        sizes = torch.stack(largest_elements([factors[number] for number in order]))
+        values = torch.cat([sizes[None], torch.cat(rows, dim=1)]).T.tolist()  # [sides, 4]
     known = {keys[number]: own for number, own in zip(order, values, strict=True)}
+    for name, own in curvatures.items():
+        for side, each in own.items():
+            if isinstance(each, Columns):
+                known[name, side] = _stats_of_columns(each, is_bounded)
     found: dict[str, dict[str, list[float]]] = {}
     for name, own in curvatures.items():
         stats = {side: known[name, side] for side in own if side[:2] != "t_"}
@@ -295,6 +404,14 @@ def _stats_of_side(side: str, factors: list[Tensor], is_bounded: bool) -> Tensor
         grams = [each @ each.T if side.startswith("u_") else each for each in factors]
         largest = torch.stack([each.abs().sum(dim=1).max() for each in grams])
     return torch.stack([means, torch.zeros_like(means), largest])
+
+
+def _stats_of_columns(u: Columns, is_bounded: bool) -> list[float]:
+    """See `_stats_of`, of columns whose rows ranks share; a collective."""
+    squares = (each.double().square().sum().view(1) for each in u.blocks)
+    trace = float(u.add(squares, 1, is_wide=True))
+    largest = float(u.gram().abs().sum(dim=1).max()) if is_bounded and u.count else 0.0
+    return [trace, trace / u.n, 0.0, largest]
 
 
 def _refuse_not_finite(name: str, stats: Mapping[str, Sequence[float]]) -> None:
@@ -399,111 +516,136 @@ def _eigen(factor: Tensor, side: str, name: str) -> tuple[Tensor, Tensor]:
 # --- columns: see [Note: Woodbury] ----------------------------------------------------------------
 
 
-def fold(rows: Tensor) -> Tensor:
-    """At most n rows V with V'V the same as of U [rows, n], exactly."""
-    return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
+def fold(rows: Columns) -> Columns:
+    """At most n columns V with V'V the same as of U, exactly."""
+    if rows.count <= rows.n:
+        return rows
+    if rows.shared is not None:  # no rank has whole rows: turned by all eigenvectors
+        return join(None, rows, rows.n)[0]
+    return Columns.whole(torch.linalg.qr(rows.blocks[0], mode="r").R)
 
 
 def join(
-    before: Tensor | None, rows: Tensor, max_rank: int, *, has_tail: bool = True
-) -> tuple[Tensor, float]:
-    """At most `max_rank` rows V for the sum of products U'U of two sets of rows, orthogonal.
+    before: Columns | None, rows: Columns, max_rank: int, *, has_tail: bool = True
+) -> tuple[Columns, float]:
+    """At most `max_rank` columns V for the sum of products U'U of two sets of them, orthogonal.
 
     The largest eigenvalues are kept, and the mean of the others over the directions that are left,
     t, stands for these: V'V + t I has the kept ones as they were, and the same trace.
 
     Args:
-        before: What this returned the last time [rows, n]; None at first.
-        rows: Further rows [rows, n].
-        max_rank: Most rows to return.
+        before: What this returned the last time; None at first.
+        rows: Further columns of the side.
+        max_rank: Most columns to return.
         has_tail: Whether there is a t; else what is left out is left out.
 
     Returns:
         V, and t; 0.0 if nothing was left out.
     """
-    rows = fold(rows)
-    old = rows[:0] if before is None else before
-    joined, k = torch.cat([old, rows]), len(old)
-    gram = rows.new_zeros(len(joined), len(joined))
-    gram[k:] = rows @ joined.T  # the old ones are orthogonal: a third of the products is known
+    rows = fold(rows) if rows.shared is None else rows
+    old = rows.of([each[:0] for each in rows.blocks], 0) if before is None else before
+    k, count, n = old.count, old.count + rows.count, rows.n
+    joined = [torch.cat(pair) for pair in zip(old.blocks, rows.blocks, strict=True)]
+    products = (each @ both.T for each, both in zip(rows.blocks, joined, strict=True))
+    of_rows = rows.add(products, rows.count, count)
+    gram = of_rows.new_zeros(count, count)
+    gram[k:] = of_rows  # the old ones are orthogonal: a third of the products is known
     gram[:k, k:] = gram[k:, :k].T
-    gram.diagonal()[:k] = old.square().sum(dim=1)
-    values, vectors = torch.linalg.eigh(gram)  # ascending
+    gram.diagonal()[:k] = rows.add((each.square().sum(dim=1) for each in old.blocks), k)
+    values, vectors = rows.eigen(gram)
     values = values.double().clamp(min=0.0)
-    n = rows.shape[1]
-    num_kept = min(max_rank, len(joined), n)
-    left_out, kept = values.split([len(joined) - num_kept, num_kept])
-    is_cut = has_tail and len(joined) > num_kept < n
+    num_kept = min(max_rank, count, n)
+    left_out, kept = values.split([count - num_kept, num_kept])
+    is_cut = has_tail and count > num_kept < n
     tail = float(left_out.sum()) / (n - num_kept) if is_cut else 0.0
     # A kept eigenvalue is not below the mean of the others, but for rounding.
     scale = ((kept - tail).clamp(min=0.0) / kept.clamp(min=1e-300)).sqrt()
-    turned = (scale * vectors[:, len(joined) - num_kept :]).to(rows.dtype)
-    return turned.T @ joined, tail
+    turned = (scale * vectors[:, count - num_kept :]).to(gram.dtype)
+    return rows.of([turned.T @ both for both in joined], num_kept), tail
+
+
+def _columns_of(own: Factors, side: str) -> Columns:
+    u = own[f"u_{side}"]
+    return u if isinstance(u, Columns) else Columns.whole(u)
+
+
+def _number_of(u: Columns) -> Inverse:
+    """How many columns there are, where a rank may have none of their rows."""
+    return {} if u.shared is None else {"k_g": torch.tensor(u.count)}
 
 
 def _by_columns(
     name: str, side: str, own: Factors, damping: float, *, is_orthogonal: bool
 ) -> Inverse:
     """The inverse of U'U + d I; rows that are orthogonal need no S."""
-    u, added = own[f"u_{side}"], damping + float(own[f"t_{side}"])
+    u, added = _columns_of(own, side), damping + float(own[f"t_{side}"])
     if not added > 0:
         raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}, of low rank,", 0.0))
-    scale = u.new_full((1, 1), 1 / added)
+    scale = u.like.new_full((1, 1), 1 / added)
     if is_orthogonal:
-        lengths = u.double().square().sum(dim=1, keepdim=True)
-        return {f"w_{side}": u * (lengths + added).rsqrt().to(u.dtype), f"s_{side}": scale}
-    wide = u.double()
-    matrix = wide @ wide.T
-    matrix.diagonal().add_(added)
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if int(info):
-        raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
-    w = torch.linalg.solve_triangular(lower, wide, upper=False).to(u.dtype)
-    return {f"w_{side}": w, f"s_{side}": scale}
+        squares = (each.double().square().sum(dim=1, keepdim=True) for each in u.blocks)
+        lengths = u.add(squares, u.count, 1, is_wide=True)
+        ws = [each * (lengths + added).rsqrt().to(each.dtype) for each in u.blocks]
+    else:
+        matrix = u.gram()
+        matrix.diagonal().add_(added)
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        if int(info):
+            raise NotInvertible(_not_positive(f"{side.upper()} of {name!r}", added))
+        wide = (each.double() for each in u.blocks)
+        found = (torch.linalg.solve_triangular(lower, each, upper=False) for each in wide)
+        ws = [each.to(u.like.dtype) for each in found]
+    return u.named(f"w_{side}", ws) | {f"s_{side}": scale} | _number_of(u)
 
 
 def _by_softmax(name: str, own: Factors, damping: float) -> Inverse:
     """The inverse of diag(p) + d I - U'U; see [Note: the true head]."""
-    u, diagonal = own["u_g"], own["p_g"].double() + damping
-    blocks = [slice(low, low + HEAD_ROWS) for low in range(0, u.shape[1], HEAD_ROWS)]
-    s = torch.eye(len(u), dtype=torch.float64, device=u.device)
-    for own_rows in blocks:
-        part = u[:, own_rows].double()
-        s -= (part / diagonal[own_rows]) @ part.T
+    u, diagonal = _columns_of(own, "g"), own["p_g"].double() + damping
+    places = zip(u.starts, u.blocks, strict=True)
+    of_blocks = [diagonal[low : low + each.shape[1]] for low, each in places]
+    wide = ((part.double(), d) for part, d in zip(u.blocks, of_blocks, strict=True))
+    products = ((part / d) @ part.T for part, d in wide)
+    s = torch.eye(u.count, dtype=torch.float64, device=diagonal.device)
+    s -= u.add(products, u.count, u.count, is_wide=True)
     lower, info = torch.linalg.cholesky_ex(s)
     if int(info) or not float(diagonal.min()) > 0:
         raise NotInvertible(_not_positive(f"G of the head {name!r}", float(diagonal.min())))
-    v = torch.empty_like(u)
-    for own_rows in blocks:
-        part = u[:, own_rows].double() / diagonal[own_rows]
-        v[:, own_rows] = torch.linalg.solve_triangular(lower, part, upper=False).to(u.dtype)
-    return {"v_g": v, "d_g": diagonal.reciprocal().to(u.dtype)[:, None]}
+    vs = []
+    for part, d in zip(u.blocks, of_blocks, strict=True):
+        v = torch.linalg.solve_triangular(lower, part.double() / d, upper=False)
+        vs.append(v.to(part.dtype))
+    ds = [d.reciprocal().to(u.like.dtype)[:, None] for d in of_blocks]
+    return u.named("v_g", vs) | u.named("d_g", ds) | _number_of(u)
 
 
 def _joint_by_columns(
     name: str, own: Factors, stats: Mapping[str, Sequence[float]], config: KFACConfig
 ) -> Inverse:
     """The inverse of A ⊗ G + λI; nothing was left out of the columns."""
-    found, values = {}, {}
+    found: Inverse = {}
+    values = {}
     for side in ("a", "g"):
         if side in own:
             values[side], vectors = _eigen(own[side].double(), side, name)
             values[side] = values[side].clamp(min=0.0)
             found[f"b_{side}"] = vectors * values[side].sqrt()
         else:
-            u = own[f"u_{side}"].double()
-            values[side], vectors = torch.linalg.eigh(u @ u.T)
+            u = _columns_of(own, side)
+            values[side], vectors = u.eigen(u.gram())
             values[side] = values[side].clamp(min=0.0)
-            found[f"b_{side}"] = u.T @ vectors
+            found |= u.named(f"b_{side}", [each.double().T @ vectors for each in u.blocks])
+            found |= _number_of(u)
     largest = math.prod(each[-1] for each in stats.values())
     damping = max(config.joint_damping, _least_damping(largest, config))
     if not damping > 0:
         raise NotInvertible(_not_positive(f"G ⊗ A of {name!r}, of low rank,", 0.0))
     products = values["g"][:, None] * values["a"][None, :]
     found["c"] = (damping * (damping + products)).reciprocal()
-    like = next(iter(own.values()))
     found["s"] = products.new_full((1, 1), 1 / damping)
-    return {key: each.to(like.dtype) for key, each in found.items()}
+    dtype = next(_columns_of(own, side).like.dtype for side in "ag" if f"u_{side}" in own)
+    return {
+        key: each.to(dtype) if each.is_floating_point() else each for key, each in found.items()
+    }
 
 
 # --- Cholesky -------------------------------------------------------------------------------------

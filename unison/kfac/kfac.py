@@ -29,14 +29,14 @@ from unison.kfac.config import (
 )
 from unison.kfac.factors import phase, sum_shapes
 from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
+from unison.kfac.inverse import Columns
 from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts, wide
-from unison.kfac.layers import Layer, Method, assign, cost, describe, layers_of
+from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
 from unison.kfac.precondition import (
     Graft,
     LayerState,
     Preconditioner,
-    Routes,
     invert_layers,
     update_layers,
 )
@@ -49,14 +49,15 @@ from unison.parallel import (
 )
 from unison.parallel.exchange import (
     OwnerSums,
+    SharedBlocks,
     added,
     broadcast_object,
     gather_rows,
     largest,
-    together,
 )
+from unison.shard.ranks import from_rank_0, gather_objects, together
 from unison.shard.state.checkpoint import Manifest, SavedTensor, read_manifest, settle
-from unison.shard.state.entries import FlatPart, from_rank_0, gather_objects
+from unison.shard.state.entries import FlatPart
 from unison.torch_internals import (
     DynamoBackend,
     has_values,
@@ -352,6 +353,7 @@ class KFAC:
             gradients,
             is_together=self._is_together,
             is_overflow=is_overflow,
+            shared=self._with_shared_rows(),
         )
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)
@@ -364,11 +366,22 @@ class KFAC:
         """Shorten the step where its predicted change is too large; a collective."""
         assert self._optimizer is not None
         products = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        shared = self._with_shared_rows()
         for index, state in self._states.items():
+            pairs = [
+                [(steps[key].reshape(-1), gradients[key].reshape(-1)) for key in own]
+                for own in state.keys_of_blocks
+                if own[0] in steps
+            ]
+            zero = products.new_zeros(())
+            dots = (sum((a.double() @ b.double() for a, b in own), zero) for own in pairs)
+            total: Any = 0.0
+            if state in shared and state.shared is not None:
+                total = state.shared.add(dots, (), products)
+            elif state.shared is None:
+                total = sum(dots)
             if self._owners[index][0] == self._adapter.ranks.rank:
-                for name in (each for each in state.layer.parameters if each in steps):
-                    step, gradient = steps[name].reshape(-1), gradients[name].reshape(-1)
-                    products[index] += step.double() @ gradient.double()
+                products[index] = total
         # Each product has one owner, all others add 0.0: exact, and then added in order.
         rate = max(group["lr"] for group in self._optimizer.param_groups)
         change = rate**2 * sum(self._adapter.ranks.sum_(products).tolist())
@@ -440,7 +453,8 @@ class KFAC:
             largest_of = torch.stack(sizes).tolist() if sizes else []
             is_bad = zip(totals, largest_of, strict=True)
             bad = [entries[number][0] for number, size in is_bad if not math.isfinite(size)]
-            bad += [i for i, own in rows.items() if not all_finite(own.values())]
+            blocks = {i: [b for u in own.values() for b in u.blocks] for i, own in rows.items()}
+            bad += [i for i, own in blocks.items() if not all_finite(own)]
             names = [repr(self.layers[i].name) for i in bad]
             reason = f"sums for the factors of {names[0]} are not finite" if bad else None
             if (reason := find_overflow() or self._agreed(reason)) is not None:
@@ -459,18 +473,42 @@ class KFAC:
 
     def _gather_columns(
         self, pieces: Sequence[tuple[int | None, dict[tuple[str, str], Tensor]]], like: Tensor
-    ) -> dict[int, dict[str, Tensor]]:
-        """The rows of all ranks of this rank's layers, by layer and side; a collective."""
+    ) -> dict[int, dict[str, Columns]]:
+        """The columns of all ranks of this rank's layers, by layer and side; a collective."""
         held = [(i, layer, side) for i, layer in enumerate(self.layers) for side in layer.low_rank]
         if not held:
             return {}
-        owners = {(layer.name, side): self._owners[i] for i, layer, side in held}
-        widths = {(layer.name, side): layer.side(side) for _, layer, side in held}
-        found = gather_rows(self._adapter.ranks, pieces, owners, widths, like)
-        by_layer: dict[int, dict[str, Tensor]] = {}
+        owners: dict[tuple[str, str], Sequence[int]] = {}
+        places: dict[tuple[str, str], tuple[str, int, int]] = {}  # a side, and rows of it
         for i, layer, side in held:
-            if (layer.name, side) in found:
-                by_layer.setdefault(i, {})[side] = found[layer.name, side]
+            shared = self._states[i].shared if side == "g" and layer.block_rows else None
+            if shared is None:
+                owners[layer.name, f"u_{side}"] = self._owners[i]
+                places[layer.name, f"u_{side}"] = side, 0, layer.side(side)
+                continue
+            for number, (low, high) in enumerate(layer.blocks):
+                owners[layer.name, f"u_g#{number}"] = (shared.owner(number),)
+                places[layer.name, f"u_g#{number}"] = "g", low, high
+        cut = [
+            (
+                granule,
+                {
+                    (name, key): own[name, side][:, low:high]
+                    for (name, key), (side, low, high) in places.items()
+                    if (name, side) in own
+                },
+            )
+            for granule, own in pieces
+        ]
+        widths = {key: high - low for key, (_, low, high) in places.items()}
+        found, counts = gather_rows(self._adapter.ranks, cut, owners, widths, like)
+        by_layer: dict[int, dict[str, Columns]] = {}
+        for i, layer, side in held:
+            if i in self._states:
+                own = {key: rows for (name, key), rows in found.items() if name == layer.name}
+                count = counts.get((layer.name, "u_g#0"), 0)  # as many in every block
+                columns = self._states[i].columns(side, own, count)
+                by_layer.setdefault(i, {})[side] = columns
         return by_layer
 
     def _forget_update(self, layers: list[Layer], is_ordered: bool) -> None:
@@ -511,14 +549,26 @@ class KFAC:
         self.layers = layers
         ranks = self._adapter.ranks
         costs = [cost(layer) for layer in layers]
-        self._owners = assign(costs, ranks.size, self.config.owner_fraction)
+        owners = assign(costs, ranks.size, self.config.owner_fraction)
+        everyone = tuple(range(ranks.size))  # share the rows of some layers
+        self._owners = [
+            everyone if layer.block_rows else own for layer, own in zip(layers, owners, strict=True)
+        ]
+        shared = [
+            SharedBlocks(ranks, len(layer.blocks)) if layer.block_rows else None for layer in layers
+        ]
         self._routes = Routes(self._adapter, layers, self._owners)
         self._states = {
-            index: LayerState(layer, self.config, self._graft, self._routes.like)
+            index: LayerState(layer, self.config, self._graft, self._routes.like, shared[index])
             for index, layer in enumerate(layers)
             if ranks.rank in self._owners[index]
         }
         self._preconditioner = Preconditioner(self._states.values(), self._graft)
+
+    def _with_shared_rows(self) -> list[LayerState]:
+        """The layers with gradients whose rows ranks share; the same on every rank."""
+        shared = [each for each in self._states.values() if each.shared is not None]
+        return [each for each in shared if self._routes.has_gradient(each.layer)]
 
     @property
     def _is_together(self) -> bool:  # layers of equal shape are; see precondition.py
@@ -578,11 +628,12 @@ class KFAC:
         layers = []
         for index, layer in enumerate(self.layers):
             first = self._owners[index][0]
-            tensors = {}
-            if first == ranks.rank:
-                own = self._states[index].tensors()
-                tensors = {key: each.cpu().clone() for key, each in own.items()}
-            tensors = broadcast_object(ranks, first, tensors)
+            own = {key: each.cpu().clone() for key, each in self._stored(index).items()}
+            if layer.block_rows:
+                parts = gather_objects(ranks, own)
+                tensors = {key: each for part in parts for key, each in part.items()}
+            else:
+                tensors = broadcast_object(ranks, first, own)
             layers.append({"layer": layer.as_dict(), "tensors": tensors})
         return {**self._progress(), "layers": layers}
 
@@ -594,7 +645,8 @@ class KFAC:
         """
         self._take_stored([each["layer"] for each in state["layers"]], state.get("settings"))
         for index, own in self._states.items():
-            stored = state["layers"][index]["tensors"].items()
+            tensors = state["layers"][index]["tensors"].items()
+            stored = [(key, each) for key, each in tensors if own.holds(key)]
             # Copies where layers compute; single numbers stay on the host.
             own.load(
                 {
@@ -617,11 +669,10 @@ class KFAC:
         from unison.shard.state.checkpoint import write_folder
 
         ranks, parts = self._adapter.ranks, {}
-        for index, state in self._states.items():
-            if self._owners[index][0] == ranks.rank:
-                for key, each in state.tensors().items():
-                    part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
-                    parts[f"kfac/{state.layer.name}/{key}"] = part
+        for index, layer in enumerate(self.layers):
+            for key, each in self._stored(index).items():
+                part = FlatPart(tuple(each.shape), 0, each.reshape(-1))
+                parts[f"kfac/{layer.name}/{key}"] = part
         mine = {key: SavedTensor(part.shape, part.values.dtype) for key, part in parts.items()}
         tensors = {key: each for own in gather_objects(ranks, mine) for key, each in own.items()}
         extra = {**self._progress(), "layers": [each.as_dict() for each in self.layers]}
@@ -653,7 +704,7 @@ class KFAC:
         for state in self._states.values():
             prefix, tensors = f"kfac/{state.layer.name}/", {}
             for key, saved in manifest.tensors.items():
-                if key.startswith(prefix):
+                if key.startswith(prefix) and state.holds(key):
                     device = self._device if saved.shape else "cpu"  # numbers stay on the host
                     value = torch.empty(saved.shape, dtype=saved.dtype, device=device)
                     tensors[key.removeprefix(prefix)] = value
@@ -663,6 +714,14 @@ class KFAC:
         for state, tensors in zip(self._states.values(), found, strict=True):
             state.load(tensors)
         self._go_on(manifest.extra)
+
+    def _stored(self, index: int) -> dict[str, Tensor]:
+        """What this rank stores of a layer: all as its first owner, else its blocks."""
+        if index not in self._states:
+            return {}
+        is_first = self._owners[index][0] == self._adapter.ranks.rank
+        own = self._states[index].tensors()
+        return {key: each for key, each in own.items() if is_first or "#" in key}
 
     def _progress(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,7 @@ from torch import Tensor
 from unison.capture import RngAutocastState
 from unison.errors import BadInput
 from unison.kfac.config import KFACConfig
-from unison.parallel.granules import BatchRows, parts_of, tensors_of
+from unison.parallel.exchange import BatchRows, parts_of, tensors_of
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
 from unison.torch_internals import has_values
 

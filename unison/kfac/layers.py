@@ -1,30 +1,41 @@
-"""What K-FAC does with each parameter: its layer, how each side is held and why, and who owns it.
+"""What K-FAC does with each parameter: its layer, how each side is held and why, who owns it.
 
 Layers are found from one small pass under the capture, not from classes of modules: a matrix is
 what was multiplied with. Every rank runs such a pass; what the first one finds counts for all.
-Then `assign` says which ranks invert and apply which layer.
+Then `assign` says which ranks invert and apply which layer, and `Routes` brings them gradients.
 
 [Note: columns] A side of a layer is a matrix [n, n], or what it is the product of: one row of n per
 token, U with A = U'U / T. Where there are fewer tokens than about half of n, those are less to send
 and, by Woodbury's identity, less to invert. Which of both is decided once, from sizes that every
 rank knows: `forms_of`. Rows come to the owner in the order of granules. A side that fits as neither
 is cut into blocks, or its layer is not factored.
+
+[Note: rows] A head has more rows than any other layer, and its owner would hold their gradients,
+moments and columns alone. So a low-rank G above `max_factor_size` is cut into blocks of rows that
+all ranks share (`Layer.blocks`). A block is a unit of its own: its products have one shape wherever
+it is, and what is added up over rows (UU', the products with gradients, lengths) is added block by
+block in one tree: the same bits on any number of ranks. Grams of blocks of *rows* add up to that of
+all rows; those of blocks of tokens, reference note 003's, do not.
 """
 
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from unison.errors import BadInput
 from unison.kfac.config import KFACConfig
 from unison.ops import Dense, Lookup, Product, Record
+from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
+from unison.parallel.exchange import SharedBlocks, swap
 
 LONG_SIDE = 1024  # rows from which on it matters how a side is held
+BLOCK_ROWS = 1024  # of a block of a side that ranks share out
 MOST_COLUMNS = 4096  # tokens of an update for which low rank is thought of
 MOST_BLOCKED = 1 << 25  # elements of a side that is held as blocks
 
@@ -65,6 +76,8 @@ class Layer:
         why: In words, why it is not factored; else what is left out, and why it is held so.
         a_form: How A is held.
         g_form: How G is held.
+        block_rows: Rows of the blocks in which ranks share G's rows, with all that belongs to them:
+            gradients, moments, columns; 0 if each owner has the whole layer.
     """
 
     name: str
@@ -77,6 +90,13 @@ class Layer:
     why: str = ""
     a_form: Form = Form.DENSE
     g_form: Form = Form.DENSE
+    block_rows: int = 0
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Rows [low, high) of the blocks that ranks share; none of a layer that is whole."""
+        size = self.block_rows
+        return [(low, min(low + size, self.rows)) for low in range(0, self.rows, size or 1) if size]
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -173,8 +193,17 @@ def layers_of(
                 notes.insert(0, "as a matrix; its use as a table is left out")
             of_use = use.g.shape[-1], use.a.shape[-1], use.is_transposed
             about = Method.KRONECKER, shape, *of_use, "; ".join(notes)
-            of_sides = [own.get(side, (Form.DENSE, ""))[0] for side in "ag"]
-            found.append(Layer(name, biases.get(name), *about, *of_sides))
+            a_form, g_form = (own.get(side, (Form.DENSE, ""))[0] for side in "ag")
+            layer = Layer(name, biases.get(name), *about, a_form=a_form, g_form=g_form)
+            if (
+                "g" in layer.low_rank
+                and layer.rows > config.max_factor_size
+                and not use.is_transposed
+            ):
+                layer = replace(layer, block_rows=BLOCK_ROWS)
+                why = f"{layer.why}; ranks share its rows in {len(layer.blocks)} blocks"
+                layer = replace(layer, why=why)
+            found.append(layer)
         elif name not in joined:
             is_left = config.policy == "identity" or config.fisher == "forward" or why == "not used"
             method = Method.IDENTITY if is_left else Method.DIAGONAL
@@ -506,6 +535,8 @@ def describe(config: KFACConfig, layers: Sequence[Layer], num_steps: int, skippe
 
 def cost(layer: Layer) -> float:
     """What its owner computes for it, roughly: inverses and one step's products, in flops."""
+    if layer.block_rows:  # which all ranks do, a part each
+        return 0.0
     if layer.method is Method.KRONECKER:
         m, n = layer.d_in, layer.d_out
         is_whole = {s: layer.form(s) in (Form.DENSE, Form.EXACT) for s in "ag"}
@@ -547,3 +578,190 @@ def assign(costs: Sequence[float], num_ranks: int, owner_fraction: float) -> lis
 def source_of(owners: Sequence[int], rank: int) -> int:
     """From whom a rank gets a layer's step: itself where it owns it."""
     return rank if rank in owners else owners[rank % len(owners)]
+
+
+# --- gradients to owners, steps back --------------------------------------------------------------
+#
+# A layer is preconditioned as a whole matrix by its owner, whatever cuts its parameters: a flat
+# shard may end in the middle of a row. So each owner is sent the parts of its layers, or of its
+# blocks, that others hold, and sends back what each of them holds of the step: as many bytes as a
+# gradient's reduce-scatter and gather. Where every rank has whole gradients the first half is
+# nothing, and where every rank owns every layer the second is.
+
+
+class LayerPiece(NamedTuple):
+    """What an owner preconditions: a parameter, or a block of its rows.
+
+    Attributes:
+        key: The parameter's name, or `name#number` of a block.
+        param: The parameter.
+        owners: The ranks that own it.
+        start: Its first element in the flattened parameter.
+        stop: One past its last.
+    """
+
+    key: str
+    param: ShardedParam
+    owners: tuple[int, ...]
+    start: int
+    stop: int
+
+    def within(self, place: int) -> tuple[int, int]:
+        """Its elements [low, high) that are in the part of the parameter at a place."""
+        start, stop = self.param.ranges[place]
+        low = max(start, self.start)
+        return low, max(low, min(stop, self.stop))
+
+    def of(self, value: Tensor, start: int, low: int, high: int) -> Tensor:
+        """Elements [low, high) of the parameter from a value that begins at `start`."""
+        is_whole = high - low == value.numel()
+        return value if is_whole else value.reshape(-1)[low - start : high - start]
+
+
+class Routes:
+    """Who sends what to whom; arithmetic that every rank does alike.
+
+    Args:
+        adapter: Holds the parameters.
+        layers: What is preconditioned.
+        owners: The ranks that own each layer.
+
+    Attributes:
+        like: Of the dtype and on the device that factors and steps are computed in.
+    """
+
+    def __init__(
+        self,
+        adapter: ParallelAdapter,
+        layers: Sequence[Layer],
+        owners: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._ranks, self._num_places = adapter.ranks, adapter.num_places
+        dtype = torch.float32
+        for each in adapter.params:
+            dtype = torch.promote_types(dtype, each.parameter.dtype)
+        self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
+        held = {each.name: each for each in adapter.params}
+        self._pieces: list[list[LayerPiece]] = []  # of one layer each, or of a block of it
+        self._params = {layer.name: [held[name] for name in layer.parameters] for layer in layers}
+        for layer, own in zip(layers, owners, strict=True):
+            params = self._params[layer.name]
+            if not layer.block_rows:
+                self._pieces.append([LayerPiece(p.name, p, own, 0, p.numel) for p in params])
+            shared = SharedBlocks(self._ranks, len(layer.blocks))
+            widths = [(each, each.numel // layer.rows) for each in params]  # elements of a row
+            for number, (low, high) in enumerate(layer.blocks):
+                owner = (shared.owner(number),)
+                of_block = [(f"{p.name}#{number}", p, owner, low * w, high * w) for p, w in widths]
+                self._pieces.append([LayerPiece(*each) for each in of_block])
+
+    def _owned_by(self, rank: int) -> list[list[LayerPiece]]:
+        """What a rank owns."""
+        return [own for own in self._pieces if rank in own[0].owners]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of the layers that this rank owns; a collective if they are cut.
+
+        Layers of which this rank has no gradient at all are left out: no rank has one.
+        """
+        mine, dtype = self._owned_by(self._ranks.rank), self.like.dtype
+        some = [
+            each
+            for own in mine
+            if any(p.param.parameter.grad is not None for p in own)
+            for each in own
+        ]
+        if self._num_places == 1:
+            wholes = {
+                each.key: each.of(each.param.gradient(each.param.shape), 0, each.start, each.stop)
+                for each in some
+            }
+        else:
+            wholes = self._gathered([each for own in mine for each in own])
+        found = {each.key: wholes[each.key] for each in some}
+        return {
+            name: each
+            if each.dtype == dtype and each.device == self.like.device
+            else each.to(self.like)
+            for name, each in found.items()
+        }
+
+    def has_gradient(self, layer: Layer) -> bool:
+        """Whether a layer has a gradient; the same on every rank, whatever it owns."""
+        return any(each.parameter.grad is not None for each in self._params[layer.name])
+
+    def _gathered(self, mine: Sequence[LayerPiece]) -> dict[str, Tensor]:
+        """The gradients of some pieces, of the parts at every place of this copy."""
+        ranks, size = self._ranks, self._num_places
+        first = ranks.rank // size * size  # of the ranks that hold the same copy
+        sent: list[list[Tensor]] = [[] for _ in range(ranks.size)]
+        expected: list[list[int]] = [[] for _ in range(ranks.size)]
+        for place in range(size):
+            theirs = [each for own in self._owned_by(first + place) for each in own]
+            sent[first + place] = [
+                each.of(each.param.gradient(), each.param.start, *each.within(ranks.rank % size))
+                for each in theirs
+            ]
+            expected[first + place] = [_length(each, place) for each in mine]
+        received = swap(ranks, sent, expected, self.like)[first : first + size]
+        pairs = zip(mine, zip(*received, strict=True), strict=True)
+        found = {}
+        for each, parts in pairs:
+            value = torch.cat([part.to(self.like) for part in parts])
+            is_whole = len(value) == each.param.numel
+            found[each.key] = value.view(each.param.shape) if is_whole else value
+        return found
+
+    def give(self, steps: Mapping[str, Tensor]) -> None:
+        """Put steps where the gradients were; a collective unless every rank owns every layer.
+
+        Args:
+            steps: Of the parameters of the layers that this rank owns, in any shape; one that is
+                missing had no gradient on any rank.
+        """
+        ranks, size = self._ranks, self._num_places
+        me, place = ranks.rank, ranks.rank % size
+        if all(len(own[0].owners) == ranks.size for own in self._pieces):
+            mine = self._sent(me, me)
+            _write((each, self._part(steps, each, place)) for each in mine)
+            return
+        sent = [
+            [self._part(steps, each, rank % size).reshape(-1) for each in self._sent(me, rank)]
+            for rank in range(ranks.size)
+        ]
+        expected = [self._sent(rank, me) for rank in range(ranks.size)]
+        sizes = [[_length(each, place) for each in of_rank] for of_rank in expected]
+        received = swap(ranks, sent, sizes, self.like)
+        _write(
+            pair
+            for of_rank, values in zip(expected, received, strict=True)
+            for pair in zip(of_rank, values, strict=True)
+        )
+
+    def _sent(self, source: int, target: int) -> list[LayerPiece]:
+        """The pieces whose steps one rank gets from another."""
+        pieces = (own for own in self._pieces if source_of(own[0].owners, target) == source)
+        return [each for own in pieces for each in own]
+
+    def _part(self, steps: Mapping[str, Tensor], each: LayerPiece, place: int) -> Tensor:
+        low, high = each.within(place)
+        step = steps.get(each.key)
+        if step is None:
+            return self.like.new_zeros(high - low)
+        return each.of(step, each.start, low, high)
+
+
+def _write(pairs: Iterable[tuple[LayerPiece, Tensor]]) -> None:
+    """Put steps of pieces into this rank's parts of gradients; blocks come in their order."""
+    found: dict[str, tuple[ShardedParam, list[Tensor]]] = {}
+    for piece, value in pairs:
+        found.setdefault(piece.param.name, (piece.param, []))[1].append(value)
+    write_gradients(
+        (param, values[0] if len(values) == 1 else torch.cat([v.reshape(-1) for v in values]))
+        for param, values in found.values()
+    )
+
+
+def _length(each: LayerPiece, place: int) -> int:
+    low, high = each.within(place)
+    return high - low

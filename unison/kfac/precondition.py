@@ -1,10 +1,4 @@
-"""From gradients to steps: to the owners of layers, multiplied with inverses there, and back.
-
-A layer is preconditioned as a whole matrix by its owner, whatever cuts its parameters: a flat shard
-may end in the middle of a row. So each owner is sent the parts of its layers that others hold, and
-sends back what each of them holds of the step: as many bytes as a gradient's reduce-scatter and
-gather. Where every rank has whole gradients the first half is nothing, and where every rank owns
-every layer the second is.
+"""What the owner of a layer remembers of it, and the steps it makes of gradients with that.
 
 [Note: exact averages] Factors are averaged as F ← βF + (1 - β)F_new from zero, and divided by the
 weight that was given out, w ← βw + (1 - β), where they are used: exactly the weighted mean of all
@@ -23,6 +17,7 @@ them and nobody was promised the bits of several; elsewhere each is a stack of i
 same code.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,11 +31,20 @@ from unison.errors import BadInput
 from unison.kernels import multi_tensor
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import phase, unpacked
-from unison.kfac.inverse import Inverse, align, apply, fold, invert, join, stack
-from unison.kfac.layers import Form, Layer, source_of
+from unison.kfac.inverse import (
+    Columns,
+    Inverse,
+    align,
+    apply,
+    apply_shared,
+    fold,
+    invert,
+    join,
+    stack,
+)
+from unison.kfac.layers import Form, Layer
 from unison.kfac.linalg import is_gpu, largest_elements
-from unison.parallel import ParallelAdapter, ShardedParam, write_gradients
-from unison.parallel.exchange import buckets, swap
+from unison.parallel.exchange import SharedBlocks, buckets
 
 BYTES_AT_ONCE = 2 << 30  # of factors that are being inverted
 
@@ -57,14 +61,32 @@ class LayerState:
         config: For the decay of averages.
         graft: The optimizer that is grafted, with what it remembers of all layers.
         like: Of the dtype and on the device that factors are computed in.
+        shared: Which blocks of its rows are whose, see [Note: rows] in layers.py; None for a layer
+            that is whole.
 
     Attributes:
         layer: The layer.
+        shared: As given.
+        keys_of_blocks: What is held here of its parameters, by blocks: `name#3`; one that is whole
+            is one block, by names.
         inverse: Of the damped curvature; None before the first, and for a layer without curvature.
     """
 
-    def __init__(self, layer: Layer, config: KFACConfig, graft: "Graft", like: Tensor) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        config: KFACConfig,
+        graft: "Graft",
+        like: Tensor,
+        shared: SharedBlocks | None = None,
+    ) -> None:
         self.layer, self._decay, self._graft = layer, config.decay, graft
+        self.shared = shared
+        self.keys_of_blocks = [layer.parameters]
+        if shared is not None:
+            names = self.layer.parameters
+            self.keys_of_blocks = [tuple(f"{x}#{b}" for x in names) for b in shared.numbers]
+        self._num_columns = 0  # of blocks, which this rank may have none of
         self._config, self._like = config, like
         self._max_rank = config.max_rank if config.has_rank else None
         self._averages: dict[str, Tensor] = {}  # as `Factors`, not yet divided by the weight
@@ -72,11 +94,28 @@ class LayerState:
         self._weight = 0.0
         self.inverse: Inverse | None = None
 
-    def _add_columns(self, side: str, rows: Tensor) -> None:
+    def columns(self, side: str, values: Mapping[str, Tensor], count: int) -> Columns:
+        """The columns of a side from what is held here of them.
+
+        Args:
+            side: `"a"` or `"g"`.
+            values: By `u_g`, or `u_g#3` for a block.
+            count: How many there are, where ranks share their rows.
+        """
+        key, shared = f"u_{side}", self.shared if side == "g" else None
+        if shared is None:
+            return Columns.whole(values[key])
+        blocks = [values[f"{key}#{number}"] for number in shared.numbers]
+        starts = [self.layer.blocks[number][0] for number in shared.numbers]
+        return Columns(blocks, starts, count, self.layer.rows, self._like, shared)
+
+    def _add_columns(self, side: str, rows: Columns) -> None:
         """Average columns in: a sum of products is the product of all of them, side by side."""
         before = None
-        if self._decay and f"u_{side}" in self._averages:
-            before = self._read(f"u_{side}") * self._decay**0.5
+        if self._decay and f"t_{side}" in self._averages:
+            known = [key for key in self._averages if key.startswith(f"u_{side}")]
+            decayed = {key: self._read(key) * self._decay**0.5 for key in known}
+            before = self.columns(side, decayed, self._num_columns)
         tail = self._decay * float(self._averages.get(f"t_{side}", 0.0))
         if self._max_rank is not None:
             # A diagonal less fewer columns is the larger one, and positive without any tail.
@@ -84,8 +123,14 @@ class LayerState:
             rows, more = join(before, rows, self._max_rank, has_tail=has_tail)
             tail += more
         else:
-            rows = fold(rows if before is None else torch.cat([before, rows]))
-        self._write(f"u_{side}", rows)
+            if before is not None:
+                pairs = zip(before.blocks, rows.blocks, strict=True)
+                rows = rows.of([torch.cat(pair) for pair in pairs], before.count + rows.count)
+            rows = fold(rows)
+        for key, value in rows.named(f"u_{side}", rows.blocks).items():
+            self._write(key, value)
+        if rows.shared is not None:
+            self._num_columns = rows.count
         self._averages[f"t_{side}"] = torch.tensor(tail, dtype=torch.float64)
 
     def _read(self, key: str) -> Tensor:
@@ -119,7 +164,7 @@ class LayerState:
         held = {
             "factors": self._averages,
             "inverses": self.inverse or {},
-            "grafting": self._graft.tensors(self.layer.parameters),
+            "grafting": self._graft.tensors(itertools.chain(*self.keys_of_blocks)),
         }
         return {what: sum(each.nbytes for each in own.values()) for what, own in held.items()}
 
@@ -132,8 +177,15 @@ class LayerState:
             d_in = self.layer.d_in
             found[f"inverse.{key}"] = value[:d_in, :d_in] if key == "a" else value
         found["weight"] = torch.tensor(self._weight, dtype=torch.float64)
-        grafted = self._graft.tensors(self.layer.parameters)
+        if self.shared is not None:
+            found["columns"] = torch.tensor(self._num_columns)
+        grafted = self._graft.tensors(itertools.chain(*self.keys_of_blocks))
         return found | {f"graft.{key}": each for key, each in grafted.items()}
+
+    def holds(self, key: str) -> bool:
+        """Whether a key of `tensors` is of this rank: not of another rank's block."""
+        number = key.partition("#")[2]
+        return not number or (self.shared is not None and int(number) in self.shared.numbers)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`; the values are taken over."""
@@ -144,6 +196,7 @@ class LayerState:
             if rest:
                 groups[kind][rest] = align(value) if key == "inverse.a" else value
         self._weight = float(tensors["weight"])
+        self._num_columns = int(tensors.get("columns", 0))
         self._averages = groups["average"]
         self._scales = {key: float(value) for key, value in groups["scale"].items()}
         if self._config.storage_device == "cpu":
@@ -155,13 +208,15 @@ class LayerState:
 
 
 def update_layers(
-    updates: Iterable[tuple[LayerState, Values, Mapping[str, Tensor], int, int]],
+    updates: Iterable[tuple[LayerState, Values, Mapping[str, Columns], int, int]],
 ) -> None:
     """Average new factors of layers in, each with few launches for all of them.
 
+    A collective where ranks share rows of layers, of which every rank has a state.
+
     Args:
         updates: Of each layer its state; the sums of all ranks, where matrices may be folded, which
-            are given away; the rows of all ranks, of sides that are held as columns [tokens, n];
+            are given away; the columns of all ranks, of sides that are held so;
             tokens that the layer saw, which mean nothing for a diagonal; and labels that the loss
             was made of: nothing changes without any.
     """
@@ -175,7 +230,8 @@ def update_layers(
         shares["a"] = (1 - decay) / max(num_tokens, 1)
         items += [(state, key, value, shares[key[-1]]) for key, value in sums.items()]
         for side, rows in columns.items():
-            state._add_columns(side, rows * shares[side] ** 0.5)
+            scaled = [each * shares[side] ** 0.5 for each in rows.blocks]
+            state._add_columns(side, rows.of(scaled, rows.count))
         state._weight = decay * state._weight + (1 - decay)
     for group in buckets(items, lambda item: 2 * item[2].nbytes, BYTES_AT_ONCE):
         values = [
@@ -197,10 +253,18 @@ def update_layers(
 def invert_layers(states: Iterable[LayerState], config: KFACConfig, *, is_together: bool) -> None:
     """Make the inverses of some layers anew, those of one size together or each by itself.
 
+    A collective where ranks share rows of layers, of which every rank has a state.
+
     Raises:
         NotInvertible: Naming the first layer that has none, and the remedy.
     """
-    known = [state for state in states if state._averages]
+    states = [state for state in states if state._averages]
+    for state in (each for each in states if each.shared is not None):
+        factors: dict[str, Any] = {**state.factors}
+        blocks = {key: factors.pop(key) for key in list(factors) if "#" in key}
+        factors["u_g"] = state.columns("g", blocks, state._num_columns)
+        state.inverse = invert({state.layer.name: factors}, config)[state.layer.name]
+    known = [state for state in states if state.shared is None]
     # Copies of the factors of a group are held meanwhile.
     for group in buckets(known, lambda state: state.nbytes["factors"], BYTES_AT_ONCE):
         curvatures = {}
@@ -376,6 +440,7 @@ class Preconditioner:
         *,
         is_together: bool,
         is_overflow: Tensor | None = None,
+        shared: Sequence[LayerState] = (),
     ) -> Values:
         """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
 
@@ -386,6 +451,7 @@ class Preconditioner:
                 rank.
             is_together: Whether layers of equal shape share a product; see the note above.
             is_overflow: See `Graft.step`.
+            shared: The layers with gradients whose rows ranks share: a collective.
         """
         with phase("graft"):
             own, source = self._graft.step(gradients, is_overflow)
@@ -397,6 +463,8 @@ class Preconditioner:
             directions, parts = self._directions(source)
             if own is not None:
                 self._stretch_(directions, parts, own)
+            for state in shared:
+                directions |= _shared_steps(state, source, own)
         return steps | directions
 
     def plan(self, states: Sequence[LayerState], *, is_together: bool) -> None:
@@ -540,114 +608,42 @@ def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
         torch._foreach_mul_(list(values), list(scales.unbind()))
 
 
-# --- gradients to owners, steps back --------------------------------------------------------------
-
-
-class Routes:
-    """Who sends what to whom; arithmetic that every rank does alike.
+def _shared_steps(state: LayerState, source: Values, lengths: Values | None) -> Values:
+    """The steps of this rank's blocks of a layer whose rows ranks share; a collective.
 
     Args:
-        adapter: Holds the parameters.
-        layers: What is preconditioned.
-        owners: The ranks that own each layer.
-
-    Attributes:
-        like: Of the dtype and on the device that factors and steps are computed in.
+        state: Of the layer.
+        source: What is preconditioned, by `LayerState.keys_of_blocks`.
+        lengths: What each layer's step is to be as long as; None for as long as it is.
     """
+    layer, shared, like = state.layer, state.shared, state._like
+    assert shared is not None
+    keys = state.keys_of_blocks
+    if state.inverse is None:
+        return {key: (source if lengths is None else lengths)[key] for own in keys for key in own}
 
-    def __init__(
-        self,
-        adapter: ParallelAdapter,
-        layers: Sequence[Layer],
-        owners: Sequence[tuple[int, ...]],
-    ) -> None:
-        self._ranks, self._num_places, self._owners = adapter.ranks, adapter.num_places, owners
-        dtype = torch.float32
-        for each in adapter.params:
-            dtype = torch.promote_types(dtype, each.parameter.dtype)
-        self.like = torch.zeros(0, dtype=dtype, device=adapter.device)
-        held = {each.name: each for each in adapter.params}
-        self._params = [[held[name] for name in layer.parameters] for layer in layers]
+    def matrix(own: Sequence[str]) -> Tensor:  # weights and bias [rows, d_in]
+        weight = source[own[0]].reshape(-1, layer.columns)
+        bias = [source[key].reshape(-1, 1) for key in own[1:]]
+        return torch.cat([weight, *bias], dim=1) if bias else weight
 
-    def _owned_by(self, rank: int) -> list[list[ShardedParam]]:
-        """The parameters of the layers that a rank owns."""
-        layers = zip(self._params, self._owners, strict=True)
-        return [params for params, owners in layers if rank in owners]
+    found = apply_shared(state.inverse, shared, [matrix(own) for own in keys], layer.d_in, like)
+    widths = [layer.columns, layer.d_in - layer.columns]
+    parts = [block.split(widths[: len(own)], dim=1) for block, own in zip(found, keys, strict=True)]
+    steps = {
+        key: part
+        for own, of_block in zip(keys, parts, strict=True)
+        for key, part in zip(own, of_block, strict=True)
+    }
+    if lengths is not None:
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The whole gradients of the layers that this rank owns; a collective if they are cut.
+        def squares(own: Sequence[str]) -> Tensor:  # [2]: of the step, and of the other one
+            compared = [values[key] for values in (steps, lengths) for key in own]
+            norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64))
+            return norms.square().view(2, -1).sum(dim=1)
 
-        Layers of which this rank has no gradient at all are left out: no rank has one.
-        """
-        mine, dtype = self._owned_by(self._ranks.rank), self.like.dtype
-        some = [
-            each for own in mine if any(p.parameter.grad is not None for p in own) for each in own
-        ]
-        if self._num_places == 1:
-            wholes = {each.name: each.gradient(each.shape) for each in some}
-        else:
-            wholes = self._gathered([each for own in mine for each in own])
-        found = {each.name: wholes[each.name] for each in some}
-        return {
-            name: each
-            if each.dtype == dtype and each.device == self.like.device
-            else each.to(self.like)
-            for name, each in found.items()
-        }
-
-    def _gathered(self, mine: Sequence[ShardedParam]) -> dict[str, Tensor]:
-        """The gradients of some parameters, of the parts at every place of this copy."""
-        ranks, size = self._ranks, self._num_places
-        first = ranks.rank // size * size  # of the ranks that hold the same copy
-        sent: list[list[Tensor]] = [[] for _ in range(ranks.size)]
-        expected: list[list[int]] = [[] for _ in range(ranks.size)]
-        for place in range(size):
-            theirs = self._owned_by(first + place)
-            sent[first + place] = [each.gradient() for own in theirs for each in own]
-            expected[first + place] = [_length(each, place) for each in mine]
-        received = swap(ranks, sent, expected, self.like)[first : first + size]
-        pairs = zip(mine, zip(*received, strict=True), strict=True)
-        return {
-            each.name: torch.cat([part.to(self.like) for part in parts]).view(each.shape)
-            for each, parts in pairs
-        }
-
-    def give(self, steps: Mapping[str, Tensor]) -> None:
-        """Put steps where the gradients were; a collective unless every rank owns every layer.
-
-        Args:
-            steps: Of the parameters of the layers that this rank owns, in any shape; one that is
-                missing had no gradient on any rank.
-        """
-        ranks, size = self._ranks, self._num_places
-        me, place = ranks.rank, ranks.rank % size
-        if all(len(own) == ranks.size for own in self._owners):
-            mine = self._sent(me, me)
-            write_gradients((each, self._part(steps, each, place)) for each in mine)
-            return
-        sent = [
-            [self._part(steps, each, rank % size).reshape(-1) for each in self._sent(me, rank)]
-            for rank in range(ranks.size)
-        ]
-        expected = [self._sent(rank, me) for rank in range(ranks.size)]
-        sizes = [[_length(each, place) for each in of_rank] for of_rank in expected]
-        received = swap(ranks, sent, sizes, self.like)
-        for of_rank, values in zip(expected, received, strict=True):
-            write_gradients(zip(of_rank, values, strict=True))
-
-    def _sent(self, source: int, target: int) -> list[ShardedParam]:
-        """The parameters whose steps one rank gets from another."""
-        layers = zip(self._params, self._owners, strict=True)
-        return [p for own, owners in layers if source_of(owners, target) == source for p in own]
-
-    def _part(self, steps: Mapping[str, Tensor], each: ShardedParam, place: int) -> Tensor:
-        start, stop = each.ranges[place]
-        step = steps.get(each.name)
-        if step is None:
-            return self.like.new_zeros(stop - start)
-        return step if stop - start == step.numel() else step.reshape(-1)[start:stop]
-
-
-def _length(each: ShardedParam, place: int) -> int:
-    start, stop = each.ranges[place]
-    return stop - start
+        length, wanted = shared.add((squares(own) for own in keys), (2,), like.double()).sqrt()
+        scale = torch.where(length > 0, wanted / length.clamp(min=1e-300), 1.0).to(like.dtype)
+        for block in found:
+            block.mul_(scale)
+    return steps

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unison import check
-from unison.shard.ranks import Ranks
-from unison.shard.state.entries import gather_objects
+from unison.shard.ranks import Ranks, gather_objects
 
 
 def ring_factor(ranks: Ranks, rows: Tensor, damping: float) -> Tensor:  # [own, n] -> [own, n]

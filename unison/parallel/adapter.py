@@ -181,7 +181,9 @@ def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for each, value in pairs:
             if each.parameter.grad is not None:
-                part = local_part(each.parameter.grad)
+                part = each.parameter.grad
+                if type(part) is not Tensor:
+                    part = local_part(part)
                 if part.data_ptr() == value.data_ptr() and part.dtype == value.dtype:
                     continue  # it was made there
                 parts.append(part)

@@ -1,4 +1,4 @@
-"""What ranks tell one another beside sums of gradients: lists of tensors, objects, errors.
+"""What ranks tell one another beside sums of gradients: lists of tensors, objects, dealt rows.
 
 `OwnerSums` adds vectors up over granules, passes and ranks, each sum on the ranks that own it. Each
 rank sends the first owner the vector of its sums, and the owner adds. Fast and ordered differ in
@@ -9,19 +9,24 @@ one thing: how a rank's sums are bracketed.
   shard/reducers.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unison.errors import BadInput
-from unison.shard.ranks import Ranks
+from unison.rng import BatchDraws
+from unison.rng.draw_mode import current_draws
+from unison.shard.deal import BatchPlan, current_plan, without_plan
+from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
+from unison.shard.ranks import Ranks, gather_objects
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
-from unison.shard.state.entries import gather_objects
-from unison.shard.state.entries import together as together
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -118,7 +123,7 @@ def gather_rows(
     owners: Mapping[K, Sequence[int]],
     widths: Mapping[K, int],
     like: Tensor,
-) -> dict[K, Tensor]:
+) -> tuple[dict[K, Tensor], dict[K, int]]:
     """Rows that all ranks have made, on the ranks that own them; a collective.
 
     Args:
@@ -131,7 +136,8 @@ def gather_rows(
 
     Returns:
         For each that this rank owns, the rows of all ranks [all, width] in the order of granules,
-        or of ranks where there are none: the same on any number of ranks.
+        or of ranks where there are none: the same on any number of ranks. And for each, whoever
+        owns it, how many rows those are.
     """
     sizes = [(granule, {key: len(rows) for key, rows in own.items()}) for granule, own in pieces]
     of_ranks = gather_objects(ranks, sizes)
@@ -155,12 +161,14 @@ def gather_rows(
     for each, values in zip(expected, received, strict=True):
         for (granule, key, _), rows in zip(each, values, strict=True):
             found[key].append((granule or 0, rows.reshape(-1, widths[key]).to(like)))
-    return {
+    whole = {
         key: torch.cat([rows for _, rows in sorted(own, key=lambda each: each[0])])
         if own
         else like.new_zeros(0, widths[key])
         for key, own in found.items()
     }
+    every = [lengths for each in of_ranks for _, lengths in each]
+    return whole, {key: sum(lengths.get(key, 0) for lengths in every) for key in owners}
 
 
 class OwnerSums:
@@ -272,3 +280,143 @@ class OwnerSums:
             self._sums[index] = None
         tree.fill(partial(self._like.new_zeros, self._sizes[index]))
         return [value for _, value in tree.take()]
+
+
+class SharedBlocks:
+    """Blocks of something that ranks share in runs, and sums of one tensor per block.
+
+    Args:
+        ranks: Everyone.
+        num_blocks: Of all ranks; some may have none.
+
+    Attributes:
+        numbers: Of this rank's blocks.
+    """
+
+    def __init__(self, ranks: Ranks, num_blocks: int) -> None:
+        self._ranks = ranks
+        self._edges = tuple(num_blocks * rank // ranks.size for rank in range(ranks.size + 1))
+        self.numbers = range(self._edges[ranks.rank], self._edges[ranks.rank + 1])
+
+    def owner(self, number: int) -> int:
+        """The rank that has a block."""
+        return bisect_right(self._edges, number) - 1
+
+    def add(self, values: Iterable[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+        """The sum over all blocks on every rank, in one tree over their numbers; a collective.
+
+        Args:
+            values: One for each of this rank's blocks, which are given away; made one by one, few
+                are held at a time.
+            shape: Of each, which a rank without blocks could not know.
+            like: Of the dtype and on the device in which they are added.
+        """
+        size, everyone = math.prod(shape), range(self._ranks.size)
+        if not size:
+            return like.new_zeros(shape)
+        # Each rank adds a part of the elements up, and tells the others.
+        sizes = [
+            size * (rank + 1) // len(everyone) - size * rank // len(everyone) for rank in everyone
+        ]
+        owners = [(rank, *(other for other in everyone if other != rank)) for rank in everyone]
+        sums = OwnerSums(sizes, owners, self._ranks, like, self._edges)
+        for number, value in zip(self.numbers, values, strict=True):
+            sums.take(number, value.to(like).reshape(-1).split(sizes))
+        totals = sums.finish()
+        return torch.cat([totals[rank] for rank in everyone if sizes[rank]]).view(tuple(shape))
+
+    def first(self, value: Tensor) -> Tensor:
+        """The first rank's value on every rank; a collective."""
+        is_first = self._ranks.rank == 0
+        return self._ranks.sum_(value.clone() if is_first else torch.zeros_like(value))
+
+
+# --- dealt batches: which rows of a pass are which samples, and their granules --------------------
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRows:
+    """The rows of one pass, cut as they are computed.
+
+    Attributes:
+        granules: Global number of each granule; None for a pass that comes whole.
+        edges: Rank r holds the granules [edges[r], edges[r + 1]) of the logical batch.
+        first_ids: Global number of each part's first row.
+        is_real: Which rows of each part are samples [rows]; None if all are.
+    """
+
+    granules: tuple[int, ...] | None
+    edges: tuple[int, ...]
+    first_ids: tuple[int, ...]
+    is_real: tuple[Tensor | None, ...]
+
+
+def rows_of(inputs: Any, num_rows: int, ranks: Ranks, num_before: int) -> tuple[BatchRows, int]:
+    """Say which rows a pass has; a collective where batches are not dealt.
+
+    Args:
+        inputs: What the module was called with.
+        num_rows: Rows of this rank, or of one granule.
+        ranks: Everyone; without a plan, their rows are numbered rank after rank.
+        num_before: Rows of all ranks in earlier batches of the same step.
+
+    Returns:
+        The rows, and `num_before` for the next pass.
+
+    Raises:
+        BadInput: If the batch is in granules and no plan says which.
+    """
+    num_granules, plan = num_granules_of(inputs), plan_of(inputs) or current_plan()
+    if num_granules:
+        if plan is None or len(plan.granule_ids) != num_granules:
+            raise BadInput(
+                f"expected the plan of a batch of {num_granules} granules, found another one or "
+                "none; call the model with the batch that unison.deal handed out last"
+            )
+        is_real = (plan.sample_ids >= 0).split(plan.granule)
+        first = tuple(num_before + granule * plan.granule for granule in plan.granule_ids)
+        return BatchRows(plan.granule_ids, plan.edges, first, tuple(is_real)), _after(
+            plan, num_before
+        )
+    if plan is not None and not plan.is_granular and len(plan.sample_ids) == num_rows:
+        real, first = plan.sample_ids >= 0, num_before + plan.granule_ids[0] * plan.granule
+        return BatchRows(None, (), (first,), (real,)), _after(plan, num_before)
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = num_rows
+    if ranks.size > 1:
+        counts = ranks.sum_(counts.to(wire_device(ranks))).cpu()
+    before = num_before + int(counts[: ranks.rank].sum())
+    return BatchRows(None, (), (before,), (None,)), num_before + int(counts.sum())
+
+
+def draws_of_pass(inputs: Any) -> BatchDraws | None:
+    """The random numbers that a pass over these inputs draws; None if they are torch's own."""
+    num_granules = num_granules_of(inputs)
+    return draws_of(plan_of(inputs), num_granules) if num_granules else current_draws()
+
+
+def _after(plan: BatchPlan, num_before: int) -> int:
+    """Rows in batches that are complete; the passes of one batch number its rows themselves."""
+    return num_before + plan.num_samples if plan.closes_logical_batch else num_before
+
+
+def parts_of(value: Any, num_parts: int) -> list[Any]:
+    """A nested value cut into its granules; whole if there is one part and no granules."""
+    if num_granules_of(value) == 0 and num_parts == 1:
+        return [without_plan(value)]
+    return split(value, num_parts)
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The inverse of `parts_of` for a tensor."""
+    return PerGranule.of(list(parts)) if isinstance(like, PerGranule) else parts[0]
+
+
+def tensors_of(value: Tensor) -> list[Tensor]:
+    """The tensors of a value, one per granule."""
+    return value.parts if isinstance(value, PerGranule) else [without_plan(value)]
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a value is a tensor that gradients reach; of granules, whether the granules are."""
+    return isinstance(value, Tensor) and all(each.requires_grad for each in tensors_of(value))

@@ -1,5 +1,6 @@
 """Sharding: one flat buffer per unit, a dealt batch, two reducers."""
 
+from unison.errors import CheckpointFailed
 from unison.shard.api import (
     GradScaler,
     UnitMemory,
@@ -31,7 +32,6 @@ from unison.shard.state.checkpoint import (
     settle_checkpoints,
 )
 from unison.shard.state.entries import (
-    CheckpointFailed,
     KeyReport,
     full_state_dict,
     load_full_state_dict,

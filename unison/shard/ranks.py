@@ -10,16 +10,20 @@ import os
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from unison.errors import BadInput, NeedsWhole
+from unison.errors import BadInput, CheckpointFailed, NeedsWhole, UnisonError
 from unison.shard.guard.records import caller, lines_of
+
+T = TypeVar("T")
 
 # torch 2.13 renamed these two; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -189,6 +193,63 @@ def checksum(value: Tensor) -> Tensor:  # int64 [2]
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).long()
     weights = torch.arange(1, len(data) + 1) % 65_521
     return torch.tensor([len(data), int((data * weights).sum())])
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.
+
+
+def gather_objects(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank; a collective."""
+    values: list[Any] = [value] * ranks.size
+    if ranks.size > 1:
+        dist.all_gather_object(values, value, group=ranks.group)
+    return values
+
+
+def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and share what came of it; a collective.
+
+    Returns:
+        Every rank's result, in rank order.
+
+    Raises:
+        UnisonError: The first one that any rank met, on every rank.
+        CheckpointFailed: On every rank, where the first error was one of a file.
+        RuntimeError: Where the first error was another one: on the ranks that did not meet it.
+    """
+    result: Any = None
+    met, message = None, None
+    try:
+        result = work()
+    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
+        # Not every exception can be pickled: what is sent is a type of ours, and a text.
+        kind = CheckpointFailed if isinstance(error, OSError) else None
+        met, message = error, (kind, f"{type(error).__name__}: {error}")
+        if isinstance(error, UnisonError):
+            message = type(error), str(error)
+    outcomes = gather_objects(ranks, (result, message))
+    for rank, (_, told) in enumerate(outcomes):
+        if told is not None:
+            kind, text = told
+            own = met if rank == ranks.rank else None
+            if kind is not None:
+                raise kind(text) from own
+            raise own or RuntimeError(f"rank {rank} failed with {text}")
+    return [outcome for outcome, _ in outcomes]
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; each gets its own result, or all raise as `agree` does."""
+    results: list[T] = []
+    agree(ranks, lambda: results.append(work()))
+    return results[0]
+
+
+def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
+    result, *_ = agree(ranks, lambda: work() if ranks.rank == 0 else None)
+    return result  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------

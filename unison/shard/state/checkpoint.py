@@ -21,15 +21,13 @@ from torch.optim import Optimizer
 
 from unison.errors import BadInput, NeedsWhole
 from unison.schema import build, parse, read_bytes, short
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, from_rank_0, together
 from unison.shard.state.entries import (
     Entry,
     FlatPart,
     entries_of,
-    from_rank_0,
     ranks_of,
     require_same,
-    together,
 )
 from unison.shard.state.optimizer import (
     ElementState,

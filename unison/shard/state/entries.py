@@ -6,16 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unison.errors import BadInput, UnisonError, UnsupportedOperation
+from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.guard import compare_across_ranks
 from unison.shard.layout import Placement
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, agree, gather_objects
 from unison.shard.sharded_tensor import (
     is_dtensor,
     local_part,
@@ -26,68 +26,6 @@ from unison.shard.sharded_tensor import (
 )
 from unison.shard.unit import units_of
 from unison.torch_internals import canonical_name
-
-# ------------------------------------------------------------------------------------------------
-# Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.
-
-T = TypeVar("T")
-
-
-class CheckpointFailed(UnisonError, OSError):
-    """A file of a checkpoint could not be written or read."""
-
-
-def gather_objects(ranks: Ranks, value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank; a collective."""
-    values: list[Any] = [value] * ranks.size
-    if ranks.size > 1:
-        dist.all_gather_object(values, value, group=ranks.group)
-    return values
-
-
-def agree(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and share what came of it; a collective.
-
-    Returns:
-        Every rank's result, in rank order.
-
-    Raises:
-        UnisonError: The first one that any rank met, on every rank.
-        CheckpointFailed: On every rank, where the first error was one of a file.
-        RuntimeError: Where the first error was another one: on the ranks that did not meet it.
-    """
-    result: Any = None
-    met, message = None, None
-    try:
-        result = work()
-    except BaseException as error:  # an interrupt, too: the other ranks wait to hear of it
-        # Not every exception can be pickled: what is sent is a type of ours, and a text.
-        kind = CheckpointFailed if isinstance(error, OSError) else None
-        met, message = error, (kind, f"{type(error).__name__}: {error}")
-        if isinstance(error, UnisonError):
-            message = type(error), str(error)
-    outcomes = gather_objects(ranks, (result, message))
-    for rank, (_, told) in enumerate(outcomes):
-        if told is not None:
-            kind, text = told
-            own = met if rank == ranks.rank else None
-            if kind is not None:
-                raise kind(text) from own
-            raise own or RuntimeError(f"rank {rank} failed with {text}")
-    return [outcome for outcome, _ in outcomes]
-
-
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on every rank; each gets its own result, or all raise as `agree` does."""
-    results: list[T] = []
-    agree(ranks, lambda: results.append(work()))
-    return results[0]
-
-
-def from_rank_0(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give every rank its result, or raise as `agree` does."""
-    result, *_ = agree(ranks, lambda: work() if ranks.rank == 0 else None)
-    return result  # type: ignore[return-value]
 
 
 def require_same(ranks: Ranks, description: Mapping[str, Any], *, what: str) -> None:

@@ -43,10 +43,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from unison.errors import BadInput, UnisonError
+from unison.errors import BadInput, CheckpointFailed, UnisonError
 from unison.shard.ranks import Ranks
 from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, data_file
-from unison.shard.state.entries import CheckpointFailed, FlatPart
+from unison.shard.state.entries import FlatPart
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
 

@@ -19,16 +19,15 @@ from torch.optim import Optimizer
 
 from unison.errors import BadInput, UnsupportedOperation
 from unison.schema import build, is_a, short
+from unison.shard.ranks import agree, together
 from unison.shard.sharded_tensor import local_part, whole
 from unison.shard.state.entries import (
     Entry,
-    agree,
     deliver,
     entries_of,
     rank_0_reads_alone,
     ranks_of,
     require_same,
-    together,
 )
 
 
