@@ -48,6 +48,8 @@ demo: $(READY)  ## train privately on two ranks, again on one, and compare the b
 demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo-sharded --overwrite
 
+# Programs that tests start import unison, a second of compiling where byte code may not be kept.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)  ## the test suite with doctests, about 12 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile --no-loadscope-reorder
 

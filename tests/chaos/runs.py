@@ -37,7 +37,7 @@ NUM_RUNS = 50
 STEPS = 8
 SMALL = {"reducer": "ordered", "granule": 2, "batch_size": 8, "steps": STEPS, "shard": "full"}
 # Ranks begin in a moment where these are imported already.
-PRELOADED = [*PRELOAD, "unison.train", "unison.cli", "tests.train.private_runs"]
+PRELOADED = [*PRELOAD, "tests.train.private_runs"]
 
 
 def one_rank(config: TrainConfig) -> None:
