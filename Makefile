@@ -48,7 +48,9 @@ demo: $(READY)  ## train privately on two ranks, again on one, and compare the b
 demo-sharded: $(READY)  ## train a small model on two ranks, about a minute
 	@$(BIN)/unison train --preset tiny --data stdlib --nproc 2 --shard full --reducer ordered --granule 8 --steps 150 --out runs/demo-sharded --overwrite
 
-test: $(READY)  ## the test suite with doctests, about 12 minutes on 2 cores
+# Programs that tests start import unison, a second of compiling where byte code may not be kept.
+test: export PYTHONDONTWRITEBYTECODE =
+test: $(READY)  ## the test suite with doctests, 17 minutes of CPU time on 2 cores
 	@$(BIN)/python -m pytest -m "not full" --timeout 120 -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: $(READY)  ## the long matrices and mutants too; writes bench/results/test-full-<commit>.json

@@ -1,5 +1,6 @@
 """Settings that hold for every test: fixed keys, no traces left behind, ranks that end."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,16 @@ import hypothesis
 import pytest
 import torch
 
+# Imports and collection make a million objects and no garbage; `_no_garbage` enables it again.
+gc.disable()
+
 # Before the harness is imported, so that its own asserts show values too.
 pytest.register_assert_rewrite("tests.harness")
 
 from tests.harness import context  # noqa: E402
 from tests.harness.isolation import isolated  # noqa: E402
 from tests.harness.pool import close_pools  # noqa: E402
+from unison.train import loop  # noqa: E402
 
 # Plans must not depend on what a GPU took in some earlier run, nor tests write to its cache.
 os.environ["UNISON_CALIBRATE"] = "0"
@@ -38,6 +43,26 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage() -> None:
+    """Free what the file before has left, and let collections pass over what is there by now.
+
+    Modules and collected tests are a million objects, which each collection would look through for
+    half a second, and every training ends with one.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_pictures() -> Iterator[None]:
+    """Let trainings end without their picture: half a second each, and few tests look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_losses", lambda records, path, **_: path.touch())
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -104,5 +129,6 @@ def _long_ones(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def pytest_unconfigure() -> None:
-    """End the ranks, after Ctrl-C too."""
+    """End the ranks, after Ctrl-C too, and let the interpreter free what it has."""
     close_pools()
+    gc.unfreeze()

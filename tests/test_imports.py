@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -93,23 +94,33 @@ def is_module(name: str, root: Path) -> bool:
     return path.with_suffix(".py").exists() or path.is_dir()
 
 
+@cache
+def import_statements(text: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Return the import statements of a file, and whether they run when it is imported."""
+    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(text), True)]
+    for node, eager in waiting:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, eager))
+        eager = eager and not (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        )
+        waiting += [(each, eager) for each in ast.iter_child_nodes(node) if not is_expression(each)]
+    return found
+
+
+def is_expression(node: ast.AST) -> bool:
+    return isinstance(node, ast.expr | ast.arguments)
+
+
 def imports_of(file: Path, root: Path) -> list[Import]:
     """Return the imports of one file; `from package import name` counts the module it loads."""
-    tree = ast.parse(file.read_text(), str(file))
-    lazy = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        for inner in ast.walk(node)
-    }
     package = module_name(file, root).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
     found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
+    for node, eager in import_statements(file.read_text()):
         targets: list[str] = []
         level = 0
         if isinstance(node, ast.Import):
@@ -122,7 +133,6 @@ def imports_of(file: Path, root: Path) -> list[Import]:
                 full = f"{origin}.{alias.name}"
                 targets.append(full if is_module(full, root) else origin)
         name = str(file.relative_to(root))
-        eager = id(node) not in lazy
         found += [Import(name, node.lineno, t, level, eager) for t in dict.fromkeys(targets)]
     return found
 

@@ -37,7 +37,7 @@ NUM_RUNS = 50
 STEPS = 8
 SMALL = {"reducer": "ordered", "granule": 2, "batch_size": 8, "steps": STEPS, "shard": "full"}
 # Ranks begin in a moment where these are imported already.
-PRELOADED = [*PRELOAD, "unison.train", "unison.cli", "tests.train.private_runs"]
+PRELOADED = [*PRELOAD, "tests.train.private_runs"]
 
 
 def one_rank(config: TrainConfig) -> None:
@@ -88,6 +88,7 @@ class Killer:
     rng: random.Random
     num_kills: int
     only: signal.Signals | None = None
+    steps: int = STEPS
     kills: list["Kill"] = field(default_factory=list)
     is_over: bool = False
 
@@ -106,7 +107,7 @@ class Killer:
             if self.rng.random() < 0.4:
                 self._wait_for(lambda: any(self.run.glob("checkpoints/.step-*.partial/*")))
             else:
-                num_lines = self.rng.randrange(1, STEPS) + self._num_lines()
+                num_lines = self.rng.randrange(1, self.steps) + self._num_lines()
                 self._wait_for(lambda most=num_lines: self._num_lines() >= most)
                 time.sleep(self.rng.random() * 0.3)
             ranks = [each for each in multiprocessing.active_children() if each.is_alive()]

@@ -11,7 +11,6 @@ from tests.chaos.runs import (
     NUM_RUNS,
     SEED,
     SMALL,
-    STEPS,
     Killer,
     disturb,
     launch,
@@ -29,17 +28,18 @@ def straight(tmp_path_factory) -> Path:
     return train_straight(tmp_path_factory.mktemp("straight"))
 
 
-def test_a_killed_rank_costs_no_bit(straight, tmp_path):
-    text, run = straight.parent / "text.txt", tmp_path / "run"
-    config = config_of(run, text, SEEDED, **SMALL, checkpoint_every=1)
-    with Killer(run, random.Random(SEED), 1, only=signal.SIGKILL) as killer:
+def test_a_killed_rank_costs_no_bit(tmp_path):
+    straight, run = train_straight(tmp_path, steps=4), tmp_path / "killed"
+    settings = SMALL | {"steps": 4, "checkpoint_every": 1}
+    config = config_of(run, tmp_path / "text.txt", SEEDED, **settings)
+    with Killer(run, random.Random(SEED), 1, only=signal.SIGKILL, steps=3) as killer:
         launch(config, 2, max_restarts=1)
     found = outcome_of(run, straight, killer.kills)
     assert found.is_good, found
     assert killer.kills, "nobody was killed"
     # The check itself: a step that comes again although a checkpoint covered it.
-    late = [replace(kill, covered=STEPS, num_begun=len(found.begun) - 1) for kill in killer.kills]
-    assert outcome_of(run, straight, late).repeated == [STEPS - 1]
+    late = [replace(kill, covered=4, num_begun=len(found.begun) - 1) for kill in killer.kills]
+    assert outcome_of(run, straight, late).repeated == [3]
     assert not replace(found, epsilon=found.true_epsilon / 2).is_good
 
 

@@ -4,18 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
 
+from unison.cli import app
 from unison.models import load
-from unison.train.run_folder import read_metrics
+from unison.train import loop
+from unison.train.run_folder import plot_losses, read_metrics
 
 FAST = ["--steps", "3", "--batch-size", "4", "--row-length", "32", "--eval-rows", "8"]
 FAST += ["--num-layers", "1"]
 
 
-def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):
+def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "plot_losses", plot_losses)
     run = tmp_path / "runs" / "first"
     code, out, err = unison("train", "--data", text, "--out", run, *FAST, "--json")
     assert code == 0, err
@@ -32,6 +36,7 @@ def test_run_folder_holds_what_the_readme_says(unison, text, tmp_path):
         "loss.png",
         "result.json",
     }
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((run / "config.json").read_text())
     assert config["mechanism"]["steps"] == 3
     assert config["model"]["d_model"] == 128
@@ -178,7 +183,8 @@ def test_other_ways_to_two_ranks_train_as_one_does(trained):
     assert losses_of_ddp == pytest.approx(losses_of_one, rel=1e-5)
 
 
-def test_presets_are_listed_with_their_sizes(unison):
+def test_presets_are_listed_with_their_sizes(unison, monkeypatch):
+    monkeypatch.setattr(app, "build", cache(app.build))  # of a trillion parameters, in seconds
     code, out, _ = unison("presets", "--json")
     assert code == 0
     assert json.loads(out)["parameters"]["1t"] == 1_008_014_617_600

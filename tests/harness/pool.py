@@ -31,11 +31,11 @@ GRACE = 3.0
 CLOSE_TIMEOUT = 20.0
 
 # What every rank would import for itself otherwise, at seconds each: the first optimizer step alone
-# pulls in torch._dynamo. Third-party only. unison is imported by the ranks, since a module of it
-# may read an environment variable, which must then be the test's and not the fork server's. (With
-# torch._dynamo comes triton: set TRITON_INTERPRET before the first pool starts, not inside a test.)
+# pulls in torch._dynamo. (With it comes triton: set TRITON_INTERPRET before the first pool starts,
+# not inside a test.) No tests, whose asserts the ranks rewrite.
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.testing"]
-PRELOAD += ["numpy", "numba", "pytest", "hypothesis"]
+PRELOAD += ["numpy", "numba", "pytest", "hypothesis", "transformers.modeling_utils"]
+PRELOAD += ["dp_accounting", "unison.train", "unison.cli"]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Tests of Triton kernels without a GPU: they run in a process whose Triton interprets kernels.
 
 Triton reads `TRITON_INTERPRET` when it is imported, and pytest's own process may have imported it
-already. So there is one other process, started by the first test that needs it.
+already. So there is one other process, started by the first test that needs it. In pytest's own,
+Triton compiles.
 """
 
 import atexit
 import contextlib
 import functools
 import importlib
+import io
 import os
 import pickle
 import subprocess
@@ -52,6 +54,22 @@ def needs_interpreter() -> None:
 
 def _release(package: Any) -> tuple[int, ...]:
     return tuple(int(each) for each in package.__version__.split(".")[:2])
+
+
+def printed_by(script: str, *arguments: str) -> str:
+    """Return what a script prints that compiles kernels."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET is set: Triton compiles nothing")
+    output = io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        mock.patch.object(sys, "argv", ["", *arguments]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        exec(script, {"__name__": "compiling"})
+    return output.getvalue()
 
 
 class _Child:

@@ -1,12 +1,10 @@
 """Every kernel compiles for an H100 or H200, which needs no GPU, and reads memory wide."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.kernels.interpreted import printed_by
 from unison.kernels import factored
 
 COMPILED = """
@@ -126,18 +124,7 @@ print(json.dumps(found))
 
 def compiled(*names: str) -> dict[str, dict[str, int]]:
     """Return what is in the code of the named kernels; a star stands for the rest of a name."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILED, *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=115,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(printed_by(COMPILED, *names).splitlines()[-1])
 
 
 def test_aligned_tensors_are_read_wide():

@@ -1,9 +1,5 @@
 """Linear map and cross-entropy in one: against torch's own, against float64, on odd shapes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +10,7 @@ from torch import Tensor
 import unison
 from tests.harness import assert_close
 from tests.harness.largest import Largest
-from tests.kernels.interpreted import needs_interpreter
+from tests.kernels.interpreted import interpreted, printed_by
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels import cross_entropy
 from unison.kernels.cross_entropy import (
@@ -361,42 +357,20 @@ def compare(backend, rows: int, vocab: int, gap: int, dtype: torch.dtype) -> Non
     assert torch.equal(copy[:, vocab:], whole[:, vocab:])  # nothing is written between rows
 
 
-INTERPRETED = """
-import sys, torch
-sys.path.insert(0, {folder!r})
-sys.path.insert(0, {root!r})
-from test_cross_entropy import ROWS, compare, inputs, relative_error, with_gradients
-import unison
-from unison.kernels import cross_entropy_triton as kernels
-from unittest import mock
-from unison.kernels import cross_entropy
-for rows, vocab, gap in ROWS:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        compare(kernels, rows, vocab, gap, dtype)
-hidden, weight, labels, bias = inputs((3, 5, 4, 131), torch.float32)
-results = []
-for uses_triton in (True, False):
-    with mock.patch.object(cross_entropy, "_uses_triton", return_value=uses_triton):
-        losses = unison.linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=7)
-        results.append(with_gradients(losses, hidden, weight, bias))
-assert max(map(relative_error, *results)) <= 1e-6
-print("equal")
-"""
-
-
+@interpreted
 def test_triton_equals_reference_in_the_interpreter():
-    needs_interpreter()
-    here = Path(__file__)
-    script = INTERPRETED.format(folder=str(here.parent), root=str(here.parents[2]))
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    from unison.kernels import cross_entropy_triton as kernels
+
+    for rows, vocab, gap in ROWS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            compare(kernels, rows, vocab, gap, dtype)
+    hidden, weight, labels, bias = inputs((3, 5, 4, 131), torch.float32)
+    results = []
+    for uses_triton in (True, False):
+        with mock.patch.object(cross_entropy, "_uses_triton", return_value=uses_triton):
+            losses = unison.linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=7)
+            results.append(with_gradients(losses, hidden, weight, bias))
+    assert max(map(relative_error, *results)) <= 1e-6
 
 
 COMPILED = """
@@ -423,18 +397,8 @@ for kernel, last in ((kernels._statistics, "losses"), (kernels._gradient, "g")):
 
 def test_triton_reads_and_writes_wide():
     """With rows as `ChunkedHead.empty_logits` lays them out, and a vocabulary of odd length."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 6, result.stderr[-2000:]
+    lines = [line.split() for line in printed_by(COMPILED).splitlines()]
+    assert len(lines) == 6
     for name, reads_wide, writes_wide in lines:
         assert reads_wide == "True"
         assert writes_wide == str(name == "_gradient")

@@ -1,16 +1,12 @@
 """Every backend against the reference, to the bit, for every distribution and both ciphers."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.kernels.interpreted import needs_interpreter
+from tests.kernels.interpreted import interpreted, printed_by
 from unison.errors import BadInput
 from unison.kernels import random
 from unison.kernels.random import (
@@ -126,45 +122,26 @@ def test_half_precision_is_float32_rounded_once_more():
         assert torch.equal(drawn("numba", recipe, dtype, [7], 4000), wide.to(dtype))
 
 
-INTERPRETED = """
-import sys, torch
-sys.path.insert(0, {folder!r})
-from test_random_backends import CASES, OPEN_ONES, ROWS, drawn, fine_recipe, recipe_of
-is_full = {is_full}
-for cipher, element in OPEN_ONES:
-    recipe = fine_recipe(cipher)
-    expected = drawn("reference", recipe, torch.float64, [element - 3], 7)
-    assert torch.equal(drawn("triton", recipe, torch.float64, [element - 3], 7), expected)
-seen = set()
-for cipher, kind, dtype in CASES:
-    if dtype == torch.bfloat16:
-        continue  # Triton's interpreter truncates float32 to bfloat16; hardware rounds
-    if not is_full and (cipher, kind) in seen:
-        continue
-    seen.add((cipher, kind))
-    rows = [([5 + (1 << 40)], 701), ([32], 400), ([3, 1 << 34, 77], 23)]
-    for starts, run in rows if is_full else [([5 + (1 << 40), 16], 53)]:
-        recipe = recipe_of(cipher, kind)
-        expected = drawn("reference", recipe, dtype, starts, run)
-        found = drawn("triton", recipe, dtype, starts, run)
-        assert torch.equal(found, expected), (cipher, kind, dtype, starts)
-print("equal")
-"""
-
-
 @pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+@interpreted
 def test_triton_equals_reference_in_the_interpreter(is_full):
-    needs_interpreter()
-    script = INTERPRETED.format(folder=str(Path(__file__).parent), is_full=is_full)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    for cipher, element in OPEN_ONES:
+        recipe = fine_recipe(cipher)
+        expected = drawn("reference", recipe, torch.float64, [element - 3], 7)
+        assert torch.equal(drawn("triton", recipe, torch.float64, [element - 3], 7), expected)
+    seen = set()
+    for cipher, kind, dtype in CASES:
+        if dtype == torch.bfloat16:
+            continue  # Triton's interpreter truncates float32 to bfloat16; hardware rounds
+        if not is_full and (cipher, kind) in seen:
+            continue
+        seen.add((cipher, kind))
+        rows = [([5 + (1 << 40)], 701), ([32], 400), ([3, 1 << 34, 77], 23)]
+        for starts, run in rows if is_full else [([5 + (1 << 40), 16], 53)]:
+            recipe = recipe_of(cipher, kind)
+            expected = drawn("reference", recipe, dtype, starts, run)
+            found = drawn("triton", recipe, dtype, starts, run)
+            assert torch.equal(found, expected), (cipher, kind, dtype, starts)
 
 
 COMPILED = """
@@ -188,18 +165,8 @@ for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distr
 
 
 def test_triton_compiles_without_fused_multiply_adds():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    lines = result.stdout.splitlines()
-    assert len(lines) == 3, result.stderr[-2000:]
+    lines = printed_by(COMPILED).splitlines()
+    assert len(lines) == 3
     for line in lines:
         _, num_fused, num_products = line.split()
         assert int(num_fused) == 0

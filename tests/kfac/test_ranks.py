@@ -65,10 +65,16 @@ def test_more_ranks_than_rows():
     check_close(4, "units", counts=(2, 3, 1))
 
 
-def test_several_owners_of_each_layer():
-    check_close(4, "units", owner_fraction=0.5)
-    check_close(2, "units", owner_fraction=1.0)
-    check_close(3, "ddp", owner_fraction=1.0)
+@pytest.mark.parametrize(
+    ("size", "how", "fraction"),
+    [
+        (4, "units", 0.5),
+        pytest.param(2, "units", 1.0, marks=pytest.mark.full),
+        pytest.param(3, "ddp", 1.0, marks=pytest.mark.full),
+    ],
+)
+def test_several_owners_of_each_layer(size, how, fraction):
+    check_close(size, how, owner_fraction=fraction)
 
 
 def test_owners_hold_their_layers_only():

@@ -6,6 +6,7 @@ import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ def parameters_after(module: nn.Module | None = None, **settings) -> dict[str, T
     return {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
+@cache
+def uncompiled(most: int | None) -> dict[str, Tensor]:
+    return parameters_after(max_physical_batch_size=most)
+
+
 def passes_of(engine: PrivacyEngine) -> CompiledPasses:
     passes = engine._attached._attachment._compiled
     assert passes is not None
@@ -53,8 +59,7 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("most", [None, 4])
 def test_poisson_batches_of_every_size(most):
     """Ten steps, noise included: padding has no share in them."""
-    expected = parameters_after(max_physical_batch_size=most)
-    check_same(parameters_after(max_physical_batch_size=most, compile=EAGER), expected)
+    check_same(parameters_after(max_physical_batch_size=most, compile=EAGER), uncompiled(most))
 
 
 @pytest.mark.parametrize("mode", ["ghost_bk", "flash_fuse_bk", "grad_materialize"])
@@ -367,7 +372,6 @@ def compiled_parts(module: nn.Module) -> list[object]:
 )
 def test_what_was_compiled_before(how):
     """It trains as it would uncompiled, with the user's backend, and is given back."""
-    expected = parameters_after(max_physical_batch_size=4)
     given = how(make_model())
     before = compiled_parts(given)
     engine, module, optimizer, loader = attach(given, max_physical_batch_size=4)
@@ -377,7 +381,7 @@ def test_what_was_compiled_before(how):
     assert passes_of(engine).refusal is None
     assert vars(passes_of(engine)._inner)["compiler_name"] == "aot_eager"
     engine.detach()
-    check_same(canonical(own), expected)
+    check_same(canonical(own), uncompiled(4))
     assert compiled_parts(module) == before
     module(torch.ones(2, 6))
 
@@ -393,7 +397,6 @@ def test_what_was_compiled_before(how):
 )
 def test_what_is_compiled_after(how):
     """Private passes are compiled from the next one on."""
-    expected = parameters_after(max_physical_batch_size=4)
     engine, module, optimizer, loader = attach(max_physical_batch_size=4)
     given = how(module)
     before = compiled_parts(given)
@@ -403,7 +406,7 @@ def test_what_is_compiled_after(how):
     assert passes.num_graphs > 0
     assert vars(passes._inner)["compiler_name"] == "aot_eager"
     engine.detach()
-    check_same(canonical(module), expected)
+    check_same(canonical(module), uncompiled(4))
     assert compiled_parts(given) == before
 
 

@@ -186,7 +186,7 @@ def test_architectures_of_transformers(name, backend):
 
 def test_a_models_own_loss_is_compiled_with_it():
     """Labels that are the inputs themselves, and a warning that transformers logs once."""
-    case = ZOO["gpt2"]
+    case = SMALL["gpt2"]
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -152,7 +152,7 @@ def test_a_rank_that_alone_has_other_shapes(compile):  # noqa: A002
 # ---- memory --------------------------------------------------------------------------------------
 
 # Weights are most of it; fewer than numba is asked to draw, which compiles for a minute at first.
-WIDE = replace(CONFIG, d_model=48, d_ff=192, num_layers=3)
+WIDE = replace(CONFIG, d_model=48, d_ff=192, num_layers=2)
 
 
 def kept_by(loss: Tensor) -> dict[int, int]:

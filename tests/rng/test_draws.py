@@ -117,11 +117,13 @@ def test_mask_depends_on_everything_it_should():
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
 def test_as_many_are_dropped_as_torch_drops(p):
-    x = torch.ones(400, 500)
-    with draws_by_sample(KEY, 0, range(400)):
+    x = torch.ones(100, 200)
+    with draws_by_sample(KEY, 0, range(100)):
         y = F.dropout(x, p)
     assert torch.equal(y.unique(), F.dropout(x, p).unique())
-    assert float((y == 0).float().mean()) == pytest.approx(p, abs=4 * 0.5 / 447)
+    assert float((y == 0).float().mean()) == pytest.approx(p, abs=4 * 0.5 / 141)
+    if 0 < p < 1:  # no row has the draws of the one before it, moved by an element
+        assert not torch.equal(y[1:, :-1], y[:-1, 1:])
 
 
 def test_in_evaluation_nothing_is_drawn():

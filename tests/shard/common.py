@@ -58,7 +58,7 @@ def ordered_run(
     config: ModelConfig,
     *,
     how: str = "auto",
-    counts: tuple[int, ...] = (8, 8, 8),
+    counts: tuple[int, ...] = (8, 8),
     granule: int = 1,
     micro_batch: int | None = None,
     max_norm: float = 0.5,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -35,22 +35,25 @@ def run(world: World, case: dict) -> dict:
     return ordered_run(world, **{"config": GPT2, **case})
 
 
+@cache
+def found(size: int, case: str) -> dict:
+    return run_on_ranks(size, run, CASES[case])[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_world_size_changes_no_bit(case):
-    alone, *others = (run_on_ranks(size, run, CASES[case])[0] for size in (1, 2, 3, 4))
+    alone, *others = (found(size, case) for size in (1, 2, 3, 4))
     assert all(math.isfinite(loss) for loss in alone["losses"])
     for other in others:
         assert other == alone
 
 
 def test_blocks_and_root_give_one_digest():
-    results = [run_on_ranks(2, run, CASES[case])[0] for case in ("tied", "everything at the root")]
-    zero2 = run_on_ranks(2, run, CASES["ZeRO-2"])[0]
-    assert results[0] == results[1] == zero2
+    assert found(2, "tied") == found(2, "everything at the root") == found(2, "ZeRO-2")
 
 
 def test_granule_is_part_of_the_mechanism():
-    one, two = (run_on_ranks(1, run, {"granule": granule})[0] for granule in (1, 2))
+    one, two = (found(1, case) for case in ("tied", "granule of 2"))
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
     assert one["digest"] != two["digest"]
 
@@ -70,9 +73,9 @@ def test_micro_batches_change_no_bit(granule):
     case = {"counts": (8, 7, 0, 3), "granule": granule}
     whole = run_on_ranks(1, run, case)[0]
     for size in (1, 2, 3):
-        found = run_on_ranks(size, run, {**case, "micro_batch": 2})[0]
-        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
-        assert {**found, "losses": None} == {**whole, "losses": None}
+        cut = run_on_ranks(size, run, {**case, "micro_batch": 2})[0]
+        assert cut["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert {**cut, "losses": None} == {**whole, "losses": None}
 
 
 @pytest.mark.full
@@ -126,7 +129,7 @@ def checkpoint_outside(model) -> None:
 
 @pytest.mark.parametrize("change", [checkpoint_inside, checkpoint_outside])
 def test_checkpointing_changes_no_bit(change):
-    plain = run_on_ranks(1, run, {"config": ODD})[0]
+    plain = found(1, "odd sizes")
     results = [run_on_ranks(size, run, {"config": ODD, "change": change})[0] for size in (1, 3)]
     assert results[0]["losses"] == plain["losses"]
     assert results[0] == results[1]
@@ -164,5 +167,5 @@ def test_bypassed_root_falls_back_to_the_whole_model_loop():
     case = {"config": ODD, "change": hide_an_operation}
     alone = run_on_ranks(1, run, case)[0]
     assert run_on_ranks(3, run, case)[0] == alone
-    plain = run_on_ranks(1, run, {"config": ODD})[0]
+    plain = found(1, "odd sizes")
     assert alone["losses"][0] == plain["losses"][0]

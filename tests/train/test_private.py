@@ -269,8 +269,7 @@ def test_divergence_keeps_the_ledger_and_says_where(text, tmp_path):
 
 
 def test_what_fails_before_the_first_step_leaves_nothing(text, tmp_path):
-    privacy = replace(GIVEN, sampling="truncated", capacity=8)
-    privacy = replace(privacy, noise_multiplier=None, epsilon=1e-9)
+    privacy = replace(GIVEN, sampling="shuffled", noise_multiplier=None, epsilon=1e-9)
     with pytest.raises(BadInput, match="choose another target"):
         train(config_of(tmp_path / "run", text, privacy))
     assert not (tmp_path / "run").exists()

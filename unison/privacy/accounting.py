@@ -461,11 +461,12 @@ def _rdp(events: Mapping[Event, int], orders: Sequence[float]) -> np.ndarray:
     """Rényi divergences of all events, composed, at each order."""
     total = np.zeros(len(orders))
     for event, count in _ordered(events):
-        total += count * _rdp_of(event, orders)
+        total += count * _rdp_of(event, tuple(orders))
     return total
 
 
-def _rdp_of(event: Event, orders: Sequence[float]) -> np.ndarray:
+@lru_cache(maxsize=64)  # a third of a second each, of the few kinds of step that a run has
+def _rdp_of(event: Event, orders: tuple[float, ...]) -> np.ndarray:
     from dp_accounting import rdp
 
     sampling, z = event.sampling, event.noise_multiplier

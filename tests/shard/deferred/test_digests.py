@@ -50,18 +50,15 @@ def deferred_digest(world: World, name: str, is_sharded: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "sizes"),
     [
-        pytest.param("gpt2", marks=pytest.mark.full),
-        "decoder",
-        # Eight processes that import transformers take a while.
-        pytest.param("GPT2LMHeadModel", marks=pytest.mark.full),
-        pytest.param("LlamaForCausalLM", marks=pytest.mark.full),
+        ("decoder", (1, 2, 3)),
+        *(pytest.param(name, (1, 2, 3, 8), marks=pytest.mark.full) for name in MODELS),
     ],
 )
-def test_every_world_size_has_the_digest_of_one_process(name):
+def test_every_world_size_has_the_digest_of_one_process(name, sizes):
     eager = run_on_ranks(1, deferred_digest, name, False)[0]
-    for size in (1, 2, 3, 8):
+    for size in sizes:
         assert set(run_on_ranks(size, deferred_digest, name, True)) == {eager}
     if name in ("gpt2", "decoder"):
         assert eager == digest(build({"gpt2": GPT2, "decoder": DECODER}[name], seed=7))

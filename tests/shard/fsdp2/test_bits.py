@@ -35,7 +35,7 @@ def language_model(
     config: ModelConfig = GPT2,
     *,
     kind: str = "fsdp2",
-    counts: tuple[int, ...] = (8, 8, 8),
+    counts: tuple[int, ...] = (8, 8),
     parts: Callable[[Any], list[nn.Module]] = find_blocks,
     change: Callable[[nn.Module], None] | None = None,
     options: dict[str, Any] | None = None,
