@@ -30,7 +30,7 @@ _OPS = [
     ("gru_step", "z * (state[0] - n)", "z * (n - state[0])"),
 ]
 _CAPTURE = [
-    ("_Copied.forward", "output.clone()", "output"),
+    ("_Tap.forward", "output.clone()", "output"),
     ("refuse_gradient", "gradient is not None", "False"),
     ("OperationUse.records", "layout.check_nobodys(g)", "pass"),
     ("RowResults.differs", "bool(differ[kept].any())", "False"),

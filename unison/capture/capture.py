@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
+from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, see
 from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
-from unison.capture.parts import local, record_of, refuse_use, sum_of_parts
+from unison.capture.parts import local, record_of, refuse_use
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
     Place,
@@ -28,7 +27,7 @@ from unison.capture.recompute import (
     refuse_gradients,
 )
 from unison.capture.row_rules import RowSamples, is_mixed
-from unison.capture.rows import RowTrace
+from unison.capture.rows import RowTrace, check_constant
 from unison.capture.tracked import (
     FACTS,
     UNFOLLOWED,
@@ -415,7 +414,7 @@ class Capture:
         if self.seen is None:
             self.axes.axis(call)  # raises
         assert self.seen is not None
-        self.seen.append(Seen(call, _shape(output), _digest(output, args, kwargs)))
+        self.seen.append(see(call, output, (*args, *kwargs.values())))
         if axes is not None and axes[0] is NO_AXIS:
             return derive(self, func, args, kwargs)
         return output
@@ -529,7 +528,7 @@ class Capture:
             raise _Expression
         layout = self._layout_for(call, output)
         if layout is not None and rows is None:
-            _check_constant(call, saved, layout.axis, output)
+            check_constant(call, saved, layout.axis, output)
         if self._met is not None:
             self._met.append(Met(call, rows, layout))
         if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
@@ -583,7 +582,7 @@ class Capture:
         assert self._current is not None
         call, axes = self._current
         if self.seen is not None:
-            self.seen.append(Seen(call, tuple(output.shape), _digest(output, saved, {})))
+            self.seen.append(see(call, output, saved))
             if axes is not None and axes[0] is NO_AXIS:
                 raise _Expression
             return output
@@ -633,51 +632,15 @@ class Capture:
         call, axes = self._current
         axis = self.axes.axis(call) if axes is None else axes[0]
         assert axis is not None
-        self.axes.check_rows(call, output.shape[axis])
+        if self.axes.rows_per_sample is not None:
+            self.axes.check_rows(call, output.shape[axis])
         return Layout(self.batch, axis)
-
-
-def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
-    """Make sure that rows which are taken for samples by their place are all the same.
-
-    Such as zeros, which a recurrent network begins with. Those of a batch that was read out of
-    torch and back would lie wherever that put them.
-
-    Raises:
-        UnsupportedOperation: If they are not.
-    """
-    with _disable_current_modes():
-        rows = [x for x in saved if x.ndim > dim and x.shape[dim] == output.shape[dim] > 1]
-        if all(bool((each == each.narrow(dim, 0, 1)).all()) for each in rows):
-            return
-    raise UnsupportedOperation(
-        f"{', '.join(call.names)}: {call} is given rows that come neither from the batch by "
-        "torch's functions nor are the same for all samples, so that it is not known whose they "
-        "are. Do not take values out of torch (numpy, lists) to make rows of them"
-    )
 
 
 def _has_float_tensor(value: Any) -> bool:
     items = value if isinstance(value, list | tuple) else [value]
     found = [item for item in items if isinstance(item, Tensor)]
     return any(item.is_floating_point() or item.is_complex() for item in found)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    items = value if isinstance(value, list | tuple) else [value]
-    return next(tuple(item.shape) for item in items if isinstance(item, Tensor))
-
-
-def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """A few numbers that change with the values; None where parameters are all that went in."""
-    values = (*args, *kwargs.values())
-    if not any(isinstance(value, Tensor) and type(value) is not Tracked for value in values):
-        return None
-    items = output if isinstance(output, list | tuple) else [output]
-    found = next(item for item in items if isinstance(item, Tensor)).detach()
-    first = local(found)
-    first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
-    return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
 
 
 _as_no_view = torch.ops.aten._unsafe_view.default
@@ -755,8 +718,8 @@ def _indexed(
         ) from None
 
 
-class _InPlace(torch.autograd.Function):
-    """Marks a fresh tensor as its own output.
+class _Tap(torch.autograd.Function):
+    """Marks a fresh tensor as its own output, or copies one that shares memory with others.
 
     The mark costs no copy, and the tensor may be changed in place later (a view could not). It
     needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
@@ -765,11 +728,18 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
+        ctx: Any,
+        use: OperationUse | None,
+        is_fresh: bool,
+        output: Tensor,
+        anchor: Tensor,
+        *saved: Tensor,
     ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
+        if not is_fresh:
+            return output.clone()
         ctx.mark_dirty(output)
         return output
 
@@ -785,20 +755,7 @@ class _InPlace(torch.autograd.Function):
                     refuse_changed()
                 raise
             ctx.use.record(g, tuple(value.detach() for value in saved))
-        return None, g, None, *(None for _ in range(ctx.num_saved))
-
-
-class _Copied(_InPlace):
-    """The same, for tensors that share memory with others."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
-    ) -> Tensor:
-        ctx.use, ctx.num_saved = use, len(saved)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        return output.clone()
+        return None, None, g, None, *(None for _ in range(ctx.num_saved))
 
 
 def tap(
@@ -818,11 +775,10 @@ def tap(
         saved: What the record is made of.
         is_fresh: Whether the operation made the output new and does not need it in its backward.
     """
-    if not is_fresh:
-        return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
     # A linear map makes a view, where it reshapes what it made: nobody else sees what is behind.
-    own = output if output._base is None else _as_no_view(output, output.shape)
-    return _InPlace.apply(use, own, anchor, *saved)  # type: ignore[return-value]
+    if is_fresh and output._base is not None:
+        output = _as_no_view(output, output.shape)
+    return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
 
 def refuse_second() -> NoReturn:

@@ -47,7 +47,8 @@ from unison.privacy.inputs import (
 from unison.privacy.learning import ClippingSettings, Learning, is_recording
 from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, plain_leaf, unpacked
+from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, unpacked
+from unison.shard.each_granule import granular_pass
 from unison.torch_internals import DynamoBackend, backend_of_caller, has_values, is_compiled
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
@@ -303,7 +304,7 @@ class Attachment:
         """Let others decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            rows: What stands in for the dealing: `parts`, `most_rows`, `begin_backward`.
+            rows: What stands in for the dealing: `granule`, `parts`, `most_rows`, `begin_backward`.
             current: The batch that the module is given next.
             coefficients: Decides the coefficients.
             add_sums: Takes the clipped sums.
@@ -380,7 +381,10 @@ class Attachment:
         if joined is None:
             self.drop_pass()
         self._following.close()
-        self._following.enter_context(self._dealing.watched(module, (args, kwargs)))
+        if self._dealing.granule is not None:  # what is drawn belongs to samples
+            name = type(module).__name__
+            drawing = granular_pass(name, module, (args, kwargs), looks_at_writes=False)
+            self._following.enter_context(drawing)
         if joined is not None:
             self._join(joined, args, kwargs)
             for capture in joined.captures:
@@ -561,7 +565,7 @@ class Attachment:
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
                     for leaf in tree_leaves(given)
-                    if any(holds_samples(plain_leaf(leaf), n, dim) for n in sizes)
+                    if any(holds_samples(unpacked(leaf)[0], n, dim) for n in sizes)
                 ]
             )
 
