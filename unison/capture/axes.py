@@ -12,12 +12,14 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.parts import local, sum_of_parts
+from unison.capture.parts import local
 from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
+from unison.torch_internals import is_dtensor
 
 NO_AXIS = None  # made of parameters alone
 Axis = int | None
@@ -71,7 +73,9 @@ def see(call: Call, output: Any, inputs: Iterable[Any]) -> Seen:
     if any(isinstance(value, Tensor) and type(value) is not Tracked for value in inputs):
         first = local(found)
         first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
-        digest = sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
+        digest = torch.stack([first.sum(), first.square().sum()])
+        if is_dtensor(found):
+            dist.all_reduce(digest, group=found.device_mesh.get_group())
     return Seen(call, tuple(found.shape), digest)
 
 

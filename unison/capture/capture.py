@@ -41,7 +41,7 @@ from unison.capture.tracked import (
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
-from unison.torch_internals import is_dtensor, refuse_compiled
+from unison.torch_internals import is_dtensor, is_recording, refuse_compiled
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -204,7 +204,7 @@ class Capture:
         if not self.axes.is_traced:
             yield
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_recording():
             raise UnsupportedOperation(
                 "rows are selected by values, and whose they are is read in every pass, which a "
                 "CUDA graph cannot repeat; train without capture_graph"

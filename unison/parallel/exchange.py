@@ -9,7 +9,7 @@ one thing: how a rank's sums are bracketed.
   shard/reducers.py), and the owner finishes the tree: the same bits on any number of ranks.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unison.errors import BadInput
+from unison.shard.layout import buckets as buckets
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 from unison.shard.state.entries import gather_objects
@@ -29,21 +30,6 @@ K = TypeVar("K", bound=Hashable)
 BYTES_PER_BUCKET = 256 << 20  # of vectors that travel together, so that never all exist twice
 
 
-def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
-    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
-    run: list[T] = []
-    filled = 0
-    for each in items:
-        size = size_of(each)
-        if run and filled + size > most:
-            yield run
-            run, filled = [], 0
-        run.append(each)
-        filled += size
-    if run:
-        yield run
-
-
 def wire_device(ranks: Ranks) -> torch.device:
     """Where small objects must be to go over the ranks' network."""
     is_nccl = "nccl" in str(dist.get_backend(ranks.group))
@@ -52,13 +38,7 @@ def wire_device(ranks: Ranks) -> torch.device:
 
 def broadcast_object(ranks: Ranks, source: int, value: T) -> T:
     """One rank's value, which can be pickled, on every rank; a collective."""
-    if ranks.size == 1:
-        return value
-    found = [value]
-    dist.broadcast_object_list(
-        found, group=ranks.group, group_src=source, device=wire_device(ranks)
-    )
-    return found[0]
+    return ranks.broadcast_object(value, source)
 
 
 def largest(ranks: Ranks, device: torch.device, *values: int) -> list[int]:

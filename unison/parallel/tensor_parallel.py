@@ -39,7 +39,6 @@ from unison.parallel.adapter import (
     in_buckets,
     trained_params,
 )
-from unison.parallel.exchange import broadcast_object
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
@@ -163,7 +162,7 @@ class TensorParallel(ParallelAdapter):
 
     def agreed(self, value: T) -> T:
         """The first tensor rank's value: what is planned for its parts, which are the largest."""
-        return broadcast_object(self._tensor, 0, value)
+        return self._tensor.broadcast_object(value)
 
     def whole_norms(self, norms: Mapping[str, T]) -> Mapping[str, T]:
         """The norms of samples over all parts, replicated ones once: see [Note: whose squares].

@@ -44,12 +44,24 @@ from unison.privacy.inputs import (
     refuse_written,
     scaled_losses_noticed,
 )
-from unison.privacy.learning import ClippingSettings, Learning, is_recording
+from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, unpacked
-from unison.shard.each_granule import granular_pass
-from unison.torch_internals import DynamoBackend, backend_of_caller, has_values, is_compiled
+from unison.privacy.sampling import (
+    BatchDealer,
+    Part,
+    PhysicalBatch,
+    granular_pass,
+    packed,
+    unpacked,
+)
+from unison.torch_internals import (
+    DynamoBackend,
+    backend_of_caller,
+    has_values,
+    is_compiled,
+    is_recording,
+)
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,17 @@ from unison.privacy.accounting import (
     epsilon_if_secret,
     epsilon_of,
 )
-from unison.privacy.ledger_file import FORMAT, START, Head, Session, head_file_of, read_ledger
+from unison.privacy.ledger_file import (
+    FORMAT,
+    START,
+    Head,
+    Session,
+    hash_of,
+    head_file_of,
+    read_ledger,
+)
 from unison.privacy.mechanism import Mechanism, Release
-from unison.schema import open_regular
+from unison.schema import open_regular, version_of
 
 
 class Ledger:
@@ -120,7 +127,7 @@ class Ledger:
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             id=secrets.token_hex(8),  # two runs of one second are two runs
-            unison=_version(),
+            unison=version_of("unison") or "unknown",  # of a source tree
             accountant=self.accountant,
             **asdict(self.session),
             mechanism=plan,
@@ -282,7 +289,7 @@ class Ledger:
                 os.fsync(self._descriptor)
                 if written < len(data):
                     raise OSError(f"only {written} of {len(data)} bytes were; is the disk full?")
-            self._before_next, self.head = b"", Head(number, hashlib.sha256(line).hexdigest())
+            self._before_next, self.head = b"", Head(number, hash_of(line))
             if self.path is None:
                 self._written.add(self.head)
             else:
@@ -299,13 +306,6 @@ class Ledger:
     def _check_usable(self) -> None:
         if self._failure:
             raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("unison")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def _write_head(path: Path, head: Head) -> None:

@@ -475,18 +475,18 @@ class BatchLayout:
     ) -> Any:
         """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`."""
         if path in self._dims:
-            return change(value, path, self._dims[path])
+            return change(value, self._dims[path], path)
         parts = _parts(value) or {}
         made = {key: self.mapped(parts[key], change, (*path, key), is_new) for key in parts}
         is_changed = any(made[key] is not parts[key] for key in parts)
         return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
 
 
-ChangePart = Callable[[Any, Path, int | None], Any]
-"""(part of a batch, its path, its dimension of records or None) -> what stands in its place."""
+ChangePart = Callable[[Any, int | None, Path], Any]
+"""(part of a batch, its dimension of records or None, its path) -> what stands in its place."""
 
 
-def _without_rows(value: Any, _: Path, dim: int | None) -> Any:
+def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
     if dim is None:
         return value.clone() if isinstance(value, Tensor) else copy.copy(value)
     if isinstance(value, Tensor):
@@ -543,7 +543,7 @@ class RowShapes:
         """What is protected, in words."""
         return "one row of the data set" + (", but not its length" if self._are_public else "")
 
-    def fit(self, value: Any, path: Path, dim: int | None) -> Any:
+    def fit(self, value: Any, dim: int | None, path: Path) -> Any:
         """Return one part of a batch, records along `dim`, with rows of the shape they should have.
 
         Raises:

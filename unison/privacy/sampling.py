@@ -42,6 +42,7 @@ from unison.shard.deal import (
 from unison.shard.deal import batch_mean as batch_mean
 from unison.shard.deal import local_batch_mean as local_batch_mean
 from unison.shard.digest import fingerprint as fingerprint
+from unison.shard.each_granule import granular_pass as granular_pass
 from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
 from unison.shard.ranks import Ranks

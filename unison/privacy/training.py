@@ -32,7 +32,7 @@ from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.inputs import PublicTerms
-from unison.privacy.learning import ClippingSettings, is_recording
+from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
@@ -57,11 +57,11 @@ from unison.privacy.sampling import (
     BatchDealer,
     Part,
     PhysicalBatch,
-    Ranks,
     batch_mean,
     local_batch_mean,
 )
 from unison.rng import Key, NoiseClock
+from unison.torch_internals import is_recording
 
 
 def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:
@@ -127,13 +127,6 @@ class LogicalBatch:
     norms: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     key: Key | None = None
-
-    def all_norms(self, ranks: Ranks) -> Tensor:
-        """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
-        slots = self.norms[0].new_zeros(self.num_samples)
-        slots[torch.cat(self.positions)] = torch.cat(self.norms)
-        # Each slot has one owner and all others add 0: exact. A NaN stays one.
-        return ranks.sum_(slots) if self.num_samples else slots
 
 
 class StepObserver(Protocol):
@@ -555,8 +548,12 @@ class PrivateTraining:
         return self._attachment.plan
 
     def norms(self) -> Tensor:
-        """See `PrivacyEngine.per_sample_norms`."""
-        return self._known().all_norms(self.owner.ranks)
+        """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
+        batch = self._known()
+        slots = batch.norms[0].new_zeros(batch.num_samples)
+        slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
+        # Each slot has one owner and all others add 0: exact. A NaN stays one.
+        return self.owner.ranks.sum_(slots) if batch.num_samples else slots
 
     def diagnostics(self) -> Diagnostics:
         """See `PrivacyEngine.diagnostics`."""

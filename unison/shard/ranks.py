@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unison.errors import BadInput, NeedsWhole
 from unison.shard.guard.records import caller, lines_of
+
+T = TypeVar("T")
 
 # torch 2.13 renamed these two; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,6 +98,14 @@ class Ranks:
                         assert isinstance(group, dist.ProcessGroup)
                         self._neighbours[size] = Ranks(group)
         return self._neighbours[size]
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """One rank's value, which can be pickled, on every rank; a collective."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, group=self.group, group_src=source)
+        return held[0]
 
     def gather(self, full: Tensor, shard: Tensor) -> Work:
         """Start to fill `full` [size * n] with every rank's `shard` [n]."""

@@ -160,7 +160,7 @@ class Tracer:
                 self._file = file.open("w")
             except OSError as failed:
                 error = f"{file} cannot be written: {failed.strerror}"
-        if error := _of_first(error, ranks):
+        if error := ranks.broadcast_object(error):
             raise BadInput(error)
         self._write(
             {
@@ -267,7 +267,10 @@ class Tracer:
                 value = torch.tensor(self._loss, dtype=torch.float32)
                 self._see_whole("loss", "loss", value)
             if self._private is not None:
-                self._see_values("per-sample norms", "norm", self._private.norms())
+                norms = self._private.norms()  # a collective; every rank has those of all samples
+                if self._adapter.everyone.rank == 0:
+                    ids = torch.arange(len(norms))
+                    self._add_rows("per-sample norms", "norm", norms, ids, len(norms))
             if self._kfac is not None:
                 for layer in self._kfac.state_dict()["layers"]:
                     for key, each in layer["tensors"].items():
@@ -433,11 +436,6 @@ class Tracer:
                 if self._adapter.everyone.rank == 0 and value.numel():
                     self._see_whole(rung, canonical_name(path), value)
 
-    def _see_values(self, rung: str, name: str, values: Tensor) -> None:
-        """See one value per sample of the logical batch, which every rank has."""
-        if self._adapter.everyone.rank == 0:
-            self._add_rows(rung, name, values, torch.arange(len(values)), len(values))
-
     def _see_rows(self, rung: str, name: str, value: Tensor, granule: int | None = None) -> None:
         """See a tensor of which each row is a sample's, if it is one."""
         plan = self._plan
@@ -551,15 +549,6 @@ def _local(value: Any) -> Tensor:
 def _number(value: Any) -> Tensor:
     """A setting as a tensor: a number, or a pair of them."""
     return torch.as_tensor(value, dtype=torch.float64).detach().cpu()
-
-
-def _of_first(value: Any, ranks: Any) -> Any:
-    """The first rank's value, on every rank; a collective."""
-    if ranks.size == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, group=ranks.group, group_src=0)
-    return held[0]
 
 
 @contextmanager
