@@ -57,11 +57,6 @@ _NO_MODULE = nn.Module()
 _NO_PARAMS = ParamRegistry(_NO_MODULE)
 
 
-def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
-    """What becomes of a record of a pass that is over."""
-    refuse_second()
-
-
 class _Expression(Exception):
     """An output does not depend on the batch."""
 
@@ -286,7 +281,7 @@ class Capture:
         self.repeats = None
         self.anchors.clear()
         self.on_product = None
-        self.on_record = _refuse_late
+        self.on_record = refuse_second
         self.module, self._params = _NO_MODULE, _NO_PARAMS
 
     def lend(self, give_back: Callable[[], None]) -> None:
@@ -781,8 +776,8 @@ def tap(
     return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
 
-def refuse_second() -> NoReturn:
-    """Raise for a gradient that comes again."""
+def refuse_second(*_: Any) -> NoReturn:
+    """Raise for a gradient that comes again, or for the record that is made of it."""
     raise BadInput(
         "a second backward pass over one forward pass: its inputs are gone. Call backward once per "
         "batch"

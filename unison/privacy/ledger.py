@@ -27,15 +27,7 @@ from unison.privacy.accounting import (
     epsilon_if_secret,
     epsilon_of,
 )
-from unison.privacy.ledger_file import (
-    FORMAT,
-    START,
-    Head,
-    Session,
-    hash_of,
-    head_file_of,
-    read_ledger,
-)
+from unison.privacy.ledger_file import FORMAT, START, Head, Session, head_file_of, read_ledger
 from unison.privacy.mechanism import Mechanism, Release
 from unison.schema import open_regular, version_of
 
@@ -289,7 +281,7 @@ class Ledger:
                 os.fsync(self._descriptor)
                 if written < len(data):
                     raise OSError(f"only {written} of {len(data)} bytes were; is the disk full?")
-            self._before_next, self.head = b"", Head(number, hash_of(line))
+            self._before_next, self.head = b"", Head(number, hashlib.sha256(line).hexdigest())
             if self.path is None:
                 self._written.add(self.head)
             else:
