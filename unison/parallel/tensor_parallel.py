@@ -204,13 +204,15 @@ class TensorParallel(ParallelAdapter):
                     "bring its module's inputs together with PrepareModuleInput"
                 )
 
-    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
         """Add the clipped sums of a pass over the data axis; see `ParallelAdapter`."""
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
             self._tensor.sum_(torch.zeros(1, device=self.device))
-        super().add(make_sums, plan, granules)
+        super().add(make_sums, plan, granules, dtype)
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""

@@ -131,7 +131,7 @@ class RunningPart:
 
 @dataclass(eq=False)
 class RunningPass:
-    """One physical batch on its way through the module; it makes its clipped sums (`MakeSums`).
+    """One physical batch on its way through the module; it makes its clipped sums.
 
     Sums are integers, which add without rounding: over granules, passes and ranks they are the same
     in any order, and emptying a record changes what it changes in that record's own rows.
@@ -145,7 +145,6 @@ class RunningPass:
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
-        grid: On which the sums lie; set before they are made.
     """
 
     batch: PhysicalBatch
@@ -156,7 +155,6 @@ class RunningPass:
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
-    grid: Grid | None = None
 
     def close(self) -> None:
         """Let go of the module and of what was recorded: the pass is over, or given up."""
@@ -166,23 +164,16 @@ class RunningPass:
         self.parts.clear()
         self.call = None
 
-    def __call__(
-        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
+    def make_sums(
+        self, grid: Grid, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None
     ) -> list[Tensor | None]:
-        """Return this rank's clipped sums of these parameters; see `MakeSums`."""
-        part, grid = self.parts[granule], self.grid
+        """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`."""
+        part = self.parts[granule]
         assert part.coefficients is not None
-        assert grid is not None
         totals = dict(zip(names, before or [None] * len(names), strict=True))
         spacing = float(grid.spacing)
         part.clipping.add_on_grid(part.coefficients, totals, spacing=spacing, dtype=grid.dtype)
         return list(totals.values())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sums."""
-        assert self.grid is not None
-        return self.grid.dtype
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -132,7 +133,7 @@ class LogicalBatch:
 class StepObserver(Protocol):
     """Sees what a private step is made of, as it is made; `unison.verify` writes it down."""
 
-    def see_pass(self, sums: RunningPass) -> MakeSums:
+    def see_pass(self, sums: RunningPass, make_sums: MakeSums, grid: Grid) -> MakeSums:
         """Look at a pass whose coefficients are known; returns what makes its sums."""
         ...
 
@@ -339,9 +340,12 @@ class PrivateTraining:
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            grid = grid_of(running.release, batch.logical_size)
+            make_sums: MakeSums = partial(sums.make_sums, grid)
+            if self.observer is not None:
+                make_sums = self.observer.see_pass(sums, make_sums, grid)
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(make_sums, plan, granules, grid.dtype)
         running.next_pass += 1
         if batch.is_last:
             terms = self.terms(running, batch.logical_size)

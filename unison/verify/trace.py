@@ -306,7 +306,7 @@ class Tracer:
 
     # --- `StepObserver` of private training ------------------------------------------------------
 
-    def see_pass(self, sums: Any) -> MakeSums:
+    def see_pass(self, sums: Any, make_sums: MakeSums, grid: Any) -> MakeSums:
         """See a pass whose coefficients are known; returns what makes its sums."""
         with _unseen():
             for part in sums.parts.values():
@@ -319,7 +319,29 @@ class Tracer:
                     if alike[id(values)] == name:
                         title = name if len(alike) > 1 else "coefficient"
                         self._add_rows("coefficients", title, values, ids, sums.batch.logical_size)
-        return _SeenSums(self, sums)
+        return functools.partial(self._make_sums, make_sums, grid)
+
+    def _make_sums(
+        self,
+        make_sums: MakeSums,
+        grid: Any,
+        granule: int,
+        names: Sequence[str],
+        before: Sequence[Tensor | None] | None,
+    ) -> list[Tensor | None]:
+        """Make clipped sums (see `MakeSums`), and see this rank's summands."""
+        old = [None if each is None else each.clone() for each in before or [None] * len(names)]
+        made = make_sums(granule, names, before)
+        with _unseen():
+            for name, total, earlier in zip(names, made, old, strict=True):
+                if total is None:
+                    continue
+                own = total if earlier is None else total - earlier.view_as(total)
+                owned = self._by_name[name]
+                index = Elements.of(owned, is_whole=True)
+                digests = block_digests(own, index, is_linear=True)
+                self._add_summand(owned, index, grid.values(own), digests)
+        return made
 
     def see_totals(
         self, totals: Sequence[tuple[ShardedParam, Tensor]], grid: Any, terms: Any
@@ -500,37 +522,6 @@ class Tracer:
             self._write(entry.as_json())
         self._file.flush()
         os.fsync(self._file.fileno())
-
-
-class _SeenSums:
-    """Makes clipped sums, and lets a tracer see this rank's summands."""
-
-    def __init__(self, tracer: Tracer, sums: Any) -> None:
-        self._tracer, self._sums = tracer, sums
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sums."""
-        return self._sums.dtype
-
-    def __call__(
-        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
-    ) -> list[Tensor | None]:
-        """See `MakeSums`."""
-        old = [None if each is None else each.clone() for each in before or [None] * len(names)]
-        made = self._sums(granule, names, before)
-        spacing = self._sums.grid.spacing
-        tracer = self._tracer
-        with _unseen():
-            for name, total, earlier in zip(names, made, old, strict=True):
-                if total is None:
-                    continue
-                own = total if earlier is None else total - earlier.view_as(total)
-                owned = tracer._by_name[name]
-                index = Elements.of(owned, is_whole=True)
-                digests = block_digests(own, index, is_linear=True)
-                tracer._add_summand(owned, index, own.double() * spacing, digests)
-        return made
 
 
 def _who_trains(trained: set[int], trainers: Any) -> Any:
