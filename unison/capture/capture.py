@@ -317,9 +317,9 @@ class Capture:
             )
         is_traced = self.axes.is_traced or self._met is not None
         axes = None if is_traced else self.axes.find(call)
+        without_rule = self._without_rule_traced if is_traced else self._without_rule
         if rule is None:
-            without = self._without_rule_traced if is_traced else self._without_rule
-            return without(call, axes, args, kwargs)
+            return without_rule(call, axes, args, kwargs)
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
@@ -330,16 +330,14 @@ class Capture:
                 self._derived(call, args, kwargs) if is_traced else derive(self, func, args, kwargs)
             )
         except UnsupportedOperation as error:
-            names = ", ".join(call.names)
-            message = str(error)
-            raise UnsupportedOperation(
-                message if message.startswith(names) else f"{names}: {message}"
-            ) from None
+            names, message = ", ".join(call.names), str(error)
+            if not message.startswith(names):
+                message = f"{names}: {message}"
+            raise UnsupportedOperation(message) from None
         finally:
             self._current = before
         if output is NotImplemented:
-            without = self._without_rule_traced if is_traced else self._without_rule
-            return without(call, axes, args, kwargs)
+            return without_rule(call, axes, args, kwargs)
         return output
 
     def _unmarked(self, value: Any) -> Any:
@@ -600,10 +598,8 @@ class Capture:
             names = self.ignored
             tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
-            use, inputs = (
-                OperationUse(self, layout, tracked),
-                tuple(each.detach() for each in saved),
-            )
+            use = OperationUse(self, layout, tracked)
+            inputs = tuple(each.detach() for each in saved)
             assert self.repeats is not None
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
