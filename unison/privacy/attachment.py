@@ -66,6 +66,9 @@ from unison.torch_internals import (
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default
 
+# Calls back when the running backward pass has ended, after those that asked before.
+_queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
 OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
 
 
@@ -659,11 +662,6 @@ def _on_backward(
     if attached is None:
         raise BadInput("the engine was detached after this forward pass: nothing takes its records")
     attached._on_backward(given, outputs, gradients)
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    """Call back when the running backward pass has ended, after those that asked before."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def _refuse_detached(*_: Any) -> NoReturn:
