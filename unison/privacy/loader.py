@@ -363,6 +363,8 @@ def _kept_generators() -> Iterator[None]:
 
 Path = tuple[Any, ...]
 """Names or numbers of the containers around a part of a batch, and its own."""
+ChangePart = Callable[[Any, int | None, Path], Any]
+"""(part of a batch, its dimension of records or None, its path) -> what stands in its place."""
 
 
 class BatchLayout:
@@ -470,9 +472,7 @@ class BatchLayout:
         for key in parts:
             self._learn(parts[key], others[key], (*path, key))
 
-    def mapped(
-        self, value: Any, change: "ChangePart", path: Path = (), is_new: bool = False
-    ) -> Any:
+    def mapped(self, value: Any, change: ChangePart, path: Path = (), is_new: bool = False) -> Any:
         """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`."""
         if path in self._dims:
             return change(value, self._dims[path], path)
@@ -480,10 +480,6 @@ class BatchLayout:
         made = {key: self.mapped(parts[key], change, (*path, key), is_new) for key in parts}
         is_changed = any(made[key] is not parts[key] for key in parts)
         return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
-
-
-ChangePart = Callable[[Any, int | None, Path], Any]
-"""(part of a batch, its dimension of records or None, its path) -> what stands in its place."""
 
 
 def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
