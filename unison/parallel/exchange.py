@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unison.errors import BadInput
-from unison.shard.layout import buckets as buckets
 from unison.shard.ranks import Ranks
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
+from unison.shard.state.entries import buckets as buckets
 from unison.shard.state.entries import gather_objects
 from unison.shard.state.entries import together as together
 

@@ -9,17 +9,15 @@ everywhere.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unison.shard.ranks import Ranks
-
-T = TypeVar("T")
 
 ALIGNMENT = 256  # elements
 
@@ -31,21 +29,6 @@ def aligned(length: int, alignment: int = ALIGNMENT) -> int:
     [0, 256, 256, 512]
     """
     return -(-length // alignment) * alignment
-
-
-def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
-    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
-    run: list[T] = []
-    filled = 0
-    for each in items:
-        size = size_of(each)
-        if run and filled + size > most:
-            yield run
-            run, filled = [], 0
-        run.append(each)
-        filled += size
-    if run:
-        yield run
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,21 @@ class CheckpointFailed(UnisonError, OSError):
     """A file of a checkpoint could not be written or read."""
 
 
+def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
+    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
+    run: list[T] = []
+    filled = 0
+    for each in items:
+        size = size_of(each)
+        if run and filled + size > most:
+            yield run
+            run, filled = [], 0
+        run.append(each)
+        filled += size
+    if run:
+        yield run
+
+
 def gather_objects(ranks: Ranks, value: T) -> list[T]:
     """Every rank's value, in rank order, on every rank; a collective."""
     values: list[Any] = [value] * ranks.size

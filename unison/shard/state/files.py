@@ -44,10 +44,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from unison.errors import BadInput, UnisonError
-from unison.shard.layout import buckets
 from unison.shard.ranks import Ranks
 from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, data_file
-from unison.shard.state.entries import CheckpointFailed, FlatPart
+from unison.shard.state.entries import CheckpointFailed, FlatPart, buckets
 
 FILE_BYTES = 1 << 30  # of one data file, so that the host holds no more than that at a time
 
