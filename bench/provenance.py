@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from unison.errors import BadInput
-from unison.train.run_folder import cpu_model, version_of
+from unison.schema import version_of
+from unison.train.run_folder import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "numpy", "triton", "unison")

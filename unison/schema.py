@@ -12,6 +12,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -224,3 +225,11 @@ def cut(text: str) -> str:
     text = " ".join(text.split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, for files to say; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

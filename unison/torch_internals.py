@@ -51,6 +51,11 @@ def machine_of(device: torch.device) -> str:
     return _planned_for if _planned_for is not None and device.type == "meta" else device.type
 
 
+def is_recording() -> bool:
+    """Whether a CUDA graph is being recorded, so that what runs does not happen."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def sent_to_host(value: Tensor) -> Callable[[], Tensor]:
     """Copy a small tensor to the host while its device goes on; return what reads it there.
 

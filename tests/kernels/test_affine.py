@@ -88,11 +88,11 @@ def test_what_the_kernel_takes():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @interpreted
 def test_columns(dtype):
-    from unison.kernels import affine_triton
+    from unison.kernels import multi_tensor_triton
 
     for samples, tokens, width in ((3, 17, 32), (1, 1, 1), (2, 40, 129), (2, 600, 5), (0, 4, 5)):
         g = torch.randn(samples, tokens, width).to(dtype)
-        found = affine_triton.column_sums(g)
+        found = multi_tensor_triton.column_sums(g)
         assert found.is_contiguous()
         assert found.shape == (samples, width)
         assert_close(found, g.double().sum(1))

@@ -62,7 +62,7 @@ def many_cases():
 
 def other_cases():
     import torch
-    from unison.kernels import affine_triton as affine
+    from unison.kernels import multi_tensor_triton as affine
     from unison.kernels import lookup_triton as lookup
     from unison.kernels import products_triton as products
     for add in (True, False):

@@ -30,7 +30,7 @@ _OPS = [
     ("gru_step", "z * (state[0] - n)", "z * (n - state[0])"),
 ]
 _CAPTURE = [
-    ("_Copied.forward", "output.clone()", "output"),
+    ("_Tap.forward", "output.clone()", "output"),
     ("refuse_gradient", "gradient is not None", "False"),
     ("OperationUse.records", "layout.check_nobodys(g)", "pass"),
     ("RowResults.differs", "bool(differ[kept].any())", "False"),
@@ -86,17 +86,23 @@ _PRIVACY = [
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            grid = grid_of(running.release, batch.logical_size)
+            make_sums: MakeSums = partial(sums.make_sums, grid)
+            if self.observer is not None:
+                make_sums = self.observer.see_pass(sums, make_sums, grid)
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(make_sums, plan, granules, grid.dtype)
 """,
         """# Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            grid = grid_of(running.release, batch.logical_size)
+            make_sums: MakeSums = partial(sums.make_sums, grid)
+            if self.observer is not None:
+                make_sums = self.observer.see_pass(sums, make_sums, grid)
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(make_sums, plan, granules, grid.dtype)
         if batch.is_last:
             self.open_release(running)
 """,

@@ -28,13 +28,9 @@ from unison.shard.sharded_tensor import local_part
 SHAPES = {"0.weight": (5, 3), "0.bias": (5,), "2.weight": (7, 5), "2.bias": (7,)}
 
 
-class NewSums:
-    """A pass whose sums do not go on from those of the passes before."""
-
-    dtype = torch.float64
-
-    def __call__(self, granule: int, names: Any, before: Any) -> list[Tensor | None]:
-        return [torch.full((5, 3), float(granule), dtype=self.dtype), None]
+def new_sums(granule: int, names: Any, before: Any) -> list[Tensor | None]:
+    """Make sums that do not go on from those of the passes before."""
+    return [torch.full((5, 3), float(granule), dtype=torch.float64), None]
 
 
 def test_sums_of_several_passes_are_added():
@@ -42,7 +38,7 @@ def test_sums_of_several_passes_are_added():
     named = [ShardedParam.whole(f"p{i}", each) for i, each in enumerate(params)]
     (group,) = in_buckets(named, Ranks(None))
     for granule in (1, 2, 4):
-        group.take([granule], NewSums())  # type: ignore[arg-type]
+        group.take([granule], new_sums, torch.float64)
     totals = [total.tolist() for _, total in group.take_totals()]
     assert totals == [[7.0] * 15, [0.0] * 4]
 

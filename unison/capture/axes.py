@@ -12,10 +12,14 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from unison.capture.parts import local
+from unison.capture.tracked import Tracked
 from unison.errors import BadInput, UnsupportedOperation
+from unison.torch_internals import is_dtensor
 
 NO_AXIS = None  # made of parameters alone
 Axis = int | None
@@ -59,6 +63,20 @@ class Seen(NamedTuple):
     call: Call
     output: tuple[int, ...]
     digest: Tensor | None = None
+
+
+def see(call: Call, output: Any, inputs: Iterable[Any]) -> Seen:
+    """Note a call with its output, or with the first tensor of it."""
+    items = output if isinstance(output, list | tuple) else [output]
+    found = next(item for item in items if isinstance(item, Tensor)).detach()
+    digest = None
+    if any(isinstance(value, Tensor) and type(value) is not Tracked for value in inputs):
+        first = local(found)
+        first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
+        digest = torch.stack([first.sum(), first.square().sum()])
+        if is_dtensor(found):
+            dist.all_reduce(digest, group=found.device_mesh.get_group())
+    return Seen(call, tuple(found.shape), digest)
 
 
 @dataclass
@@ -111,9 +129,7 @@ class AxisTable:
         Raises:
             UnsupportedOperation: If they have not: then they need not have as many each.
         """
-        if self.rows_per_sample is None:
-            return
-        expected = self.rows_per_sample.get(call.kind)
+        expected = (self.rows_per_sample or {}).get(call.kind)
         if expected is not None and Fraction(num_rows, max(call.batch, 1)) not in expected:
             raise UnsupportedOperation(
                 f"{call} has {num_rows} rows for {call.batch} samples, and had "

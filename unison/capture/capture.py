@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen
+from unison.capture.axes import NO_AXIS, Axes, AxisTable, Call, Seen, see
 from unison.capture.expression import ALWAYS, derive, is_in_place, per_sample_fallback
-from unison.capture.parts import local, record_of, refuse_use, sum_of_parts
+from unison.capture.parts import local, record_of, refuse_use
 from unison.capture.probes import flat_weights_renewed
 from unison.capture.recompute import (
     Place,
@@ -28,7 +27,7 @@ from unison.capture.recompute import (
     refuse_gradients,
 )
 from unison.capture.row_rules import RowSamples, is_mixed
-from unison.capture.rows import RowTrace
+from unison.capture.rows import RowTrace, check_constant
 from unison.capture.tracked import (
     FACTS,
     UNFOLLOWED,
@@ -42,7 +41,7 @@ from unison.capture.tracked import (
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
 from unison.ops.linear import of_bias
-from unison.torch_internals import is_dtensor, refuse_compiled
+from unison.torch_internals import is_dtensor, is_recording, refuse_compiled
 
 # On a module whose parameters somebody else puts in place during a pass: a function from a capture
 # to a context in which it puts tracked ones there.
@@ -56,11 +55,6 @@ OnProduct = Callable[[str, Product], bool]
 
 _NO_MODULE = nn.Module()
 _NO_PARAMS = ParamRegistry(_NO_MODULE)
-
-
-def _refuse_late(name: str, record: Record | Streamed) -> NoReturn:
-    """What becomes of a record of a pass that is over."""
-    refuse_second()
 
 
 class _Expression(Exception):
@@ -205,7 +199,7 @@ class Capture:
         if not self.axes.is_traced:
             yield
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_recording():
             raise UnsupportedOperation(
                 "rows are selected by values, and whose they are is read in every pass, which a "
                 "CUDA graph cannot repeat; train without capture_graph"
@@ -287,7 +281,7 @@ class Capture:
         self.repeats = None
         self.anchors.clear()
         self.on_product = None
-        self.on_record = _refuse_late
+        self.on_record = refuse_second
         self.module, self._params = _NO_MODULE, _NO_PARAMS
 
     def lend(self, give_back: Callable[[], None]) -> None:
@@ -323,9 +317,9 @@ class Capture:
             )
         is_traced = self.axes.is_traced or self._met is not None
         axes = None if is_traced else self.axes.find(call)
+        without_rule = self._without_rule_traced if is_traced else self._without_rule
         if rule is None:
-            without = self._without_rule_traced if is_traced else self._without_rule
-            return without(call, axes, args, kwargs)
+            return without_rule(call, axes, args, kwargs)
         if axes is not None and axes[0] is NO_AXIS and not is_learning:
             return derive(self, func, args, kwargs)
         before, self._current = self._current, (call, axes)
@@ -336,16 +330,14 @@ class Capture:
                 self._derived(call, args, kwargs) if is_traced else derive(self, func, args, kwargs)
             )
         except UnsupportedOperation as error:
-            names = ", ".join(call.names)
-            message = str(error)
-            raise UnsupportedOperation(
-                message if message.startswith(names) else f"{names}: {message}"
-            ) from None
+            names, message = ", ".join(call.names), str(error)
+            if not message.startswith(names):
+                message = f"{names}: {message}"
+            raise UnsupportedOperation(message) from None
         finally:
             self._current = before
         if output is NotImplemented:
-            without = self._without_rule_traced if is_traced else self._without_rule
-            return without(call, axes, args, kwargs)
+            return without_rule(call, axes, args, kwargs)
         return output
 
     def _unmarked(self, value: Any) -> Any:
@@ -415,7 +407,7 @@ class Capture:
         if self.seen is None:
             self.axes.axis(call)  # raises
         assert self.seen is not None
-        self.seen.append(Seen(call, _shape(output), _digest(output, args, kwargs)))
+        self.seen.append(see(call, output, (*args, *kwargs.values())))
         if axes is not None and axes[0] is NO_AXIS:
             return derive(self, func, args, kwargs)
         return output
@@ -529,7 +521,7 @@ class Capture:
             raise _Expression
         layout = self._layout_for(call, output)
         if layout is not None and rows is None:
-            _check_constant(call, saved, layout.axis, output)
+            check_constant(call, saved, layout.axis, output)
         if self._met is not None:
             self._met.append(Met(call, rows, layout))
         if layout is None and (rows is None or self._met is None or not is_mixed(rows)):
@@ -583,7 +575,7 @@ class Capture:
         assert self._current is not None
         call, axes = self._current
         if self.seen is not None:
-            self.seen.append(Seen(call, tuple(output.shape), _digest(output, saved, {})))
+            self.seen.append(see(call, output, saved))
             if axes is not None and axes[0] is NO_AXIS:
                 raise _Expression
             return output
@@ -606,10 +598,8 @@ class Capture:
             names = self.ignored
             tracked = [use for use in tracked if any(n not in names for n in use[0].of_parameters)]
         if self._is_again:
-            use, inputs = (
-                OperationUse(self, layout, tracked),
-                tuple(each.detach() for each in saved),
-            )
+            use = OperationUse(self, layout, tracked)
+            inputs = tuple(each.detach() for each in saved)
             assert self.repeats is not None
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
@@ -633,51 +623,15 @@ class Capture:
         call, axes = self._current
         axis = self.axes.axis(call) if axes is None else axes[0]
         assert axis is not None
-        self.axes.check_rows(call, output.shape[axis])
+        if self.axes.rows_per_sample is not None:
+            self.axes.check_rows(call, output.shape[axis])
         return Layout(self.batch, axis)
-
-
-def _check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
-    """Make sure that rows which are taken for samples by their place are all the same.
-
-    Such as zeros, which a recurrent network begins with. Those of a batch that was read out of
-    torch and back would lie wherever that put them.
-
-    Raises:
-        UnsupportedOperation: If they are not.
-    """
-    with _disable_current_modes():
-        rows = [x for x in saved if x.ndim > dim and x.shape[dim] == output.shape[dim] > 1]
-        if all(bool((each == each.narrow(dim, 0, 1)).all()) for each in rows):
-            return
-    raise UnsupportedOperation(
-        f"{', '.join(call.names)}: {call} is given rows that come neither from the batch by "
-        "torch's functions nor are the same for all samples, so that it is not known whose they "
-        "are. Do not take values out of torch (numpy, lists) to make rows of them"
-    )
 
 
 def _has_float_tensor(value: Any) -> bool:
     items = value if isinstance(value, list | tuple) else [value]
     found = [item for item in items if isinstance(item, Tensor)]
     return any(item.is_floating_point() or item.is_complex() for item in found)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    items = value if isinstance(value, list | tuple) else [value]
-    return next(tuple(item.shape) for item in items if isinstance(item, Tensor))
-
-
-def _digest(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """A few numbers that change with the values; None where parameters are all that went in."""
-    values = (*args, *kwargs.values())
-    if not any(isinstance(value, Tensor) and type(value) is not Tracked for value in values):
-        return None
-    items = output if isinstance(output, list | tuple) else [output]
-    found = next(item for item in items if isinstance(item, Tensor)).detach()
-    first = local(found)
-    first = (torch.view_as_real(first.resolve_conj()) if first.is_complex() else first).double()
-    return sum_of_parts(torch.stack([first.sum(), first.square().sum()]), found)
 
 
 _as_no_view = torch.ops.aten._unsafe_view.default
@@ -755,8 +709,8 @@ def _indexed(
         ) from None
 
 
-class _InPlace(torch.autograd.Function):
-    """Marks a fresh tensor as its own output.
+class _Tap(torch.autograd.Function):
+    """Marks a fresh tensor as its own output, or copies one that shares memory with others.
 
     The mark costs no copy, and the tensor may be changed in place later (a view could not). It
     needs a tensor whose own backward does not read it. What is saved goes through autograd, so that
@@ -765,11 +719,18 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
+        ctx: Any,
+        use: OperationUse | None,
+        is_fresh: bool,
+        output: Tensor,
+        anchor: Tensor,
+        *saved: Tensor,
     ) -> Tensor:
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # no gradient is no use, in every pass
+        if not is_fresh:
+            return output.clone()
         ctx.mark_dirty(output)
         return output
 
@@ -785,20 +746,7 @@ class _InPlace(torch.autograd.Function):
                     refuse_changed()
                 raise
             ctx.use.record(g, tuple(value.detach() for value in saved))
-        return None, g, None, *(None for _ in range(ctx.num_saved))
-
-
-class _Copied(_InPlace):
-    """The same, for tensors that share memory with others."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, use: OperationUse | None, output: Tensor, anchor: Tensor, *saved: Tensor
-    ) -> Tensor:
-        ctx.use, ctx.num_saved = use, len(saved)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        return output.clone()
+        return None, None, g, None, *(None for _ in range(ctx.num_saved))
 
 
 def tap(
@@ -818,15 +766,14 @@ def tap(
         saved: What the record is made of.
         is_fresh: Whether the operation made the output new and does not need it in its backward.
     """
-    if not is_fresh:
-        return _Copied.apply(use, output, anchor, *saved)  # type: ignore[return-value]
     # A linear map makes a view, where it reshapes what it made: nobody else sees what is behind.
-    own = output if output._base is None else _as_no_view(output, output.shape)
-    return _InPlace.apply(use, own, anchor, *saved)  # type: ignore[return-value]
+    if is_fresh and output._base is not None:
+        output = _as_no_view(output, output.shape)
+    return _Tap.apply(use, is_fresh, output, anchor, *saved)  # type: ignore[return-value]
 
 
-def refuse_second() -> NoReturn:
-    """Raise for a gradient that comes again."""
+def refuse_second(*_: Any) -> NoReturn:
+    """Raise for a gradient that comes again, or for the record that is made of it."""
     raise BadInput(
         "a second backward pass over one forward pass: its inputs are gone. Call backward once per "
         "batch"

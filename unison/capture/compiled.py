@@ -19,7 +19,6 @@ pass that Dynamo would leave to Python, now or after many recompilations.
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -59,9 +58,14 @@ class _ToSlots(torch.autograd.Function):
     """Hands the gradient of an operation's output on, and each sample's of parameters to slots."""
 
     @staticmethod
-    def forward(ctx: Any, use: "_TracedUse", output: Tensor, *tensors: Tensor) -> Tensor:
-        num_slots = len(use.slots)
-        ctx.use, ctx.num_saved = use, len(tensors) - num_slots
+    def forward(
+        ctx: Any,
+        gradients: Callable[[Tensor, tuple[Tensor, ...]], list[Tensor]],
+        num_slots: int,
+        output: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.gradients, ctx.num_saved = gradients, len(tensors) - num_slots
         ctx.save_for_backward(*tensors[num_slots:])
         # No copy, and no view either: what comes out may be written in place later.
         return torch.ops.aten._unsafe_view.default(output, output.shape)
@@ -69,29 +73,33 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         (g,) = gradients
-        values = ctx.use.gradients(g, ctx.saved_tensors)
-        return None, g, *values, *(None,) * ctx.num_saved
+        values = ctx.gradients(g, ctx.saved_tensors)
+        return None, None, g, *values, *(None,) * ctx.num_saved
 
 
-@dataclass(eq=False)
-class _TracedUse:
-    """The uses of parameters by one operation, and the slots of their records."""
+def _slot_gradients(
+    use: OperationUse,
+    places: Sequence[int],
+    factored: Collection[str],
+    g: Tensor,
+    saved: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """The gradients of the slots that the records of an operation lead to, each slot once.
 
-    use: OperationUse
-    places: Sequence[int]  # number of each record's slot
-    slots: Sequence[int]  # the same numbers, each once
-    factored: Collection[str]  # parameters whose factors are kept
-
-    def gradients(self, g: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
-        """The gradients of the slots."""
-        found: dict[int, Tensor] = {}
-        names = [source.name for tracked, _ in self.use.uses for source in tracked.sources]
-        records = _records(self.use, g, saved)
-        for place, name, record in zip(self.places, names, records, strict=True):
-            kept = _kept(name, record, self.factored)
-            value = _multiplied_out(record) if kept is None else kept.g
-            found[place] = found[place] + value if place in found else value
-        return [found[slot] for slot in self.slots]
+    Args:
+        use: The uses of parameters by the operation.
+        places: The number of each record's slot.
+        factored: Parameters whose factors are kept.
+        g: The gradient of what came out.
+        saved: What the records are made of.
+    """
+    found: dict[int, Tensor] = {}
+    names = [source.name for tracked, _ in use.uses for source in tracked.sources]
+    for place, name, record in zip(places, names, _records(use, g, saved), strict=True):
+        kept = _kept(name, record, factored)
+        value = _multiplied_out(record) if kept is None else kept.g
+        found[place] = found[place] + value if place in found else value
+    return list(found.values())
 
 
 def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Product | None:
@@ -127,11 +135,6 @@ class _TracedAxes(AxisTable):
     is `F.rms_norm` to one and `torch.rms_norm` to the other.
     """
 
-    @staticmethod
-    def of(axes: AxisTable) -> "_TracedAxes":
-        """The same table."""
-        return _TracedAxes(**vars(axes))
-
     def find(self, call: Call) -> Axes | None:
         """As learned; or as of a call of another function with the same parameters and shapes."""
         found = super().find(call)
@@ -166,7 +169,7 @@ class _Traced(Capture):
         slots: Sequence[Sequence[int]] | None = None,
         values: Sequence[Tensor] = (),
     ) -> None:
-        axes = _TracedAxes.of(of.axes)
+        axes = _TracedAxes(**vars(of.axes))
         super().__init__(nn.Module(), of.batch, axes=axes, on_record=_refuse_record)
         self.factored = of.factored
         self._slots, self._values = slots, values
@@ -206,9 +209,9 @@ class _Traced(Capture):
             kept = _kept(name, record, self.factored)
             if kept is not None:
                 self.kept[place] = kept.ids if isinstance(kept, Lookup) else kept.a
-        slots = list(dict.fromkeys(places))
-        traced = _TracedUse(use, places, slots, self.factored)
-        return _ToSlots.apply(traced, output, *(self._values[each] for each in slots), *saved)  # type: ignore[return-value]
+        slots = [self._values[each] for each in dict.fromkeys(places)]
+        gradients = partial(_slot_gradients, use, places, self.factored)
+        return _ToSlots.apply(gradients, len(slots), output, *slots, *saved)  # type: ignore[return-value]
 
 
 def _refuse_record(name: str, record: Record | Streamed) -> None:

@@ -179,7 +179,8 @@ class CompiledForward:
             is_own = type(own) is nn.Parameter and own.data_ptr() == mark.value.data_ptr()
             shown.append(None if is_own else mark.value)
             names[id(own if is_own else mark.value)] = mark.of_parameters[0]
-        capture = self._capture_of(marks)
+        listeners = (each.listener for each in marks if isinstance(each, Tracked))
+        capture = next(listeners, None) or self._passes.captures[0]
         kinds = tuple(_kind(each, capture.factored) for each in marks)
         backend = self._passes.backend(capture, kinds)
         with (
@@ -218,10 +219,6 @@ class CompiledForward:
             return None, reason_of(error)
         self._worked.add(backend)
         return (output, None) if backend.num_runs > num_runs else (None, _SKIPPED)
-
-    def _capture_of(self, marks: list[Any]) -> Capture:
-        found = (each.listener for each in marks if isinstance(each, Tracked))
-        return next(found, None) or self._passes.captures[0]
 
 
 class CapturedPasses:

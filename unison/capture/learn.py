@@ -6,8 +6,6 @@ order than sample by sample. They are found by one pass with a trace, structural
 sorted by values is seen even if this batch was in order already. Only their passes are traced.
 """
 
-import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from unison.capture.row_rules import is_mixed, uniform
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.ops.records import NOBODY
+from unison.rng.draw_mode import other_generator_states
 from unison.torch_internals import FunctionMode, has_values, is_dtensor
 
 Run = Callable[[nn.Module, Any], Tensor]  # (module, batch) -> losses [batch]
@@ -176,7 +175,7 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
                 reads.add("truth" if func is Tensor.__bool__ else "number")
         return func(*args, **kwargs)
 
-    state = _python_state()
+    state = other_generator_states()
     with (
         generators_kept(batch),
         checkpointing_quiet(),
@@ -184,7 +183,7 @@ def _follow(module: nn.Module, run: Run, batch: Any) -> tuple[list[Met], bool, b
         capture.meeting(batch) as met,
     ):
         run(module, batch)
-    return met, "number" in reads, bool(reads) or state != _python_state()
+    return met, "number" in reads, bool(reads) or state != other_generator_states()
 
 
 def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
@@ -218,10 +217,3 @@ _READS = {
     *(Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__),
     *(Tensor.__int__, Tensor.__float__, Tensor.__index__),
 }
-
-
-def _python_state() -> Any:
-    """The state of Python's generators, and of numpy's if somebody has imported it."""
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else str(numpy.random.get_state()[1:3])
-    return random.getstate(), state

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def shell_of(value: "DTensor") -> Tensor:
-    """A plain tensor of the whole's shape, without its memory: of a DTensor no subclass is made."""
-    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-
-
 def local(value: Tensor) -> Tensor:
     """This rank's memory of a tensor: its part, complete if a collective is on its way."""
     to_local = getattr(value, "to_local", None)  # of DTensors, and of what follows their protocol
@@ -172,13 +167,6 @@ def moved_back(
         )
         record = Dense(_cut(parts))
     return record if before is None else part_of(record, *before)
-
-
-def sum_of_parts(numbers: Tensor, value: Tensor) -> Tensor:
-    """Add numbers that were made of this rank's part of a tensor over all parts, in place."""
-    if is_dtensor(value):
-        dist.all_reduce(numbers, group=value.device_mesh.get_group())
-    return numbers
 
 
 def refuse_use(names: Sequence[str], what: str) -> NoReturn:

@@ -139,7 +139,8 @@ class ProbeState:
                 continue
             known.add(id(value))
             if is_mutable:
-                self._contents.append((value, _contents_of(value)))
+                contents = dict(value) if isinstance(value, dict) else list(value)
+                self._contents.append((value, contents))
             elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 yield value
             elif _is_plain_object(value):
@@ -268,10 +269,6 @@ def _is_plain_object(value: Any) -> bool:
     if callable(value) and hasattr(value, "__code__"):
         return False
     return type(value).__module__.split(".")[0] not in {"torch", "unison", "builtins", "types"}
-
-
-def _contents_of(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value)
 
 
 def _refill(value: Any, before: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from unison.capture.axes import Call
 from unison.capture.row_rules import (
     LISTS,
     MIXED,
@@ -305,3 +306,23 @@ def _storage(tensor: Tensor) -> Any:
 
 def _geometry(tensor: Tensor) -> tuple:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def check_constant(call: Call, saved: Sequence[Tensor], dim: int, output: Tensor) -> None:
+    """Make sure that rows which are taken for samples by their place are all the same.
+
+    Such as zeros, which a recurrent network begins with. Those of a batch that was read out of
+    torch and back would lie wherever that put them.
+
+    Raises:
+        UnsupportedOperation: If they are not.
+    """
+    with _disable_current_modes():
+        rows = [x for x in saved if x.ndim > dim and x.shape[dim] == output.shape[dim] > 1]
+        if all(bool((each == each.narrow(dim, 0, 1)).all()) for each in rows):
+            return
+    raise UnsupportedOperation(
+        f"{', '.join(call.names)}: {call} is given rows that come neither from the batch by "
+        "torch's functions nor are the same for all samples, so that it is not known whose they "
+        "are. Do not take values out of torch (numpy, lists) to make rows of them"
+    )

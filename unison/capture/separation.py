@@ -47,7 +47,7 @@ from unison.capture.probes import (
 from unison.capture.recompute import checkpointing_quiet
 from unison.errors import BadInput, UnisonError, UnsupportedOperation
 from unison.ops import Dense, Lookup, Product, Record, Streamed
-from unison.torch_internals import FunctionMode, is_dtensor
+from unison.torch_internals import FunctionMode, autocast_dtypes, is_dtensor
 
 # --- what a pass leaves of each row ---------------------------------------------------------------
 
@@ -688,8 +688,7 @@ class MixingCheck:
 
     def _dtypes(self, *tensors: Any) -> set[torch.dtype]:
         """Floating-point dtypes of parameters, of other tensors, and of autocast."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        found = {torch.get_autocast_dtype(kind) for kind in kinds}
+        found = {each for each in autocast_dtypes() if each is not None}
         given = [each for each in tree_leaves(tensors) if isinstance(each, Tensor)]
         for each in (*self.module.parameters(), *given):
             if each.is_floating_point():

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from unison.capture.parts import local, moved_back, shell_of, span_of
+from unison.capture.parts import local, moved_back, span_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
 from unison.torch_internals import canonical_name, is_dtensor
@@ -163,7 +163,8 @@ class Tracked(Tensor):
             with _disable_current_modes():  # those that trace would make it one of theirs
                 shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
         elif is_dtensor(value):
-            shell = shell_of(value)
+            # Of a DTensor no subclass is made: the whole's shape, without its memory.
+            shell = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         tracked = torch.Tensor._make_subclass(Tracked, shell, True)
         tracked.value, tracked.sources, tracked.listener = value, sources, listener
         tracked.of_parameters = tuple(dict.fromkeys([source.name for source in sources]))

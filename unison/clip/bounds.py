@@ -190,11 +190,12 @@ def matrix_shape(records: Sequence[Record | Streamed]) -> tuple[int, int]:
     return next(iter(found))
 
 
-def check_records(records: Sequence[Record | Streamed]) -> int:
+def check_records(records: Sequence[Record | Streamed], coefficients: Tensor | None = None) -> int:
     """Require records to be uses of one parameter by one batch, and return the batch's size.
 
     Raises:
-        BadInput: if there is no record, or if shapes, batches or devices differ.
+        BadInput: if there is no record, or if shapes, batches or devices differ; or if there are
+            more or fewer coefficients than samples, where they are given.
     """
     if not records:
         raise BadInput("expected the records of a parameter, found none: it was not used")
@@ -229,7 +230,10 @@ def check_records(records: Sequence[Record | Streamed]) -> int:
                     )
             case _:
                 pass  # any shape will do
-    return batches.pop()
+    batch = batches.pop()
+    if coefficients is not None and coefficients.shape != (batch,):
+        raise BadInput(f"expected coefficients [{batch}], found {list(coefficients.shape)}")
+    return batch
 
 
 def wide_dtype(records: Sequence[Record]) -> torch.dtype:

@@ -409,7 +409,7 @@ def from_records(records: Sequence[Record], coefficients: Tensor, shape: tuple[i
         coefficients: One per sample [batch], at least 0; float64, or they were rounded already.
         shape: The parameter's shape.
     """
-    check_records(records)
+    check_records(records, coefficients)
     if len(records) == 1 and isinstance(records[0], Dense):
         return _of_dense(records[0], coefficients).view(shape)
     total = torch.zeros(shape, dtype=torch.float64, device=tensors_of(records[0])[0].device)
@@ -423,7 +423,7 @@ def add_clipped(total: Tensor, record: Record, coefficients: Tensor) -> None:
 
     For uses that come one by one.
     """
-    check_records([record])
+    check_records([record], coefficients)
     _add(total, record, coefficients)
 
 
@@ -433,7 +433,6 @@ def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
             f"expected a float64 total of shape {list(record.shape)}, found {total.dtype} "
             f"{list(total.shape)}"
         )
-    _check_coefficients(coefficients, record)
     coefficients = coefficients.to(device=total.device, dtype=torch.float64)
     with plain_arithmetic(total.device):
         match record:
@@ -447,14 +446,7 @@ def _add(total: Tensor, record: Record, coefficients: Tensor) -> None:
                 raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
 
-def _check_coefficients(coefficients: Tensor, record: Record) -> None:
-    batch = len(tensors_of(record)[0])
-    if coefficients.shape != (batch,):
-        raise BadInput(f"expected coefficients [{batch}], found {list(coefficients.shape)}")
-
-
 def _of_dense(dense: Dense, coefficients: Tensor) -> Tensor:  # [numel], float64
-    _check_coefficients(coefficients, dense)
     values = dense.value.reshape(len(dense.value), math.prod(dense.shape))
     coefficients = coefficients.to(device=values.device, dtype=torch.float64)
     out = values.new_empty(values.shape[1], dtype=torch.float64)

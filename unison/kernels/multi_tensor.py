@@ -2,7 +2,7 @@
 
 Of one parameter, plain torch and numba (numba_kernels.py) do it, in float64; on 2 cores numba is 20
 times as fast as the reference for norms, and 10 times for sums. Sums over tokens, of biases and of
-the gain and the offset of norms, have Triton kernels (affine_triton.py). Plain torch serves biases
+the gain and the offset of norms, have Triton kernels. Plain torch serves biases
 where these do not; norms are then computed from records, as any operation is. The backend is chosen
 by device, dtype and size alone, never by what ran before: the backends round differently, and a
 step must not.
@@ -58,14 +58,14 @@ def norm_sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset:
         is_centred: Whether the mean is taken out (layer norm), or not (RMS norm).
         has_offset: Whether something is added after the gain.
     """
-    kernels = import_module("unison.kernels.affine_triton")
+    kernels = import_module("unison.kernels.multi_tensor_triton")
     return kernels.norm_sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
 
 
 def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
     if g.stride(2) == 1 and takes(g):
-        return import_module("unison.kernels.affine_triton").column_sums(g)
+        return import_module("unison.kernels.multi_tensor_triton").column_sums(g)
     return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
 

@@ -8,7 +8,7 @@ matter: the backend's own is as good as any.
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,12 +195,11 @@ def write_gradients(pairs: Iterable[tuple[ShardedParam, Tensor]]) -> None:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-MakeSums = Any
-"""Makes this rank's clipped sums, and gives memory back as it goes; `PassSums` of private training.
+MakeSums = Callable[[int, Sequence[str], Sequence[Tensor | None] | None], list[Tensor | None]]
+"""(granule, names, before) -> this rank's clipped sums of these parameters, None for one not used.
 
-`make_sums(granule, names, before)` returns the sums of these parameters, None for one not used;
-every name is asked for once per granule. They are added in place to the sums of `before`, where
-there are some. `make_sums.dtype` is an integer one, the same on every rank."""
+Every name is asked for once per granule, and memory is given back as it goes. Sums are integers;
+they are added in place to those of `before`, where there are some."""
 
 
 class GroupSums:
@@ -235,9 +234,9 @@ class GroupSums:
         self._is_alone = axes.all.size == 1  # nothing is exchanged
         self.drop()
 
-    def take(self, granules: Sequence[int], make_sums: MakeSums) -> None:
+    def take(self, granules: Sequence[int], make_sums: MakeSums, dtype: torch.dtype) -> None:
         """Take this rank's sums of some granules."""
-        self._like = self._like.to(make_sums.dtype)
+        self._like = self._like.to(dtype)
         before = self._totals if self._is_alone and self._widths is None else None
         for granule in granules:
             sums: Parts = make_sums(granule, self._names, before)
@@ -415,15 +414,23 @@ class ParallelAdapter:
 
     # --- sums ------------------------------------------------------------------------------------
 
-    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
         """Add the sums of a pass; with the last pass of a logical batch, over ranks.
 
         Every rank calls it for every pass. The sums of one group are made while those of the one
         before are exchanged: never more than one exchange holds memory.
+
+        Args:
+            make_sums: Makes this rank's sums.
+            plan: Of the pass.
+            granules: This rank's, in the order in which they are added.
+            dtype: Of the sums, the same on every rank.
         """
         running: GroupSums | None = None
         for group in self._sums:
-            group.take(granules, make_sums)
+            group.take(granules, make_sums, dtype)
             if running is not None:
                 running.finish()
             running = group if group.start(is_last=plan.closes_logical_batch) else None

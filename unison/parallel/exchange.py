@@ -11,7 +11,7 @@ one thing: how a rank's sums are bracketed.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,27 +26,13 @@ from unison.rng.draw_mode import current_draws
 from unison.shard.deal import BatchPlan, current_plan, without_plan
 from unison.shard.granules import PerGranule, draws_of, num_granules_of, plan_of, split
 from unison.shard.ranks import Ranks, gather_objects
+from unison.shard.ranks import buckets as buckets
 from unison.shard.reducers import SubtreeSum, aligned_levels, tree_sum
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 BYTES_PER_BUCKET = 256 << 20  # of vectors that travel together, so that never all exist twice
-
-
-def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
-    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
-    run: list[T] = []
-    filled = 0
-    for each in items:
-        size = size_of(each)
-        if run and filled + size > most:
-            yield run
-            run, filled = [], 0
-        run.append(each)
-        filled += size
-    if run:
-        yield run
 
 
 def wire_device(ranks: Ranks) -> torch.device:
@@ -57,13 +43,7 @@ def wire_device(ranks: Ranks) -> torch.device:
 
 def broadcast_object(ranks: Ranks, source: int, value: T) -> T:
     """One rank's value, which can be pickled, on every rank; a collective."""
-    if ranks.size == 1:
-        return value
-    found = [value]
-    dist.broadcast_object_list(
-        found, group=ranks.group, group_src=source, device=wire_device(ranks)
-    )
-    return found[0]
+    return ranks.broadcast_object(value, source)
 
 
 def largest(ranks: Ranks, device: torch.device, *values: int) -> list[int]:

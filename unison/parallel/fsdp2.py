@@ -150,11 +150,13 @@ class FSDP2(ParallelAdapter):
             for group, others in zip(self._groups, before, strict=True):
                 group.begin(others)
 
-    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
         """Add the clipped sums of a pass; see `ParallelAdapter`."""
         for group in self._groups:
             group.refuse_gradients()
-        super().add(make_sums, plan, granules)
+        super().add(make_sums, plan, granules, dtype)
 
 
 class FSDP2Group:

@@ -39,7 +39,6 @@ from unison.parallel.adapter import (
     in_buckets,
     trained_params,
 )
-from unison.parallel.exchange import broadcast_object
 from unison.rng import Box
 from unison.shard.deal import BatchPlan
 from unison.shard.each_granule import call_each_granule
@@ -163,7 +162,7 @@ class TensorParallel(ParallelAdapter):
 
     def agreed(self, value: T) -> T:
         """The first tensor rank's value: what is planned for its parts, which are the largest."""
-        return broadcast_object(self._tensor, 0, value)
+        return self._tensor.broadcast_object(value)
 
     def whole_norms(self, norms: Mapping[str, T]) -> Mapping[str, T]:
         """The norms of samples over all parts, replicated ones once: see [Note: whose squares].
@@ -205,13 +204,15 @@ class TensorParallel(ParallelAdapter):
                     "bring its module's inputs together with PrepareModuleInput"
                 )
 
-    def add(self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int]) -> None:
+    def add(
+        self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
+    ) -> None:
         """Add the clipped sums of a pass over the data axis; see `ParallelAdapter`."""
         if plan.closes_logical_batch:
             # One rank writes the ledger. Those beside it on the tensor axis wait for it here, and
             # all others for one of them in the exchange.
             self._tensor.sum_(torch.zeros(1, device=self.device))
-        super().add(make_sums, plan, granules)
+        super().add(make_sums, plan, granules, dtype)
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of this rank's parts: see [Note: replicas stay equal]."""

@@ -44,14 +44,30 @@ from unison.privacy.inputs import (
     refuse_written,
     scaled_losses_noticed,
 )
-from unison.privacy.learning import ClippingSettings, Learning, is_recording
+from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import label_check
 from unison.privacy.loss_tape import LossRecorder, refuse_unseen
-from unison.privacy.sampling import BatchDealer, Part, PhysicalBatch, packed, plain_leaf, unpacked
-from unison.torch_internals import DynamoBackend, backend_of_caller, has_values, is_compiled
+from unison.privacy.sampling import (
+    BatchDealer,
+    Part,
+    PhysicalBatch,
+    granular_pass,
+    packed,
+    unpacked,
+)
+from unison.torch_internals import (
+    DynamoBackend,
+    backend_of_caller,
+    has_values,
+    is_compiled,
+    is_recording,
+)
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default
+
+# Calls back when the running backward pass has ended, after those that asked before.
+_queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 OnBackward = Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None]
 
@@ -118,7 +134,7 @@ class RunningPart:
 
 @dataclass(eq=False)
 class RunningPass:
-    """One physical batch on its way through the module; it makes its clipped sums (`MakeSums`).
+    """One physical batch on its way through the module; it makes its clipped sums.
 
     Sums are integers, which add without rounding: over granules, passes and ranks they are the same
     in any order, and emptying a record changes what it changes in that record's own rows.
@@ -132,7 +148,6 @@ class RunningPass:
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
-        grid: On which the sums lie; set before they are made.
     """
 
     batch: PhysicalBatch
@@ -143,7 +158,6 @@ class RunningPass:
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
-    grid: Grid | None = None
 
     def close(self) -> None:
         """Let go of the module and of what was recorded: the pass is over, or given up."""
@@ -153,23 +167,16 @@ class RunningPass:
         self.parts.clear()
         self.call = None
 
-    def __call__(
-        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
+    def make_sums(
+        self, grid: Grid, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None
     ) -> list[Tensor | None]:
-        """Return this rank's clipped sums of these parameters; see `MakeSums`."""
-        part, grid = self.parts[granule], self.grid
+        """Return this rank's clipped sums of these parameters on a grid; see `MakeSums`."""
+        part = self.parts[granule]
         assert part.coefficients is not None
-        assert grid is not None
         totals = dict(zip(names, before or [None] * len(names), strict=True))
         spacing = float(grid.spacing)
         part.clipping.add_on_grid(part.coefficients, totals, spacing=spacing, dtype=grid.dtype)
         return list(totals.values())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sums."""
-        assert self.grid is not None
-        return self.grid.dtype
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
@@ -303,7 +310,7 @@ class Attachment:
         """Let others decide in this block: for passes that are not of the loader's batches.
 
         Args:
-            rows: What stands in for the dealing: `parts`, `most_rows`, `begin_backward`.
+            rows: What stands in for the dealing: `granule`, `parts`, `most_rows`, `begin_backward`.
             current: The batch that the module is given next.
             coefficients: Decides the coefficients.
             add_sums: Takes the clipped sums.
@@ -380,7 +387,10 @@ class Attachment:
         if joined is None:
             self.drop_pass()
         self._following.close()
-        self._following.enter_context(self._dealing.watched(module, (args, kwargs)))
+        if self._dealing.granule is not None:  # what is drawn belongs to samples
+            name = type(module).__name__
+            drawing = granular_pass(name, module, (args, kwargs), looks_at_writes=False)
+            self._following.enter_context(drawing)
         if joined is not None:
             self._join(joined, args, kwargs)
             for capture in joined.captures:
@@ -561,7 +571,7 @@ class Attachment:
                 [
                     torch.cat([part.movedim(dim, 0) for part in unpacked(leaf)])
                     for leaf in tree_leaves(given)
-                    if any(holds_samples(plain_leaf(leaf), n, dim) for n in sizes)
+                    if any(holds_samples(unpacked(leaf)[0], n, dim) for n in sizes)
                 ]
             )
 
@@ -652,11 +662,6 @@ def _on_backward(
     if attached is None:
         raise BadInput("the engine was detached after this forward pass: nothing takes its records")
     attached._on_backward(given, outputs, gradients)
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    """Call back when the running backward pass has ended, after those that asked before."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def _refuse_detached(*_: Any) -> NoReturn:

@@ -11,7 +11,6 @@ does not work runs as it is, and a warning says why.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,35 +116,19 @@ class CompiledPasses(CapturedPasses):
     def _norms(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int, *, is_compiled: bool
     ) -> Mapping[str, Tensor]:
-        norms = _Norms(learned, plan, inputs, num_rows)
-        capture = Capture(self._module, num_rows, axes=learned.axes, on_record=norms.clipping.take)
+        """Norms [rows] of each used parameter, in a pass whose loss stands in for the user's."""
+        clipping = Clipping(plan, num_rows, learned.storage)
+        capture = Capture(self._module, num_rows, axes=learned.axes, on_record=clipping.take)
         capture.factored = plan.factored
-        with capture.installed(), self.running([capture] if is_compiled else []):
-            norms.send_back(self._module)
-        capture.release()
-        return norms.by_name()
-
-
-class _Norms:
-    """Per-sample norms of a pass whose loss stands in for the user's."""
-
-    def __init__(self, learned: Learned, plan: Plan, inputs: Inputs, num_rows: int) -> None:
-        self._inputs, self._num_rows = inputs, num_rows
-        self.clipping = Clipping(plan, num_rows, learned.storage)
-
-    def send_back(self, forward: Callable[..., Any]) -> None:
-        """Run a forward pass and its backward pass."""
-        inputs = self._inputs
-        with torch.enable_grad():
-            output = inputs.run(forward, inputs.samples)
-            dims = output_dims(inputs.dim, inputs.rows)(output, self._num_rows)
-            losses, _ = probe_losses(output, self._num_rows, dims, inputs.rows)
+        running = self.running([capture] if is_compiled else [])
+        with capture.installed(), running, torch.enable_grad():
+            output = inputs.run(self._module, inputs.samples)
+            dims = output_dims(inputs.dim, inputs.rows)(output, num_rows)
+            losses, _ = probe_losses(output, num_rows, dims, inputs.rows)
             assert losses is not None  # it was learned of the same output
             losses.sum().backward()
-
-    def by_name(self) -> Mapping[str, Tensor]:
-        """The norms [rows] of each parameter that was used."""
-        return {name: each.squared.sqrt() for name, each in self.clipping.norms().items()}
+        capture.release()
+        return {name: each.squared.sqrt() for name, each in clipping.norms().items()}
 
 
 def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -615,9 +614,7 @@ def open_on_ranks(
         assert ledger is not None
         return ledger
     state = {"error": error} if ledger is None else ledger.state_dict()
-    told = [json.dumps(state) if ranks.rank == 0 else ""]
-    dist.broadcast_object_list(told, group=ranks.group, group_src=0, device=device_of(ranks))
-    state = json.loads(told[0])
+    state = json.loads(ranks.broadcast_object(json.dumps(state) if ranks.rank == 0 else ""))
     if "error" in state:
         raise BadInput(f"the first rank could not open the ledger: {state['error']}")
     if ledger is None:
@@ -625,9 +622,3 @@ def open_on_ranks(
         ledger.load_state_dict(state)
         ledger.is_copy = not state["is_in_memory"]
     return ledger
-
-
-def device_of(ranks: Ranks) -> torch.device:
-    """Where small objects must be to go over the ranks' network."""
-    is_nccl = dist.get_backend(ranks.group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

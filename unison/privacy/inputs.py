@@ -30,7 +30,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter, ShardedParam
 from unison.privacy.arguments import refuse_gradient
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.sampling import plain_leaf
+from unison.privacy.sampling import unpacked
 from unison.torch_internals import is_dtensor
 
 # --- arguments and outputs ------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Inputs:
                 be that of single records, and a layer before the module would train on it.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        leaves = [plain_leaf(leaf) for leaf in leaves]
+        leaves = [unpacked(leaf)[0] for leaf in leaves]
         if not any(holds_samples(leaf, num_samples * rows, dim) for leaf in leaves):
             rows = 1  # the module takes all rows of a record at once
         num_rows = num_samples * rows

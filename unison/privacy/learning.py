@@ -44,6 +44,7 @@ from unison.torch_internals import (
     autocast_dtypes,
     has_values,
     is_dtensor,
+    is_recording,
     machine_of,
 )
 
@@ -72,11 +73,6 @@ class ClippingSettings:
     recheck: bool = True
     public_buffers: tuple[str, ...] = ()
     compile: DynamoBackend | None = None
-
-
-def is_recording() -> bool:
-    """Whether a CUDA graph is being recorded, so that what runs does not happen."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Learning:

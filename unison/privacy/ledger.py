@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from unison.privacy.accounting import (
 )
 from unison.privacy.ledger_file import FORMAT, START, Head, Session, head_file_of, read_ledger
 from unison.privacy.mechanism import Mechanism, Release
-from unison.schema import open_regular
+from unison.schema import open_regular, version_of
 
 
 class Ledger:
@@ -120,7 +119,7 @@ class Ledger:
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             id=secrets.token_hex(8),  # two runs of one second are two runs
-            unison=_version(),
+            unison=version_of("unison") or "unknown",  # of a source tree
             accountant=self.accountant,
             **asdict(self.session),
             mechanism=plan,
@@ -299,13 +298,6 @@ class Ledger:
     def _check_usable(self) -> None:
         if self._failure:
             raise BadInput(f"the ledger {self.path} cannot be written any more: {self._failure}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("unison")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def _write_head(path: Path, head: Head) -> None:

@@ -278,9 +278,9 @@ class PrivateLoader:
                     self.before_draw(each.step)
                 batch = next(loaded) if each.num_samples else self._layout.empty()
                 self._layout.check(batch, each.num_samples)
-                batch = self._layout.fitted(batch, self.rows)
+                batch = self._layout.mapped(batch, self.rows.fit)
                 if self._device is not None:
-                    batch = self._layout.moved(batch, self._device)
+                    batch = self._layout.mapped(batch, self._moved)
                 self.current = each
                 if each.is_last:
                     self._next_step = each.step + 1
@@ -292,6 +292,10 @@ class PrivateLoader:
                 self.on_leave()
             raise
         self.current = None
+
+    def _moved(self, value: Any, *_: Any) -> Any:
+        """Return a part of a batch on the loader's device."""
+        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _learn_layout(self, loaded: Iterator[Any]) -> "BatchLayout":
         """Learn what batches look like, before any record is drawn.
@@ -308,14 +312,14 @@ class PrivateLoader:
             )
             raise
         layout = BatchLayout(one, two, self._rows_per_record)
-        layout.fitted(layout.empty(), self.rows)  # of record 0
+        layout.mapped(layout.empty(), self.rows.fit)  # of record 0
         self.rows.check_names()
         for _ in range(2):
             try:
                 batch = next(loaded)
             except Exception:  # a record that cannot be read alone is told of when it is drawn
                 continue
-            layout.fitted(batch, self.rows)
+            layout.mapped(batch, self.rows.fit)
         return layout
 
     def _passes(self) -> Iterator[PhysicalBatch]:
@@ -359,6 +363,8 @@ def _kept_generators() -> Iterator[None]:
 
 Path = tuple[Any, ...]
 """Names or numbers of the containers around a part of a batch, and its own."""
+ChangePart = Callable[[Any, int | None, Path], Any]
+"""(part of a batch, its dimension of records or None, its path) -> what stands in its place."""
 
 
 class BatchLayout:
@@ -399,7 +405,7 @@ class BatchLayout:
 
         What does not grow with the number of records is a copy of what the batch of one had.
         """
-        return self._mapped(self._empty, self._without_rows, is_new=True)
+        return self.mapped(self._empty, _without_rows, is_new=True)
 
     def check(self, batch: Any, num_records: int) -> None:
         """Make sure that every part with rows has `num_records` of them.
@@ -431,23 +437,6 @@ class BatchLayout:
                     "cannot be clipped. Remedy: filter or expand records in the data set, not in "
                     "collate_fn"
                 )
-
-    def fitted(self, batch: Any, shapes: "RowShapes") -> Any:
-        """Return a batch whose rows have their public shapes; see `RowShapes`."""
-
-        def fit(value: Any, path: Path) -> Any:
-            dim = self._dims[path]
-            return value if dim is None else shapes.fit(value, dim, path)
-
-        return self._mapped(batch, fit)
-
-    def moved(self, batch: Any, device: torch.device) -> Any:
-        """Return a batch whose tensors are on a device."""
-
-        def move(value: Any, _: Path) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-        return self._mapped(batch, move)
 
     def _learn(self, one: Any, two: Any, path: Path) -> None:
         if type(one) is not type(two):
@@ -483,26 +472,24 @@ class BatchLayout:
         for key in parts:
             self._learn(parts[key], others[key], (*path, key))
 
-    def _without_rows(self, value: Any, path: Path) -> Any:
-        dim = self._dims[path]
-        if dim is None:
-            return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-        if isinstance(value, Tensor):
-            return value.narrow(dim, 0, 0).clone()
-        if isinstance(value, np.ndarray):
-            return value[(slice(None),) * dim + (slice(0, 0),)].copy()
-        return value[:0]
-
-    def _mapped(
-        self, value: Any, change: Callable[[Any, Path], Any], path: Path = (), is_new: bool = False
-    ) -> Any:
+    def mapped(self, value: Any, change: ChangePart, path: Path = (), is_new: bool = False) -> Any:
         """A batch of what `change` makes of each part; itself if all stay, unless it `is_new`."""
         if path in self._dims:
-            return change(value, path)
+            return change(value, self._dims[path], path)
         parts = _parts(value) or {}
-        made = {key: self._mapped(parts[key], change, (*path, key), is_new) for key in parts}
+        made = {key: self.mapped(parts[key], change, (*path, key), is_new) for key in parts}
         is_changed = any(made[key] is not parts[key] for key in parts)
         return _rebuilt(value, made, _name(path)) if is_new or is_changed else value
+
+
+def _without_rows(value: Any, dim: int | None, _: Path) -> Any:
+    if dim is None:
+        return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(value, Tensor):
+        return value.narrow(dim, 0, 0).clone()
+    if isinstance(value, np.ndarray):
+        return value[(slice(None),) * dim + (slice(0, 0),)].copy()
+    return value[:0]
 
 
 PUBLIC = "public"
@@ -552,13 +539,13 @@ class RowShapes:
         """What is protected, in words."""
         return "one row of the data set" + (", but not its length" if self._are_public else "")
 
-    def fit(self, value: Any, dim: int, path: Path) -> Any:
+    def fit(self, value: Any, dim: int | None, path: Path) -> Any:
         """Return one part of a batch, records along `dim`, with rows of the shape they should have.
 
         Raises:
             BadInput: If rows are longer, or of another shape than those before.
         """
-        if not isinstance(value, Tensor | np.ndarray):
+        if dim is None or not isinstance(value, Tensor | np.ndarray):
             return value
         key = path[-1] if path else None
         self._met.add(key)

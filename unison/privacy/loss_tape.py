@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from unison.errors import BadInput
 from unison.privacy.sampling import packed, unpacked
-from unison.torch_internals import push_lowest, take_away, taken_away
+from unison.torch_internals import autocast_dtypes, push_lowest, take_away, taken_away
 
 # --- values that leave torch for Python -----------------------------------------------------------
 
@@ -573,10 +573,7 @@ class LossRecorder(TorchFunctionMode):
             [leaf.slot for leaf in leaves if type(leaf) is SlotRef],
             outs,
             torch.is_grad_enabled(),
-            [
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                for kind in ("cpu", "cuda")
-            ],
+            autocast_dtypes(),
             line,
             () if line is None else frame.f_code.co_consts,
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unison import check
 from unison.clip import RULES, SampleNorms, per_layer
-from unison.clip.bounds import SUM_ERROR, Grid
+from unison.clip.bounds import SUM_ERROR, Grid, Rule
 from unison.errors import BadInput
 from unison.privacy import sampling as samplings
 from unison.privacy.sampling import Sampling
@@ -638,14 +638,15 @@ class Mechanism:
 ClipRule = Callable[
     [Mapping[str, SampleNorms], SampleNorms, float, Sequence[str]], Mapping[str, Tensor]
 ]
+
+
+def _for_all(rule: Rule) -> ClipRule:
+    """Give all parameters the coefficients that a rule makes of the norms over all of them."""
+    return lambda _, total, clip_norm, names: dict.fromkeys(names, rule(total, clip_norm).values)
+
+
 CLIP_RULES: dict[str, ClipRule] = {
-    **{
-        # `rule` is bound where the function is made; a loop variable would be the last one.
-        name: lambda _, total, clip_norm, names, rule=rule: dict.fromkeys(
-            names, rule(total, clip_norm).values
-        )
-        for name, rule in RULES.items()
-    },
+    **{name: _for_all(rule) for name, rule in RULES.items()},
     "per_layer": lambda each, _, clip_norm, names: (
         per_layer(each, clip_norm, num_parameters=len(names)).values if each else {}
     ),

@@ -19,12 +19,11 @@ computes is left out by selection, not by a product with 0: of zeros, `log` has 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unison import check
@@ -43,7 +42,7 @@ from unison.shard.deal import (
 from unison.shard.deal import batch_mean as batch_mean
 from unison.shard.deal import local_batch_mean as local_batch_mean
 from unison.shard.digest import fingerprint as fingerprint
-from unison.shard.each_granule import granular_pass
+from unison.shard.each_granule import granular_pass as granular_pass
 from unison.shard.flat_group import PLAIN
 from unison.shard.granules import PerGranule
 from unison.shard.ranks import Ranks
@@ -543,12 +542,6 @@ class BatchDealer:
             )
         return rows
 
-    def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-        """Around a forward pass: what it draws belongs to samples, if they come in granules."""
-        if self.granule is None:
-            return nullcontext()
-        return granular_pass(type(module).__name__, module, inputs, looks_at_writes=False)
-
     def rows_to_plan(self, num_rows: int) -> int:
         """Return how many rows to plan clipping for, where a part has these on any rank.
 
@@ -645,15 +638,13 @@ def _fitted(padding: Tensor, samples: Tensor) -> Tensor:
 class FixedRows:
     """The rows of passes that are all of one size, in the place of `BatchDealer`."""
 
+    granule = None
+
     def __init__(self, num_rows: int) -> None:
         self.parts: Sequence[Part] = [
             Part(PLAIN, torch.ones(num_rows, dtype=torch.bool), num_rows, torch.arange(num_rows))
         ]
         self.most_rows = num_rows
-
-    def watched(self, module: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-        """Around a forward pass; see `BatchDealer`: there are no granules here."""
-        return nullcontext()
 
     def begin_backward(self) -> None:
         """Refuse a loss over more rows than those of the pass."""
@@ -661,13 +652,8 @@ class FixedRows:
             raise BadInput("unison.batch_mean in a recorded pass: return one loss per row instead")
 
 
-def plain_leaf(leaf: Any) -> Any:
-    """The first granule of a value that has several; anything else as it is."""
-    return leaf.parts[0] if isinstance(leaf, PerGranule) else leaf
-
-
-def unpacked(leaf: Tensor) -> list[Tensor]:
-    """The tensors that a value is made of: its granules, or itself."""
+def unpacked(leaf: Any) -> list[Any]:
+    """What a value is made of: its granules, or itself."""
     return leaf.parts if isinstance(leaf, PerGranule) else [leaf]
 
 

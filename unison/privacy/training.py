@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
 from unison.privacy.inputs import PublicTerms
-from unison.privacy.learning import ClippingSettings, is_recording
+from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
@@ -57,11 +58,11 @@ from unison.privacy.sampling import (
     BatchDealer,
     Part,
     PhysicalBatch,
-    Ranks,
     batch_mean,
     local_batch_mean,
 )
 from unison.rng import Key, NoiseClock
+from unison.torch_internals import is_recording
 
 
 def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:
@@ -128,18 +129,11 @@ class LogicalBatch:
     positions: list[Tensor] = field(default_factory=list)
     key: Key | None = None
 
-    def all_norms(self, ranks: Ranks) -> Tensor:
-        """All ranks' norms in the order of the logical batch [num_samples]; a collective."""
-        slots = self.norms[0].new_zeros(self.num_samples)
-        slots[torch.cat(self.positions)] = torch.cat(self.norms)
-        # Each slot has one owner and all others add 0: exact. A NaN stays one.
-        return ranks.sum_(slots) if self.num_samples else slots
-
 
 class StepObserver(Protocol):
     """Sees what a private step is made of, as it is made; `unison.verify` writes it down."""
 
-    def see_pass(self, sums: RunningPass) -> MakeSums:
+    def see_pass(self, sums: RunningPass, make_sums: MakeSums, grid: Grid) -> MakeSums:
         """Look at a pass whose coefficients are known; returns what makes its sums."""
         ...
 
@@ -346,9 +340,12 @@ class PrivateTraining:
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            grid = grid_of(running.release, batch.logical_size)
+            make_sums: MakeSums = partial(sums.make_sums, grid)
+            if self.observer is not None:
+                make_sums = self.observer.see_pass(sums, make_sums, grid)
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(make_sums, plan, granules, grid.dtype)
         running.next_pass += 1
         if batch.is_last:
             terms = self.terms(running, batch.logical_size)
@@ -555,8 +552,12 @@ class PrivateTraining:
         return self._attachment.plan
 
     def norms(self) -> Tensor:
-        """See `PrivacyEngine.per_sample_norms`."""
-        return self._known().all_norms(self.owner.ranks)
+        """See `PrivacyEngine.per_sample_norms`; in the order of the logical batch, a collective."""
+        batch = self._known()
+        slots = batch.norms[0].new_zeros(batch.num_samples)
+        slots[torch.cat(batch.positions)] = torch.cat(batch.norms)
+        # Each slot has one owner and all others add 0: exact. A NaN stays one.
+        return self.owner.ranks.sum_(slots) if batch.num_samples else slots
 
     def diagnostics(self) -> Diagnostics:
         """See `PrivacyEngine.diagnostics`."""

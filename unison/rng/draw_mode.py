@@ -7,6 +7,7 @@ backward pass, in another thread on CUDA. A draw notices which checkpoint it is 
 recompute begin with the numbers that its forward began with.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -195,6 +197,12 @@ def nothing_else_drawn(name: str) -> Iterator[None]:
             "would be others at another number of ranks; draw with torch.rand, torch.bernoulli, "
             "F.dropout and the like"
         )
+
+
+def other_generator_states() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's generators."""
+    kind, words, *rest = np.random.get_state()  # noqa: NPY002 - models that draw so
+    return random.getstate(), kind, words.tobytes(), *rest  # type: ignore[union-attr]
 
 
 # --- the mode -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unison.shard.ranks import Ranks
@@ -50,12 +49,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _of_first_rank(module: nn.Module, hashes: dict[str, str]) -> dict[str, str]:
     """What the first rank has, as in checkpoints: with the fast reducer, buffers may differ."""
-    ranks = _ranks_of(module)
-    if ranks.size == 1 or not hashes:
-        return hashes
-    of_first = [hashes]
-    dist.broadcast_object_list(of_first, group=ranks.group, group_src=0)
-    return of_first[0]
+    return _ranks_of(module).broadcast_object(hashes) if hashes else hashes
 
 
 def _ranks_of(module: nn.Module) -> Ranks:

@@ -11,7 +11,6 @@ to the next block. Objects of other classes are shared, and refused once a call 
 
 import copy
 import functools
-import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -20,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from unison.errors import UnsupportedOperation
-from unison.rng.draw_mode import current_draws, following, nothing_else_drawn, of_granule
+from unison.rng.draw_mode import (
+    current_draws,
+    following,
+    nothing_else_drawn,
+    of_granule,
+    other_generator_states,
+)
 from unison.rng.draws import is_draw, is_seeding
 from unison.shard.granules import (
     MAPPED_BY,
@@ -413,14 +417,14 @@ def granular_pass(
             yield
             return
         _refuse_sync_batch_norm(name, module)
-        others = _other_generators()
+        others = other_generator_states()
         before, _looking = _looking, OperationWatch(name) if looks_at_writes else None
         try:
             with _looking or OperationWatch(name):
                 yield
         finally:
             _looking = before
-        if _other_generators() != others:
+        if other_generator_states() != others:
             raise UnsupportedOperation(
                 f"{name} draws from Python's random or from numpy, whose numbers would be others "
                 "at another number of ranks; draw with torch.rand and the like"
@@ -435,12 +439,6 @@ def _refuse_sync_batch_norm(name: str, module: nn.Module) -> None:
                 f"{name}: {path} is a SyncBatchNorm, whose ranks would wait for one another once "
                 "per granule; use BatchNorm, whose running statistics are means over all granules"
             )
-
-
-def _other_generators() -> tuple[Any, ...]:
-    """The states of Python's and numpy's generators."""
-    kind, words, *rest = np.random.get_state()  # noqa: NPY002 - models that draw so
-    return random.getstate(), kind, words.tobytes(), *rest  # type: ignore[union-attr]
 
 
 class OperationWatch(TorchDispatchMode):

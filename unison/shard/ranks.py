@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -99,6 +99,14 @@ class Ranks:
                         assert isinstance(group, dist.ProcessGroup)
                         self._neighbours[size] = Ranks(group)
         return self._neighbours[size]
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """One rank's value, which can be pickled, on every rank; a collective."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, group=self.group, group_src=source)
+        return held[0]
 
     def gather(self, full: Tensor, shard: Tensor) -> Work:
         """Start to fill `full` [size * n] with every rank's `shard` [n]."""
@@ -197,6 +205,21 @@ def checksum(value: Tensor) -> Tensor:  # int64 [2]
 
 # ------------------------------------------------------------------------------------------------
 # Ranks that agree before they act: an error on one is raised on all, and nobody waits in vain.
+
+
+def buckets(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
+    """Runs of items of at most so many bytes together; a larger one is a run by itself."""
+    run: list[T] = []
+    filled = 0
+    for each in items:
+        size = size_of(each)
+        if run and filled + size > most:
+            yield run
+            run, filled = [], 0
+        run.append(each)
+        filled += size
+    if run:
+        yield run
 
 
 def gather_objects(ranks: Ranks, value: T) -> list[T]:

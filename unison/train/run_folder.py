@@ -35,6 +35,7 @@ from unison.run_files import (
     RESULT_FILE,
     read_metrics,
 )
+from unison.schema import version_of
 from unison.shard import MANIFEST_FILE, settle_checkpoints
 from unison.train.world import may_start_again
 
@@ -408,11 +409,3 @@ def cpu_model() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from unison import check
 from unison.config import REDUCERS
@@ -346,7 +347,7 @@ def run_case(
             model, optimizer, batches = engine.make_private(
                 module=model,
                 optimizer=optimizer,
-                data_loader=DataLoader(_Rows(subject.rows()), batch_size=subject.batch_size),
+                data_loader=DataLoader(_one_by_one(subject.rows()), subject.batch_size),
                 noise_multiplier=0.7,
                 max_grad_norm=0.5,
                 expected_batch_size=subject.batch_size,
@@ -431,6 +432,12 @@ def sharded(model: nn.Module, case: Case) -> nn.Module:
     raise AssertionError(case.shard)
 
 
+def _one_by_one(rows: Batch) -> Any:
+    """The rows as a data set."""
+    count = len(tree_leaves(rows)[0])
+    return [tree_map(itemgetter(index), rows) for index in range(count)]
+
+
 def _batches(rows: Batch, subject: Subject) -> list[Batch]:
     """The global batches of all steps, going round through the rows."""
     count = len(tree_leaves(rows)[0])
@@ -439,16 +446,3 @@ def _batches(rows: Batch, subject: Subject) -> list[Batch]:
         chosen = torch.arange(step * subject.batch_size, (step + 1) * subject.batch_size) % count
         made.append(tree_map(lambda each, chosen=chosen: each[chosen], rows))
     return made
-
-
-class _Rows(Dataset[Any]):
-    """Rows one by one, as a `DataLoader` wants them."""
-
-    def __init__(self, rows: Batch) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(tree_leaves(self._rows)[0])
-
-    def __getitem__(self, index: int) -> Any:
-        return tree_map(lambda each: each[index], self._rows)

@@ -160,7 +160,7 @@ class Tracer:
                 self._file = file.open("w")
             except OSError as failed:
                 error = f"{file} cannot be written: {failed.strerror}"
-        if error := _of_first(error, ranks):
+        if error := ranks.broadcast_object(error):
             raise BadInput(error)
         self._write(
             {
@@ -267,7 +267,10 @@ class Tracer:
                 value = torch.tensor(self._loss, dtype=torch.float32)
                 self._see_whole("loss", "loss", value)
             if self._private is not None:
-                self._see_values("per-sample norms", "norm", self._private.norms())
+                norms = self._private.norms()  # a collective; every rank has those of all samples
+                if self._adapter.everyone.rank == 0:
+                    ids = torch.arange(len(norms))
+                    self._add_rows("per-sample norms", "norm", norms, ids, len(norms))
             if self._kfac is not None:
                 for layer in self._kfac.state_dict()["layers"]:
                     for key, each in layer["tensors"].items():
@@ -303,7 +306,7 @@ class Tracer:
 
     # --- `StepObserver` of private training ------------------------------------------------------
 
-    def see_pass(self, sums: Any) -> MakeSums:
+    def see_pass(self, sums: Any, make_sums: MakeSums, grid: Any) -> MakeSums:
         """See a pass whose coefficients are known; returns what makes its sums."""
         with _unseen():
             for part in sums.parts.values():
@@ -316,7 +319,29 @@ class Tracer:
                     if alike[id(values)] == name:
                         title = name if len(alike) > 1 else "coefficient"
                         self._add_rows("coefficients", title, values, ids, sums.batch.logical_size)
-        return _SeenSums(self, sums)
+        return functools.partial(self._make_sums, make_sums, grid)
+
+    def _make_sums(
+        self,
+        make_sums: MakeSums,
+        grid: Any,
+        granule: int,
+        names: Sequence[str],
+        before: Sequence[Tensor | None] | None,
+    ) -> list[Tensor | None]:
+        """Make clipped sums (see `MakeSums`), and see this rank's summands."""
+        old = [None if each is None else each.clone() for each in before or [None] * len(names)]
+        made = make_sums(granule, names, before)
+        with _unseen():
+            for name, total, earlier in zip(names, made, old, strict=True):
+                if total is None:
+                    continue
+                own = total if earlier is None else total - earlier.view_as(total)
+                owned = self._by_name[name]
+                index = Elements.of(owned, is_whole=True)
+                digests = block_digests(own, index, is_linear=True)
+                self._add_summand(owned, index, grid.values(own), digests)
+        return made
 
     def see_totals(
         self, totals: Sequence[tuple[ShardedParam, Tensor]], grid: Any, terms: Any
@@ -433,11 +458,6 @@ class Tracer:
                 if self._adapter.everyone.rank == 0 and value.numel():
                     self._see_whole(rung, canonical_name(path), value)
 
-    def _see_values(self, rung: str, name: str, values: Tensor) -> None:
-        """See one value per sample of the logical batch, which every rank has."""
-        if self._adapter.everyone.rank == 0:
-            self._add_rows(rung, name, values, torch.arange(len(values)), len(values))
-
     def _see_rows(self, rung: str, name: str, value: Tensor, granule: int | None = None) -> None:
         """See a tensor of which each row is a sample's, if it is one."""
         plan = self._plan
@@ -504,37 +524,6 @@ class Tracer:
         os.fsync(self._file.fileno())
 
 
-class _SeenSums:
-    """Makes clipped sums, and lets a tracer see this rank's summands."""
-
-    def __init__(self, tracer: Tracer, sums: Any) -> None:
-        self._tracer, self._sums = tracer, sums
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sums."""
-        return self._sums.dtype
-
-    def __call__(
-        self, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None = None
-    ) -> list[Tensor | None]:
-        """See `MakeSums`."""
-        old = [None if each is None else each.clone() for each in before or [None] * len(names)]
-        made = self._sums(granule, names, before)
-        spacing = self._sums.grid.spacing
-        tracer = self._tracer
-        with _unseen():
-            for name, total, earlier in zip(names, made, old, strict=True):
-                if total is None:
-                    continue
-                own = total if earlier is None else total - earlier.view_as(total)
-                owned = tracer._by_name[name]
-                index = Elements.of(owned, is_whole=True)
-                digests = block_digests(own, index, is_linear=True)
-                tracer._add_summand(owned, index, own.double() * spacing, digests)
-        return made
-
-
 def _who_trains(trained: set[int], trainers: Any) -> Any:
     """Return who among these trains any of the parameters; None if nobody does."""
     for each in trainers:
@@ -551,15 +540,6 @@ def _local(value: Any) -> Tensor:
 def _number(value: Any) -> Tensor:
     """A setting as a tensor: a number, or a pair of them."""
     return torch.as_tensor(value, dtype=torch.float64).detach().cpu()
-
-
-def _of_first(value: Any, ranks: Any) -> Any:
-    """The first rank's value, on every rank; a collective."""
-    if ranks.size == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, group=ranks.group, group_src=0)
-    return held[0]
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -45,6 +44,8 @@ from unison.shard.guard.records import (
     Status,
     caller,
     examine,
+    identity,
+    is_dead,
     lines_of,
     message_of,
     specs_of,
@@ -547,42 +548,6 @@ def _end_at_once() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # The watching thread.
-
-# ---- processes next door ----------------------------------------------------------------------
-
-
-def identity() -> list[str]:
-    """Return what tells this process from all others: machine, process id, start time."""
-    return [_machine(), str(os.getpid()), _status_of(os.getpid())[1]]
-
-
-def is_dead(who: list[str]) -> bool | None:
-    """Whether a process of this machine has ended; None for one that cannot be seen from here."""
-    machine, pid, started = who
-    if not machine or machine != _machine():
-        return None
-    state, start = _status_of(int(pid))
-    return state in ("", "Z", "X") or start != started
-
-
-def _machine() -> str:
-    # Process ids mean the same only within one boot and one pid namespace; containers differ.
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _status_of(pid: int) -> tuple[str, str]:
-    """Return a process's state letter and start time, or two empty strings."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], fields[19]
-
 
 _SMALL_WORLD = 16
 _DETAIL_SECONDS = 1.5

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -512,3 +513,39 @@ def _by_rank(values: Mapping[int, str]) -> str:
         verb = "rank {} has" if len(ranks) == 1 else "ranks {} have"
         parts.append(f"{verb.format(shown + more)} {value}")
     return "; ".join(parts)
+
+
+# ---- processes next door ----------------------------------------------------------------------
+
+
+def identity() -> list[str]:
+    """Return what tells this process from all others: machine, process id, start time."""
+    return [_machine(), str(os.getpid()), _status_of(os.getpid())[1]]
+
+
+def is_dead(who: list[str]) -> bool | None:
+    """Whether a process of this machine has ended; None for one that cannot be seen from here."""
+    machine, pid, started = who
+    if not machine or machine != _machine():
+        return None
+    state, start = _status_of(int(pid))
+    return state in ("", "Z", "X") or start != started
+
+
+def _machine() -> str:
+    # Process ids mean the same only within one boot and one pid namespace; containers differ.
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _status_of(pid: int) -> tuple[str, str]:
+    """Return a process's state letter and start time, or two empty strings."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], fields[19]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unison.errors import BadInput, NeedsWhole
-from unison.schema import build, parse, read_bytes, short
+from unison.schema import build, parse, read_bytes, short, version_of
 from unison.shard.ranks import Ranks, from_rank_0, together
 from unison.shard.state.entries import (
     Entry,
@@ -343,10 +342,7 @@ def write_folder(
         for name, write in (files or {}).items():
             write(partial_of(folder) / name)
             written[name] = data_file(partial_of(folder) / name)
-        try:
-            version = metadata.version("unison")
-        except metadata.PackageNotFoundError:
-            version = "unknown"
+        version = version_of("unison") or "unknown"  # of a source tree
         manifest = Manifest(
             world_size=ranks.size,
             tensors={

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from unison.errors import BadInput, CheckpointFailed, UnisonError
-from unison.shard.ranks import Ranks
+from unison.shard.ranks import Ranks, buckets
 from unison.shard.state.checkpoint import DataFile, FileChunk, Manifest, data_file
 from unison.shard.state.entries import FlatPart
 
@@ -218,7 +218,7 @@ class FileStorage(StorageWriter, StorageReader):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, some files after one another."""
         results = []
-        for index, items in enumerate(_batches(plan.items)):
+        for index, items in enumerate(buckets(plan.items, _num_bytes, FILE_BYTES)):
             name = f"rank-{self._rank}-{index}.safetensors"
             chunks: dict[MetadataIndex, FileChunk] = {}
             tensors: dict[str, Tensor] = {}
@@ -283,21 +283,9 @@ class FileStorage(StorageWriter, StorageReader):
         return future
 
 
-def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Cut items into runs of at most FILE_BYTES, each of one item at least."""
-    batch: list[WriteItem] = []
-    size = 0
-    for item in items:
-        assert item.tensor_data is not None
-        dtype = item.tensor_data.properties.dtype
-        num_bytes = item.tensor_data.chunk.sizes.numel() * dtype.itemsize
-        if batch and size + num_bytes > FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += num_bytes
-    if batch:
-        yield batch
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 def _on_host(planner: SavePlanner, item: WriteItem) -> Tensor:
