@@ -1,17 +1,18 @@
 """`unison plan` as a person runs it."""
 
-import functools
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-import unison as unison_package
 from unison.cli.plan import code_of, fastest
 from unison.errors import BadInput
+from unison.models import build, preset
 from unison.plan import GPUS, Estimate, Scenario, Usage
+from unison.privacy import PrivateLoader
 from unison.shard import units_of
 
 OWN = """
@@ -145,14 +146,18 @@ def test_where_nothing_fits_it_says_what_is_needed():
         fastest(step_that_needs(SIZES), Scenario(), GPUS["h100"])
 
 
-def test_the_code_of_a_scenario_runs():
-    scenario = Scenario(checkpoint_activations=True, precision="bf16", shard="zero2")
-    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
-    names = {"unison": unison_package, "torch": torch, "functools": functools, "model": model}
+@pytest.mark.parametrize("more", [{}, {"clipping": "auto", "lora": 2}, {"kfac": True}])
+def test_the_code_of_a_scenario_runs(more):
+    scenario = Scenario(checkpoint_activations=True, precision="bf16", shard="zero2", **more)
+    model = build(preset("tiny", num_layers=2), seed=0)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 8, dtype=torch.int64)), batch_size=2)
+    names: dict[str, Any] = {"model": model, "loader": loader}
     exec(code_of(scenario), names)
     (unit, *_) = units_of(names["model"])
     assert unit.options.reshard_after_forward is False
     assert unit.options.precision.param is torch.bfloat16
+    assert ("kfac" in names) == scenario.kfac
+    assert isinstance(names["loader"], PrivateLoader) == (scenario.clipping is not None)
 
 
 @pytest.mark.full

@@ -80,25 +80,22 @@ _PRIVACY = [
     ("PrivateTraining._coefficients", ".scaled(factor)", ""),
     (
         "PrivateTraining._add_sums",
-        """if batch.is_last:
-            self.open_release(running)
+        """running = self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(self._maker_of(sums), plan, granules)
 """,
-        """# Where a pass is all there is of its logical batch, nothing is to be added.
+        """running = self.running(batch)
+        # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            sums.grid = grid_of(running.release, batch.logical_size)
-            make_sums = sums if self.observer is None else self.observer.see_pass(sums)
-            self.owner.add(make_sums, plan, [part.granule for part in self._dealing.parts])
-        if batch.is_last:
-            self.open_release(running)
+            granules = [part.granule for part in self._dealing.parts]
+            self.owner.add(self._maker_of(sums), plan, granules)
+        self._open(sums)
 """,
     ),
     ("PrivateTraining.open_release", "self.ledger.intend(running.release)", "pass"),

@@ -114,6 +114,34 @@ def test_an_offloaded_model_is_on_the_host():
     assert share <= found.host_bytes <= 1.3 * share
 
 
+def test_two_backward_passes_hold_the_sums_of_no_more_units_in_a_deeper_model():
+    held = []
+    for num_layers in (3, 5):
+        shape = preset(
+            "gpt2", vocab_size=61, context_length=17, **SHAPE | {"num_layers": num_layers}
+        )
+        scenario = Scenario(world_size=64, **SIZES, clipping="ghost")
+        found = simulate(lambda shape=shape: build(shape, device="meta"), scenario)
+        kinds = ("gathered", "per-sample gradients", "communication")
+        held.append([max(peak.by_category.get(kind, 0) for peak in found.peaks) for kind in kinds])
+    # Each rank keeps its part of a block's sums: a few vectors, each rounded up.
+    assert all(deep - flat < 2**15 for flat, deep in zip(*held, strict=True))
+
+
+def test_auto_keeps_what_the_gpu_has_room_for():
+    """Of 64 GPUs each holds next to nothing of the model, and a row of each block's records."""
+    scenario = Scenario(world_size=64, **SIZES, clipping="auto")
+    (free, tight) = (
+        simulate(small_model, scenario, memory=each) for each in (10**12, 2**31 + 10**5)
+    )
+    by_kind = [
+        sum(call.phase == "backward" and call.flops > 0 for call in each.calls)
+        for each in (free, tight)
+    ]
+    assert by_kind[0] < by_kind[1]  # it goes backward twice
+    assert tight.peak.total < free.peak.total
+
+
 def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once(monkeypatch):
     monkeypatch.setattr(norms, "BLOCKS_AT_ONCE", 4)  # as little to this model as they are to others
     found = simulate(small_model, Scenario(**SIZES))
