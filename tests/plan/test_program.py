@@ -1,6 +1,9 @@
 """A plan, counted without memory and without other ranks, beside the same program on real ranks."""
 
+import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import World, run_on_ranks
+from unison.cli.plan import from_transformers
 from unison.models import build, preset
 from unison.plan import Scenario, Usage, count_trained, measure, simulate
+from unison.privacy import learning
 from unison.shard import norms
 from unison.shard import ranks as shard_ranks
 from unison.shard.ranks import DONE
@@ -57,7 +62,9 @@ def small_model() -> nn.Module:
     return build(shape, device="meta")
 
 
-def count(world: World, scenario: Scenario) -> Usage:
+def count(
+    world: World, scenario: Scenario, build: Callable[[], nn.Module], room: int | None
+) -> Usage:
     """Measure a step, but for what is not the device's.
 
     Gloo sums a copy when it is waited for, which no other backend does; and what is pickled for
@@ -86,14 +93,20 @@ def count(world: World, scenario: Scenario) -> Usage:
         patch.object(shard_ranks, "_reduce_scatter", quiet),
         patch.object(dist, "all_gather_object", unseen(gather)),
         patch.object(dist, "broadcast_object_list", unseen(broadcast)),
+        patch.object(learning, "room_for_tensors", lambda _: room),
     ):
-        return measure(small_model, scenario, torch.device("cpu"))
+        return measure(build, scenario, torch.device("cpu"))
 
 
-def check(settings: dict[str, Any]) -> None:
+def check(
+    settings: dict[str, Any],
+    build: Callable[[], nn.Module] = small_model,
+    room: int | None = None,
+) -> None:
     scenario = Scenario(**{"world_size": 2, **SIZES, **settings})
-    planned = simulate(small_model, scenario, machine="cpu")
-    real = run_on_ranks(scenario.world_size, count, scenario)[0]
+    with patch.object(learning, "room_for_tensors", lambda _: room):
+        planned = simulate(build, scenario, machine="cpu")
+    real = run_on_ranks(scenario.world_size, count, scenario, build, room, timeout=600)[0]
     assert [each.place for each in planned.peaks] == [each.place for each in real.peaks]
     assert planned.peaks == real.peaks  # every category, to the byte
     assert planned.bytes_sent == real.bytes_sent
@@ -140,6 +153,12 @@ def test_auto_keeps_what_the_gpu_has_room_for():
     ]
     assert by_kind[0] < by_kind[1]  # it goes backward twice
     assert tight.peak.total < free.peak.total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["full", "zero2"])
+def test_a_plan_for_little_memory_is_what_real_ranks_do_with_it(shard):
+    check({"clipping": "auto", "shard": shard}, room=10**5)
 
 
 def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once(monkeypatch):
@@ -191,3 +210,44 @@ def test_compiled_blocks_keep_less_and_run_fewer_kernels():
 @pytest.mark.parametrize("case", LONG)
 def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):
     check(LONG[case])
+
+
+def transformers_model(name: str) -> nn.Module:
+    """A small model of transformers: an encoder, one with a decoder, experts, a classifier."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 61}
+    if name == "T5ForConditionalGeneration":
+        sizes |= {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+        config = transformers.T5Config(**sizes, dropout_rate=0.0)
+    elif name == "MixtralForCausalLM":
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3}
+        config = transformers.MixtralConfig(**sizes)
+    else:
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.BertConfig(
+            **sizes,
+            intermediate_size=48,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    config.architectures = [name]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        build, _, _ = from_transformers(Path(folder) / "config.json")
+    return build()
+
+
+KINDS = {
+    "BertForMaskedLM": {},
+    "BertForSequenceClassification": {"clipping": "ghost_bk"},
+    "T5ForConditionalGeneration": {"shard": "zero2"},
+    "MixtralForCausalLM": {},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_other_kinds_are_planned_as_they_run(name):
+    check(KINDS[name], functools.partial(transformers_model, name))

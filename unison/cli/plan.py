@@ -1,6 +1,7 @@
 """`unison plan`: what a step takes and what a private run costs, before a GPU is rented."""
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -421,8 +422,11 @@ def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | N
     names = [getattr(modeling_auto, f"MODEL_FOR_{each}_MAPPING_NAMES") for each in tables]
     names = [*(config.architectures or []), *(each.get(config.model_type) for each in names)]
     found = next((getattr(transformers, each) for each in names if each in dir(transformers)), None)
+    has_decoder = found and "decoder_input_ids" in inspect.signature(found.forward).parameters
+    if config.is_encoder_decoder and not has_decoder:  # a half of it would be planned
+        found = None
     if not found or found.main_input_name != "input_ids":
-        fed = f"its {found.__name__} takes {found.main_input_name}" if found else "it has no such"
+        fed = f"its {found.__name__} takes {found.main_input_name}" if found else "it has none"
         raise BadInput(
             f"{path} is the config of {config.model_type!r}, and plans are of models that take "
             f"token ids and give logits: {fed}; build it in a function of yours, whose module "
@@ -431,13 +435,14 @@ def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | N
 
     def make() -> nn.Module:
         model = found._from_config(config)
-        if config.is_encoder_decoder:
+        if has_decoder:
             own = model.forward
             model.forward = lambda ids: own(input_ids=ids, decoder_input_ids=ids)
         return model
 
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = getattr(text, "max_position_embeddings", None) or 0
+    longest = longest if longest > 0 else None  # XLNet says -1
     return partial(built, str(path), make), getattr(text, "vocab_size", 2), longest
 
 

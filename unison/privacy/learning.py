@@ -56,7 +56,7 @@ class ClippingSettings:
 
     Attributes:
         mode: `"auto"` or one of `unison.clip.MODES`.
-        memory_budget: Bytes that clipping may hold, or None for no bound.
+        memory_budget: Bytes that clipping may hold, or None for what a GPU has room for.
         batch_dim: Dimension of the samples in the module's inputs and outputs.
         calibrate: Whether `"auto"` may time methods on the GPU.
         rows_per_sample: Rows of the module's inputs that belong to one sample.
