@@ -134,6 +134,10 @@ def plan(
         private = True
         if rows is None or logical_batch is None:
             raise BadInput("a private budget needs --rows and --logical-batch")
+    elif epochs != 1.0 or delta != 1e-6:
+        raise BadInput("--epochs and --delta are of a private budget, which needs --rows")
+    if clipping != "auto" and not private:
+        raise BadInput(f"--clipping {clipping} is for private training; add --private")
     worlds = [gpus] if sweep is None else swept(sweep)
     if sweep is not None and not picture.parent.is_dir():
         raise BadInput(f"--picture {picture} is in no folder that exists")

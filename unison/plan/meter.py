@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from unison.errors import UnsupportedOperation
 from unison.shard import ShardedTensor
 from unison.torch_internals import machine_of
 
@@ -345,7 +346,15 @@ class Meter(TorchDispatchMode):
         result = self._answer(func, args, kwargs) if self._device == "meta" else NotImplemented
         if result is NotImplemented:
             with torch._C.DisableTorchFunctionSubclass():  # below autograd there are none
-                result = func(*args, **kwargs)
+                try:
+                    result = func(*args, **kwargs)
+                except NotImplementedError as error:
+                    if self._device != "meta" or isinstance(error, UnsupportedOperation):
+                        raise
+                    raise UnsupportedOperation(
+                        f"{func} gives shapes that only values tell (as of rows that are sent to "
+                        "experts), so that this step cannot be planned without running it"
+                    ) from error
         maker = _maker()
         given, made = list(_tensors((args, kwargs))), list(_tensors((result,)))
         if self._is_fused:
