@@ -675,15 +675,17 @@ class Units(ParallelAdapter):
         self._sums.reverse()
 
     def ordinary_bytes(self) -> int:
-        """See `ParallelAdapter`; the root's parameters stay gathered."""
+        """See `ParallelAdapter`; parameters of the root, and of ZeRO-2's units, stay gathered."""
         groups = [group for unit in self._units for group in unit.groups]
         held = 0
         for group in groups:
             copies = 4 if group.requires_grad else 1
             held += group.shard.nbytes * (copies if self._root.options.offload is None else 1)
         full = {unit: sum(group.full_bytes for group in unit.groups) for unit in self._units}
-        at_once = sorted(full[unit] for unit in self._units if unit is not self._root)[-2:]
-        return held + sum(at_once) + full[self._root] + 8 * self._widest
+        kept = {unit for unit in self._units if unit.options.reshard_after_forward is False}
+        kept.add(self._root)
+        at_once = sorted(full[unit] for unit in self._units if unit not in kept)[-2:]
+        return held + sum(at_once) + sum(full[unit] for unit in kept) + 8 * self._widest
 
     def attach(self) -> None:
         """See `ParallelAdapter`."""
