@@ -401,8 +401,8 @@ def _training(
         meter.enter_place("forward")
         ids, labels = ids.to(device, copy=True), labels.to(device, copy=True)
         logits = _logits_of(model(ids))
-        if logits.ndim == 2:  # one label a row
-            logits = logits.unsqueeze(1)
+        if logits.ndim == 2:  # one label a row, of fewer classes than there are tokens
+            logits, labels = logits.unsqueeze(1), labels % logits.shape[1]
         labels = labels[:, : logits.shape[1]]
         meter.enter_place("loss")
         if kfac is not None and kfac.wants_statistics:
