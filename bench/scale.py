@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("question", choices=("headline", "sweep"))
     parser.add_argument("cases", nargs="*", help="plan these alone, and write no result yet")
     parser.add_argument("--keep", type=Path, help="folder for figures of cases that were planned")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     cases = HEADLINE if given.question == "headline" else SWEEP
     figures = {}
     for name in given.cases or cases:

@@ -1,17 +1,18 @@
 """`unison plan` as a person runs it."""
 
-import functools
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-import unison as unison_package
 from unison.cli.plan import code_of, fastest
 from unison.errors import BadInput
+from unison.models import build, preset
 from unison.plan import GPUS, Estimate, Scenario, Usage
+from unison.privacy import PrivateLoader
 from unison.shard import units_of
 
 OWN = """
@@ -29,6 +30,45 @@ class Model(nn.Module):
 
 def build_model():
     return Model()
+
+class Returning(Model):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids):
+        return self.change(super().forward(ids))
+
+class Masked(Model):
+    def forward(self, ids, mask):
+        return super().forward(ids)
+
+def build_tuple():
+    return Returning(lambda logits: (logits, None))
+
+def build_dict():
+    return Returning(lambda logits: {"loss": None, "logits": logits})
+
+def build_classes():
+    return Returning(lambda logits: logits.mean(1))
+
+def build_last():
+    return Returning(lambda logits: logits[:, -1:])
+
+def build_scalar():
+    return Returning(lambda logits: logits.mean())
+
+def build_none():
+    return Returning(lambda logits: None)
+
+def build_numpy():
+    return Returning(lambda logits: logits.detach().numpy())
+
+def build_masked():
+    return Masked()
+
+def build_broken():
+    raise RuntimeError("no weights\\nhere")
 
 def build_nothing():
     return 3
@@ -84,6 +124,31 @@ def test_a_model_of_ones_own(plan, tmp_path, monkeypatch):
     }.items():
         code, _, err = plan(name, "--seq", 8)
         assert code == 2
+        assert said in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("private", [(), ("--private",)])
+def test_logits_may_come_in_several_ways(plan, tmp_path, monkeypatch, private):
+    (tmp_path / "ownmodels.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tuple", "dict", "classes", "last"):
+        code, _, err = plan(f"ownmodels:build_{name}", "--gpus", 2, "--seq", 8, "--json", *private)
+        assert (code, err) == (0, ""), name
+
+
+def test_a_model_that_cannot_be_fed_is_refused(plan, tmp_path, monkeypatch):
+    (tmp_path / "oddmodels.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    for name, said in {
+        "scalar": "returned [] without such logits",
+        "none": "returned NoneType without such logits",
+        "numpy": "failed, ",
+        "masked": "failed, TypeError: ",
+        "broken": "cannot be built: RuntimeError: no weights",
+    }.items():
+        code, out, err = plan(f"oddmodels:build_{name}", "--seq", 8)
+        assert (code, out) == (2, "")
         assert said in err
         assert err.count("\n") == 1
 
@@ -145,14 +210,18 @@ def test_where_nothing_fits_it_says_what_is_needed():
         fastest(step_that_needs(SIZES), Scenario(), GPUS["h100"])
 
 
-def test_the_code_of_a_scenario_runs():
-    scenario = Scenario(checkpoint_activations=True, precision="bf16", shard="zero2")
-    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
-    names = {"unison": unison_package, "torch": torch, "functools": functools, "model": model}
+@pytest.mark.parametrize("more", [{}, {"clipping": "auto", "lora": 2}, {"kfac": True}])
+def test_the_code_of_a_scenario_runs(more):
+    scenario = Scenario(checkpoint_activations=True, precision="bf16", shard="zero2", **more)
+    model = build(preset("tiny", num_layers=2), seed=0)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 8, dtype=torch.int64)), batch_size=2)
+    names: dict[str, Any] = {"model": model, "loader": loader}
     exec(code_of(scenario), names)
     (unit, *_) = units_of(names["model"])
     assert unit.options.reshard_after_forward is False
     assert unit.options.precision.param is torch.bfloat16
+    assert ("kfac" in names) == scenario.kfac
+    assert isinstance(names["loader"], PrivateLoader) == (scenario.clipping is not None)
 
 
 @pytest.mark.full
@@ -207,6 +276,15 @@ def test_a_config_of_transformers(plan, tmp_path):
         ("--preset tiny --sweep batch=4", "--sweep takes"),
         ("--preset tiny --sweep gpus=4 --fit", "leave --sweep out"),
         ("--preset tiny --sweep gpus=4 --picture nowhere/at/all.png", "no folder that exists"),
+        ("--preset tiny --sweep gpus=4 --picture sweep.txt", "name ends in .png"),
+        ("--preset tiny --clipping ghost", "add --private"),
+        ("--preset tiny --private --clipping what", "clipping must be one of"),
+        ("--preset tiny --private --epochs 3", "needs --rows"),
+        ("--preset tiny --seq 0", "--seq must be above 0"),
+        ("--preset tiny --batch 0", "--batch must be above 0"),
+        ("--preset tiny --gpus 10000000000000000000000", "at most 65,536 GPUs"),
+        ("--preset tiny --sweep gpus=1,70000", "at most 65,536 GPUs"),
+        ("--preset tiny --batch 100000000000", "at most 67,108,864 tokens"),
     ],
 )
 def test_bad_input_is_one_sentence(plan, options, said):

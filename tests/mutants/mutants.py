@@ -80,31 +80,24 @@ _PRIVACY = [
     ("PrivateTraining._coefficients", ".scaled(factor)", ""),
     (
         "PrivateTraining._add_sums",
-        """if batch.is_last:
-            self.open_release(running)
+        """running = self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            grid = grid_of(running.release, batch.logical_size)
-            make_sums: MakeSums = partial(sums.make_sums, grid)
-            if self.observer is not None:
-                make_sums = self.observer.see_pass(sums, make_sums, grid)
             granules = [part.granule for part in self._dealing.parts]
-            self.owner.add(make_sums, plan, granules, grid.dtype)
+            make_sums, dtype = self._maker_of(sums)
+            self.owner.add(make_sums, plan, granules, dtype)
 """,
-        """# Where a pass is all there is of its logical batch, nothing is to be added.
+        """running = self.running(batch)
+        # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            grid = grid_of(running.release, batch.logical_size)
-            make_sums: MakeSums = partial(sums.make_sums, grid)
-            if self.observer is not None:
-                make_sums = self.observer.see_pass(sums, make_sums, grid)
             granules = [part.granule for part in self._dealing.parts]
-            self.owner.add(make_sums, plan, granules, grid.dtype)
-        if batch.is_last:
-            self.open_release(running)
+            make_sums, dtype = self._maker_of(sums)
+            self.owner.add(make_sums, plan, granules, dtype)
+        self._open(sums)
 """,
     ),
     ("PrivateTraining.open_release", "self.ledger.intend(running.release)", "pass"),

@@ -102,10 +102,13 @@ def test_assumptions_say_that_they_are_not_measured():
     assert "first private step" in said
 
 
+GPU_NAMES = "memory_gib bf16_tflops fp32_tflops memory_gb_per_s link_gb_per_s network_gb_per_s"
+GPU_FILE = "".join(f"{name}: 10\n" for name in [*GPU_NAMES.split(), "host_gb_per_s"])
+
+
 def test_a_gpu_of_a_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    names = "memory_gib bf16_tflops fp32_tflops memory_gb_per_s link_gb_per_s network_gb_per_s"
-    path.write_text("".join(f"{name}: 10\n" for name in [*names.split(), "host_gb_per_s"]))
+    path.write_text(GPU_FILE)
     found = find_gpu(str(path))
     assert (found.name, found.memory_gib, found.per_machine) == ("mine", 10, 8)
 
@@ -116,6 +119,10 @@ def test_a_gpu_of_a_file(tmp_path):
         ("memory_gib: 3", "must give"),
         ("[1, 2]", "must give"),
         ("{", "is not YAML"),
+        (GPU_FILE + "per_machine: 2.5\n", "per_machine of a GPU must be a whole number"),
+        (GPU_FILE + "name: [1]\n", "name of a GPU must be text"),
+        (GPU_FILE.replace("10", ".inf"), "must be finite"),
+        (GPU_FILE.replace("10", "ten"), "must be a number, found 'ten'"),
         (None, "cannot be read"),
     ],
 )

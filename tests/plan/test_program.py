@@ -1,6 +1,9 @@
 """A plan, counted without memory and without other ranks, beside the same program on real ranks."""
 
+import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import World, run_on_ranks
+from unison.cli.plan import from_transformers
 from unison.models import build, preset
 from unison.plan import Scenario, Usage, count_trained, measure, simulate
+from unison.privacy import learning
 from unison.shard import norms
 from unison.shard import ranks as shard_ranks
 from unison.shard.ranks import DONE
@@ -57,7 +62,9 @@ def small_model() -> nn.Module:
     return build(shape, device="meta")
 
 
-def count(world: World, scenario: Scenario) -> Usage:
+def count(
+    world: World, scenario: Scenario, build: Callable[[], nn.Module], room: int | None
+) -> Usage:
     """Measure a step, but for what is not the device's.
 
     Gloo sums a copy when it is waited for, which no other backend does; and what is pickled for
@@ -86,14 +93,20 @@ def count(world: World, scenario: Scenario) -> Usage:
         patch.object(shard_ranks, "_reduce_scatter", quiet),
         patch.object(dist, "all_gather_object", unseen(gather)),
         patch.object(dist, "broadcast_object_list", unseen(broadcast)),
+        patch.object(learning, "room_for_tensors", lambda _: room),
     ):
-        return measure(small_model, scenario, torch.device("cpu"))
+        return measure(build, scenario, torch.device("cpu"))
 
 
-def check(settings: dict[str, Any]) -> None:
+def check(
+    settings: dict[str, Any],
+    build: Callable[[], nn.Module] = small_model,
+    room: int | None = None,
+) -> None:
     scenario = Scenario(**{"world_size": 2, **SIZES, **settings})
-    planned = simulate(small_model, scenario, machine="cpu")
-    real = run_on_ranks(scenario.world_size, count, scenario)[0]
+    with patch.object(learning, "room_for_tensors", lambda _: room):
+        planned = simulate(build, scenario, machine="cpu")
+    real = run_on_ranks(scenario.world_size, count, scenario, build, room, timeout=600)[0]
     assert [each.place for each in planned.peaks] == [each.place for each in real.peaks]
     assert planned.peaks == real.peaks  # every category, to the byte
     assert planned.bytes_sent == real.bytes_sent
@@ -112,6 +125,46 @@ def test_an_offloaded_model_is_on_the_host():
     # Parameters, gradients and Adam's two moments in float32; allocations are rounded up.
     share = 16 * count_trained(small_model) / 2
     assert share <= found.host_bytes <= 1.3 * share
+
+
+def test_two_backward_passes_hold_the_sums_of_no_more_units_in_a_deeper_model():
+    held = []
+    for num_layers in (3, 5):
+        shape = preset(
+            "gpt2", vocab_size=61, context_length=17, **SHAPE | {"num_layers": num_layers}
+        )
+        scenario = Scenario(world_size=64, **SIZES, clipping="ghost")
+        found = simulate(lambda shape=shape: build(shape, device="meta"), scenario)
+        kinds = ("gathered", "per-sample gradients", "communication")
+        held.append([max(peak.by_category.get(kind, 0) for peak in found.peaks) for kind in kinds])
+    # Each rank keeps its part of a block's sums: a few vectors, each rounded up.
+    assert all(deep - flat < 2**15 for flat, deep in zip(*held, strict=True))
+
+
+def test_auto_keeps_what_the_gpu_has_room_for():
+    shape = preset("gpt2", vocab_size=64, context_length=2048, **SHAPE | {"num_layers": 6})
+    settings = {**SIZES, "rows": 1, "row_length": 2048, "vocab_size": 64, "precision": "bf16"}
+    scenario = Scenario(world_size=64, **settings, clipping="auto")
+    plans: list[tuple[int, int | None]] = []
+    own = learning.Learning.plan
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        plans.append((found.bytes_needed, found.memory_budget))
+        return found
+
+    with patch.object(learning.Learning, "plan", plan):
+        for memory in (10**12, 2**31 + 10**5):
+            simulate(lambda: build(shape, device="meta"), scenario, memory=memory)
+    (free, no_bound), (tight, bound) = plans[0], plans[-1]
+    assert (no_bound, bound) == (None, 0)  # of the second one, states alone take more
+    assert tight <= free
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["full", "zero2"])
+def test_a_plan_for_little_memory_is_what_real_ranks_do_with_it(shard):
+    check({"clipping": "auto", "shard": shard}, room=10**5)
 
 
 def test_the_optimizer_of_a_gpu_takes_all_parameters_at_once(monkeypatch):
@@ -163,3 +216,35 @@ def test_compiled_blocks_keep_less_and_run_fewer_kernels():
 @pytest.mark.parametrize("case", LONG)
 def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):
     check(LONG[case])
+
+
+def transformers_model(name: str) -> nn.Module:
+    """A small encoder of transformers, with the head that its config names."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        architectures=[name],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        build, _, _ = from_transformers(Path(folder) / "config.json")
+    return build()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": {},
+    "BertForSequenceClassification": {"clipping": "ghost_bk"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_other_kinds_are_planned_as_they_run(name):
+    check(KINDS[name], functools.partial(transformers_model, name))

@@ -98,6 +98,7 @@ def private_run(
     checkpointed: bool = False,
     compile: Any = False,  # noqa: A002
     reducer: str | None = None,
+    memory_budget: int | None = None,
 ) -> dict[str, Any]:
     """Train, and return what must not depend on the number of ranks."""
     model = build(config, seed=3)
@@ -120,6 +121,7 @@ def private_run(
             loss_reduction="sum" if reduction == "sum" else "mean",
             recheck=how == "zero3",  # it takes passes, of which tests have few
             compile=compile,
+            memory_budget=memory_budget,
             seed=5,
         )
     found: dict[str, Any] = {"losses": [], "norms": [], "records": [], "sizes": []}
@@ -150,6 +152,9 @@ def private_run(
                 break
     found["parameters"] = {name: value.double().tolist() for name, value in full_parameters(model)}
     found["digest"] = unison.digest(model)
+    assert engine._training is not None
+    plan = engine._training._attachment.plan
+    found["passes"] = None if plan is None else (plan.num_forwards, plan.num_backwards)
     return found
 
 

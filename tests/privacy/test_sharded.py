@@ -10,7 +10,7 @@ from tests.harness import World, ranks, run_on_ranks
 from tests.privacy.sharded import modes_of, oracle_run, private_run, relative
 from unison.errors import UnsupportedOperation
 from unison.kernels import multi_tensor
-from unison.privacy import noise
+from unison.privacy import learning, noise
 
 SHARDINGS = ("none", "ddp", "zero2", "zero3", "root", "hybrid")
 # Small draws: with several ranks some have no sample at most steps, and two draws are empty (the
@@ -21,6 +21,16 @@ SHORT = {"rate": 0.06, "steps": 6}
 
 def run(world: World, case: dict) -> dict:
     return private_run(world, **case)
+
+
+def run_on_small_gpus(world: World, case: dict) -> dict:
+    """The same on devices of which the second one has no memory to spare."""
+    own = learning.room_for_tensors
+    try:
+        learning.room_for_tensors = lambda _: 10**9 if world.rank == 0 else 10**4
+        return private_run(world, **case)
+    finally:
+        learning.room_for_tensors = own
 
 
 def run_as_on_gpus(world: World, case: dict) -> dict:
@@ -44,7 +54,7 @@ def ordered_alone(mode: str, steps: int) -> dict:
     return run_on_ranks(1, run, case)[0]
 
 
-def check_against_oracle(size: int, case: dict, length: dict, work: Any = run) -> None:
+def check_against_oracle(size: int, case: dict, length: dict, work: Any = run) -> dict:
     found = run_on_ranks(size, work, {**length, **case})[0]
     expected = oracle(length["steps"])
     assert found["sizes"] == expected["sizes"]
@@ -52,6 +62,7 @@ def check_against_oracle(size: int, case: dict, length: dict, work: Any = run) -
     assert relative(found, expected) <= 1e-5
     for norms, wanted in zip(found["norms"], expected["norms"], strict=True):
         assert norms == pytest.approx(wanted, rel=1e-4)  # of parameters that drift apart
+    return found
 
 
 ALL = ("losses", "norms", "digest")
@@ -115,6 +126,23 @@ def test_a_forward_pass_again_is_refused_on_shards(world):
 def test_two_backward_passes_on_shards():
     check_bits(2, {"how": "zero3", "mode": "ghost"})
     check_against_oracle(2, {"how": "zero3", "mode": "flash_fuse"}, SHORT)
+
+
+@pytest.mark.parametrize("how", ["zero3", "fsdp2"])
+def test_auto_keeps_nothing_on_shards_where_there_is_no_room(how):
+    budget = 30_000  # less than the records take
+    case = {"how": how, "memory_budget": budget}
+    found = check_against_oracle(2, case, SHORT)
+    assert found["passes"] == (1, 2)
+
+
+def test_ranks_plan_for_the_smallest_of_their_gpus():
+    found = check_against_oracle(2, {"how": "zero3"}, SHORT, run_on_small_gpus)
+    assert found["passes"] == (1, 2)
+    # What has no bound needs one pass; and bits of granules depend on no GPU.
+    assert run_on_ranks(1, run, {"how": "zero3", "steps": 1})[0]["passes"] == (1, 1)
+    case = {"how": "zero3", "granule": 2, "steps": 1}
+    assert run_on_ranks(2, run_on_small_gpus, case)[0]["passes"] == (1, 1)
 
 
 @pytest.mark.parametrize("how", ["zero3", "ddp"])

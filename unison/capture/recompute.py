@@ -288,9 +288,9 @@ def _unpack(packed: "Tensor | _Held") -> Tensor:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and its length; 0 if it has none of its own."""
+    """Return what tells a tensor's memory from others', and its length; 0 if it has none."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        return storage._cdata, storage.nbytes()  # its address is 0 where a plan runs
     except (NotImplementedError, RuntimeError):  # a wrapper around other tensors
         return 0, 0

@@ -1,12 +1,13 @@
 """`unison plan`: what a step takes and what a private run costs, before a GPU is rented."""
 
 import importlib
+import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from unison.errors import BadInput
+from unison.errors import BadInput, UnisonError
 from unison.models import build, preset
 from unison.plan import (
     CATEGORIES,
@@ -26,9 +27,11 @@ from unison.plan import (
     Usage,
     assumptions,
     budget,
+    check_forward,
     count_trained,
     estimate,
     find_gpu,
+    first_line,
     is_inside,
     simulate,
 )
@@ -118,6 +121,11 @@ def plan(
     """
     card = find_gpu(gpu)
     make, vocab_size, longest = find_model(model, preset_name, num_layers)
+    for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
+        if value is not None and value < 1:
+            raise BadInput(f"{name} must be above 0, found {value}")
+    if seq is not None and seq < 1:
+        raise BadInput(f"--seq must be above 0, found {seq}")
     if seq is not None and longest is not None and seq > longest:
         raise BadInput(f"--seq {seq} is longer than the model's context, {longest}")
     if seq is None and longest is None:
@@ -126,16 +134,19 @@ def plan(
         private = True
         if rows is None or logical_batch is None:
             raise BadInput("a private budget needs --rows and --logical-batch")
-    for name, value in {"--gpus": gpus, "--batch": batch, "--logical-batch": logical_batch}.items():
-        if value is not None and value < 1:
-            raise BadInput(f"{name} must be above 0, found {value}")
+    elif epochs != 1.0 or delta != 1e-6:
+        raise BadInput("--epochs and --delta are of a private budget, which needs --rows")
+    if clipping != "auto" and not private:
+        raise BadInput(f"--clipping {clipping} is for private training; add --private")
     worlds = [gpus] if sweep is None else swept(sweep)
     if sweep is not None and not picture.parent.is_dir():
         raise BadInput(f"--picture {picture} is in no folder that exists")
+    if sweep is not None and (picture.suffix.lower() != ".png" or picture.is_dir()):
+        raise BadInput(f"--picture must be a file whose name ends in .png, found {picture}")
     scenario = Scenario(
         world_size=worlds[0],
         rows=batch,
-        row_length=seq or longest or 1,
+        row_length=seq if seq is not None else longest or 1,
         vocab_size=vocab_size,
         shard=shard,
         replicas=replicas,
@@ -147,7 +158,13 @@ def plan(
         compiled=compiled,
         offload=frozenset(each.strip() for each in offload.split(",") if each.strip()),
     )
+    wanted = [
+        replace(scenario, world_size=world, passes=-(-(logical_batch or 1) // (world * batch)))
+        for world in worlds
+    ]
     num_parameters = count_trained(make, lora)
+    if preset_name is None:
+        check_forward(make, scenario)
     spending = None
     if rows is not None:
         spending = budget(
@@ -164,13 +181,9 @@ def plan(
         raise BadInput("--fit is for one number of GPUs; leave --sweep out")
 
     def planned(each: Scenario) -> Plan:
-        usage = all_passes(make, each)
+        usage = all_passes(make, each, card)
         return each, usage, estimate(usage, each, card, num_parameters)
 
-    wanted = [
-        replace(scenario, world_size=world, passes=math.ceil((logical_batch or 1) / world / batch))
-        for world in worlds
-    ]
     plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
     if sweep is not None:
         draw_sweep(plans, card, picture)
@@ -226,20 +239,25 @@ def fastest(planned: Callable[[Scenario], Plan], wanted: Scenario, card: Gpu) ->
 
 
 def code_of(scenario: Scenario) -> str:
-    """Python that trains as a scenario says; `unison train` does not have all of it."""
+    """Python that trains a `model` as a scenario says, on rows of a `loader` where it is private.
+
+    `unison train` does not have all of it.
+    """
+    lines = ["import functools, torch, unison"]
+    if scenario.lora:
+        lines += ["import unison.plan", f"unison.plan.add_lora(model, {scenario.lora})"]
     options = [f"reshard_after_forward={scenario.shard != 'zero2'}", "gradient_divisor=1"]
     if scenario.shard == "hybrid":
-        options.append("mesh=mesh")
+        shape = scenario.replicas, scenario.world_size // scenario.replicas
+        names = '("replicate", "shard")'
+        mesh = f'torch.distributed.init_device_mesh("cuda", {shape}, mesh_dim_names={names})'
+        options.append(f"mesh={mesh}")
     if scenario.precision == "bf16":
         options.append("mp_policy=unison.MixedPrecision(param=torch.bfloat16)")
     if scenario.offload:
         hosted = f"parameters={'params' in scenario.offload}"
         hosted += f", gradients={'grads' in scenario.offload}"
         options.append(f"offload_policy=unison.CPUOffload({hosted})")
-    lines = []
-    if scenario.shard == "hybrid":
-        shape = scenario.replicas, scenario.world_size // scenario.replicas
-        lines.append(f'mesh = init_device_mesh("cuda", {shape})')
     if scenario.checkpoint_activations:
         lines += [
             "for block in unison.shard.find_blocks(model):",
@@ -250,13 +268,29 @@ def code_of(scenario: Scenario) -> str:
     lines.append(f"model = unison.auto_shard(model, {', '.join(options)})")
     if scenario.compiled:
         lines += ["for block in unison.shard.find_blocks(model):", "    block.compile()"]
+    kind = "SGD" if scenario.kfac else "AdamW"
+    lines += [
+        "trained = [each for each in model.parameters() if each.requires_grad]",
+        f"optimizer = torch.optim.{kind}(trained, lr=1e-3)",
+    ]
+    if scenario.kfac:
+        lines.append("kfac = unison.KFAC(model, unison.KFACConfig(), optimizer)")
+    if scenario.clipping is not None:
+        lines += [
+            "model, optimizer, loader = unison.PrivacyEngine().make_private(",
+            "    module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0,",
+            f"    max_grad_norm=1.0, clipping={scenario.clipping!r}, "
+            f"max_physical_batch_size={scenario.rows},",
+            ")",
+        ]
     return "\n".join(lines)
 
 
-def all_passes(make: Callable[[], nn.Module], scenario: Scenario) -> Usage:
+def all_passes(make: Callable[[], nn.Module], scenario: Scenario, card: Gpu) -> Usage:
     """What a step of many passes uses: two are run, and the others are like them."""
     num_run = min(scenario.passes, MOST_SIMULATED)
-    usage = simulate(make, replace(scenario, passes=num_run))
+    memory = int(card.memory_gib * GIB)
+    usage = simulate(make, replace(scenario, passes=num_run), memory=memory)
     usage.repeats = scenario.passes - num_run
     for key in usage.bytes_sent:
         usage.bytes_sent[key] = usage.bytes_sent[key] * scenario.passes // num_run
@@ -342,31 +376,79 @@ def find_model(
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise BadInput(f"{name} cannot be imported: {error}") from error
+    except Exception as error:
+        raise BadInput(f"{name} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(make):
         raise BadInput(f"{name} must be a function that builds a model, found {make!r}")
-    return make, 2, None  # type: ignore[return-value] # ids of 0 and 1 are in every vocabulary
+    made: Callable[[], nn.Module] = make  # type: ignore[assignment] # `count_trained` looks
+    return partial(built, name, made), 2, None  # ids of 0 and 1 are in every vocabulary
+
+
+def built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """Call what builds a user's model.
+
+    Raises:
+        BadInput: If it raises.
+    """
+    try:
+        return make()
+    except UnisonError:
+        raise
+    except Exception as error:
+        raise BadInput(f"{name} cannot be built: {first_line(error)}") from error
 
 
 def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | None]:
-    """Return what builds the causal language model of a transformers config."""
+    """Return what builds the model of a transformers config.
+
+    That is the one of its `architectures`, or else the language model of its kind.
+
+    Raises:
+        BadInput: If there is none, or it takes something else than token ids.
+    """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
+        from transformers.models.auto import modeling_auto
     except ImportError as error:
         raise BadInput("a config.json needs transformers: pip install transformers") from error
     if not path.is_file():
         raise BadInput(f"there is no file {path}")
     try:
-        config = AutoConfig.from_pretrained(path)
-    except (ValueError, OSError, KeyError) as error:
-        told = str(error).splitlines()[0]
+        config = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:
+        told = first_line(error)
         raise BadInput(f"{path} is not the config of a transformers model: {told}") from error
     config.use_cache = False
-    longest = getattr(config, "max_position_embeddings", None)
-    return (lambda: AutoModelForCausalLM.from_config(config)), config.vocab_size, longest
+    tables = ["CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM"]
+    if not getattr(config, "is_decoder", False):  # BERT and its like may be used as either
+        tables.reverse()
+    names = [getattr(modeling_auto, f"MODEL_FOR_{each}_MAPPING_NAMES") for each in tables]
+    names = [*(config.architectures or []), *(each.get(config.model_type) for each in names)]
+    found = next((getattr(transformers, each) for each in names if each in dir(transformers)), None)
+    has_decoder = found and "decoder_input_ids" in inspect.signature(found.forward).parameters
+    if config.is_encoder_decoder and not has_decoder:  # a half of it would be planned
+        found = None
+    if not found or found.main_input_name != "input_ids":
+        fed = f"its {found.__name__} takes {found.main_input_name}" if found else "it has none"
+        raise BadInput(
+            f"{path} is the config of {config.model_type!r}, and plans are of models that take "
+            f"token ids and give logits: {fed}; build it in a function of yours, whose module "
+            "makes such inputs itself, and give MODULE:FUNCTION"
+        )
+
+    def make() -> nn.Module:
+        model = found._from_config(config)
+        if has_decoder:
+            own = model.forward
+            model.forward = lambda ids: own(input_ids=ids, decoder_input_ids=ids)
+        return model
+
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or 0
+    longest = longest if longest > 0 else None  # XLNet says -1
+    return partial(built, str(path), make), getattr(text, "vocab_size", 2), longest
 
 
 # ---- what is shown -------------------------------------------------------------------------------

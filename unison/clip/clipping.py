@@ -308,9 +308,14 @@ class Clipping:
             if 8 * math.prod(record.shape) <= held:  # a float64 sum is smaller
                 self._add(parameter, coefficients)
 
-    def _refuse_missing(self) -> None:
+    def is_complete(self, names: Iterable[str]) -> bool:
+        """Whether a second pass has made all records of these parameters again."""
+        used = [self._parameters[each] for each in names if each in self._parameters]
+        return not any(each.num_missing for each in used)
+
+    def _refuse_missing(self, names: Iterable[str]) -> None:
         """Refuse to make sums of records that a second pass should have made again."""
-        for parameter in self._parameters.values():
+        for parameter in (self._parameters[each] for each in names if each in self._parameters):
             if parameter.num_missing:
                 parameter.refuse(
                     f"was used by the first pass, and {parameter.num_missing} of those uses did "
@@ -332,8 +337,8 @@ class Clipping:
         Yields:
             Names and sums: float64, or as kernels make them, float32 or int32 on the `grid`.
         """
-        self._refuse_missing()
         wanted = list(self._parameters) if names is None else names
+        self._refuse_missing(wanted)
         used = [self._parameters[each] for each in wanted if each in self._parameters]
         if any(each.gradients is not None for each in used):
             self._combine(used, coefficients)
@@ -371,7 +376,7 @@ class Clipping:
             spacing: Of the grid, a power of two.
             dtype: Of the integers.
         """
-        self._refuse_missing()  # before anything is added
+        self._refuse_missing(totals)  # before anything is added
         gradients: dict[str, Tensor] = {}
         found: dict[str, Factors] = {}
         grid = self.grid
@@ -408,9 +413,11 @@ class Clipping:
             weights = measured.stacked([coefficients[name] for name in names], grid)
             factored.weighted_sums(*measured.sides_of(names, found), weights, outs, add=True)
         for name, total in self.clipped_sums(coefficients, list(totals)):
-            unit = 1.0 if grid is None else grid.spacing
-            exact = total.double() if total.is_floating_point() else total.double() * unit
-            integers = (exact / spacing).round_().to(dtype).flatten()
+            unit = 1.0 if grid is None or total.is_floating_point() else grid.spacing
+            if total.dtype == dtype and unit == spacing:  # it lies there already
+                integers = total.flatten()
+            else:  # both are powers of two
+                integers = (total.double() * (unit / spacing)).round_().to(dtype).flatten()
             before = totals[name]
             totals[name] = integers if before is None else before.add_(integers)
 

@@ -41,8 +41,9 @@ with the same overheads as here for what lies between layers.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,24 +259,30 @@ def describe(name: str, records: Sequence[Record | Streamed]) -> LayerShape:
     )
 
 
+def without_values(record: Record | Streamed) -> Record | Streamed:
+    """Return a record of the same shapes on the meta device; one that comes in pieces as it is.
+
+    A model's records take more than its training has: of each, `describe` needs no more than this.
+    """
+    if isinstance(record, Streamed):
+        return record
+    values = [(each.name, getattr(record, each.name)) for each in fields(record)]
+    made = {key: each.detach().to("meta") for key, each in values if isinstance(each, Tensor)}
+    return replace(record, **made)
+
+
 def with_shared_inputs(
-    layers: Sequence[LayerShape], records: Mapping[str, Sequence[Record | Streamed]]
+    layers: Sequence[LayerShape], inputs: Mapping[str, Sequence[Any]]
 ) -> list[LayerShape]:
     """Return layers that know with how many others they share inputs, as q, k and v do.
 
     Args:
         layers: From `describe`.
-        records: What each was made of, by name; all of them, so that no two lie in one place.
+        inputs: What tells the input of each of a layer's uses from others, by name; None for a use
+            that is no product.
     """
-    inputs = {
-        layer.name: [
-            (each.a.data_ptr(), each.a.shape) if isinstance(each, Product | Streamed) else None
-            for each in records[layer.name]
-        ]
-        for layer in layers
-    }
     # How many layers have each input; records of other kinds have none.
-    sharing = Counter(place for places in inputs.values() for place in set(places))
+    sharing = Counter(place for layer in layers for place in set(inputs[layer.name]))
     sharing[None] = 1
     return [
         replace(

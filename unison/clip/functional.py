@@ -32,10 +32,17 @@ from unison.capture import (
 from unison.capture.recompute import SavedBytes
 from unison.clip.bounds import RULES
 from unison.clip.clipping import Clipping, Storage
-from unison.clip.costs import AUTO, MODES, LayerShape, describe, with_shared_inputs
+from unison.clip.costs import (
+    AUTO,
+    MODES,
+    LayerShape,
+    describe,
+    with_shared_inputs,
+    without_values,
+)
 from unison.clip.plan import Plan, plan_clipping
 from unison.errors import BadInput
-from unison.ops import Record, Streamed
+from unison.ops import Product, Record, Streamed
 from unison.torch_internals import autocast_dtypes
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
@@ -117,11 +124,22 @@ def learn_layers(
 ) -> tuple[LayerShape, ...]:
     """Run a few samples forward and backward, and describe what is recorded."""
     found: dict[str, list[Record | Streamed]] = defaultdict(list)
+    inputs: dict[str, list[Any]] = defaultdict(list)
+    seen: dict[int, tuple[weakref.ref, int]] = {}  # memory of inputs: itself, and its number
     freed: dict[str, int] = {}
     saved = SavedBytes([*model.parameters(), *model.buffers()])
 
+    def place_of(a: Tensor) -> Any:
+        """Tell inputs apart: what others share is alive until the last of them has come."""
+        memory = a.untyped_storage()
+        if memory._cdata not in seen or seen[memory._cdata][0]() is None:
+            seen[memory._cdata] = weakref.ref(memory), sum(map(len, inputs.values()))
+        return seen[memory._cdata][1], a.storage_offset(), a.shape
+
     def keep(name: str, record: Record | Streamed) -> None:
-        found[name].append(record)
+        is_product = isinstance(record, Product | Streamed)
+        inputs[name].append(place_of(record.a) if is_product else None)
+        found[name].append(without_values(record))
         freed.setdefault(name, saved.freed)
 
     few = resized(batch, _FEW)
@@ -131,7 +149,7 @@ def learn_layers(
             losses = per_sample_loss(model, few)
         if losses.requires_grad:
             losses.sum().backward()
-    layers = with_shared_inputs([describe(name, found[name]) for name in sorted(found)], found)
+    layers = with_shared_inputs([describe(name, found[name]) for name in sorted(found)], inputs)
     return tuple(
         replace(
             layer,

@@ -153,6 +153,8 @@ def fastest(
     memory_budget: int | None,
     forwards: Sequence[float],
     freed: Sequence[int],
+    *,
+    is_estimate: bool = False,
 ) -> list[Alternative]:
     """Return one alternative per layer, all of one backward pass or all of two: see the note above.
 
@@ -163,6 +165,7 @@ def fastest(
         memory_budget: Bytes that clipping may hold, or None for no bound.
         forwards: Each layer's share of a forward pass, in seconds.
         freed: Bytes that are free when each layer comes, see [Note: freed memory].
+        is_estimate: Whether the budget is rough: where nothing fits, the smallest are returned.
 
     Raises:
         BadInput: If nothing fits.
@@ -176,7 +179,10 @@ def fastest(
         [min(each, key=lambda a: a.cost.kept_bytes + a.cost.transient_bytes) for each in allowed]
         for _, allowed in _by_passes(options)
     ]
-    check_fits(min(smallest, key=lambda each: bytes_needed(each, freed)), memory_budget, freed)
+    found = min(smallest, key=lambda each: bytes_needed(each, freed))
+    if is_estimate:
+        return found
+    check_fits(found, memory_budget, freed)
     raise AssertionError("the smallest fit, and were not found")
 
 
@@ -514,6 +520,8 @@ def plan_clipping(
     machine: str = "cpu",
     timed: "Calibration | None" = None,
     is_compiled: bool = False,
+    can_repeat: bool = True,
+    is_estimate: bool = False,
 ) -> Plan:
     """Return the cheapest allowed methods of every layer.
 
@@ -526,6 +534,9 @@ def plan_clipping(
         machine: One of `MACHINES`.
         timed: What methods took on the device. Without it a plan depends on shapes alone.
         is_compiled: Whether passes are compiled: see [Note: compiled passes].
+        can_repeat: Whether `auto` may run the forward pass again.
+        is_estimate: Whether the budget is rough: where nothing fits it, `auto` takes as little as
+            it can.
 
     Raises:
         BadInput: if a name is unknown or given twice, or nothing fits the budget.
@@ -543,7 +554,10 @@ def plan_clipping(
     if mode == AUTO and is_compiled and memory_budget is None:
         chosen = fastest_compiled(layers, options)
     elif mode == AUTO:
-        chosen = fastest(options, memory_budget, forwards, freed)
+        allowed = options
+        if not can_repeat:
+            allowed = [[a for a in each if a.choice.num_forwards == 1] for each in options]
+        chosen = fastest(allowed, memory_budget, forwards, freed, is_estimate=is_estimate)
     else:
         chosen = [named(layer, o, mode) for layer, o in zip(layers, options, strict=True)]
         check_fits(chosen, memory_budget, freed)
@@ -564,6 +578,16 @@ def choose(records: Sequence[Record], mode: str = AUTO, machine: str = "cpu") ->
     """Return the methods for the records of one parameter, with no bound on memory."""
     layer = describe("the parameter", records)
     return plan_clipping([layer], mode=mode, machine=machine).choice(layer.name)
+
+
+def block_of(name: str) -> str:
+    """Return a parameter's name up to the number of its block; nothing if it is in none.
+
+    >>> block_of("transformer.h.11.attn.2.weight"), block_of("head.weight")
+    ('transformer.h.11', '')
+    """
+    found = _NUMBER.search(name)
+    return name[: found.end()] if found else ""
 
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a block, in the middle of a name

@@ -223,13 +223,14 @@ class GroupSums:
         layout: FlatLayout | None,
         device: torch.device,
     ) -> None:
-        self._params, self._names = params, [each.name for each in params]
+        self._params, self.names = params, [each.name for each in params]
         self._widths = [each.ranges[0][1] for each in params] if layout is None else None
         if self._widths is not None:  # to the reducer, all lines together are one parameter
             length = axes.shard.size * sum(self._widths)
             layout = FlatLayout((Slot("lines", (length,), 0),), length, alignment=1)
         assert layout is not None
         self._axes, self._layout = axes, layout
+        self.numel = sum(each.numel for each in params)
         self._like = torch.empty(0, dtype=torch.int64, device=device)
         self._is_alone = axes.all.size == 1  # nothing is exchanged
         self.drop()
@@ -239,7 +240,7 @@ class GroupSums:
         self._like = self._like.to(dtype)
         before = self._totals if self._is_alone and self._widths is None else None
         for granule in granules:
-            sums: Parts = make_sums(granule, self._names, before)
+            sums: Parts = make_sums(granule, self.names, before)
             if self._widths is not None:
                 sums = [self._lines(sums)]
             if self._is_alone:
@@ -359,6 +360,9 @@ class ParallelAdapter:
     def __init__(self, module: nn.Module, *, is_ordered: bool) -> None:
         self.module, self.is_ordered = module, is_ordered
         self._sums: list[GroupSums] = []  # in an order that every rank shares
+        self._begun: Callable[[GroupSums], bool] | None = None  # adds what is complete: see `begin`
+        self._left: list[GroupSums] = []  # of what was begun
+        self._running: GroupSums | None = None  # whose sums are exchanged
         self._undo = ExitStack()
 
     # --- tracked parameters ----------------------------------------------------------------------
@@ -396,6 +400,22 @@ class ParallelAdapter:
         """Put tracked parameters in place, for each granule those of its capture."""
         raise NotImplementedError
 
+    def ordinary_bytes(self) -> int:
+        """Roughly what this rank's device holds in ordinary training, beside activations.
+
+        Weights, gradients and two moments; and of parameters in parts two groups at a time, whole,
+        with their sums: one computes or is added up, the other is on its way over ranks.
+        """
+        parts = [(local_part(each), each.requires_grad) for each in self.module.parameters()]
+        here = [each for each in parts if each[0].device.type == self.device.type]
+        held = sum(part.nbytes * (4 if is_trained else 1) for part, is_trained in here)
+        return held + 16 * self._widest
+
+    @property
+    def _widest(self) -> int:
+        """Elements of the largest group of which a rank holds a part."""
+        return max((each.numel for each in self._sums), default=0) if self.num_places > 1 else 0
+
     # --- agreement along a tensor axis -----------------------------------------------------------
 
     def agreed(self, value: T) -> T:
@@ -414,6 +434,35 @@ class ParallelAdapter:
 
     # --- sums ------------------------------------------------------------------------------------
 
+    def begin(
+        self,
+        make_sums: MakeSums,
+        plan: BatchPlan,
+        granules: Sequence[int],
+        dtype: torch.dtype,
+        is_complete: Callable[[Sequence[str]], bool],
+    ) -> None:
+        """Add the sums of a pass from here on, those of each group as soon as they are complete.
+
+        A second backward pass makes whole sums, and of a sharded module no rank should hold those
+        of more than a unit. Every rank calls it, and then `add` for what is left.
+
+        Args:
+            make_sums: As for `add`, like the next three.
+            plan: Likewise.
+            granules: Likewise.
+            dtype: Likewise.
+            is_complete: Whether the second pass has come by all uses of some parameters.
+        """
+
+        def add_complete(group: GroupSums) -> bool:
+            is_due = is_complete(group.names)
+            if is_due:
+                self._add_group(group, make_sums, plan, granules, dtype)
+            return is_due
+
+        self._begun, self._left = add_complete, list(self._sums)
+
     def add(
         self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
     ) -> None:
@@ -428,14 +477,37 @@ class ParallelAdapter:
             granules: This rank's, in the order in which they are added.
             dtype: Of the sums, the same on every rank.
         """
-        running: GroupSums | None = None
-        for group in self._sums:
-            group.take(granules, make_sums, dtype)
-            if running is not None:
-                running.finish()
-            running = group if group.start(is_last=plan.closes_logical_batch) else None
-        if running is not None:
-            running.finish()
+        left = self._sums if self._begun is None else self._left
+        self._begun, self._left = None, []
+        for group in left:
+            self._add_group(group, make_sums, plan, granules, dtype)
+        self._finish_running()
+
+    def _add_complete(self, group: GroupSums) -> None:
+        """The backward pass is through with a group's parameters: add its sums, if any are begun.
+
+        Ranks come here in one order, as they come to sums of ordinary gradients.
+        """
+        if self._begun is not None and group in self._left and self._begun(group):
+            self._left.remove(group)
+
+    def _add_group(
+        self,
+        group: GroupSums,
+        make_sums: MakeSums,
+        plan: BatchPlan,
+        granules: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        group.take(granules, make_sums, dtype)
+        self._finish_running()
+        if group.start(is_last=plan.closes_logical_batch):
+            self._running = group
+
+    def _finish_running(self) -> None:
+        if self._running is not None:
+            self._running.finish()
+            self._running = None
 
     def totals(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         """Hand out the sums of a logical batch over all ranks [stop - start], and forget them."""
@@ -444,6 +516,7 @@ class ParallelAdapter:
 
     def drop(self) -> None:
         """Forget the sums of a logical batch that was given up."""
+        self._begun, self._left, self._running = None, [], None
         for group in self._sums:
             group.drop()
 
@@ -603,6 +676,7 @@ class Units(ParallelAdapter):
         self.device = next(group.device for unit in self._units for group in unit.groups)
         self._names = {id(piece): canonical_name(name) for name, piece in module.named_parameters()}
         found: dict[int, ShardedParam] = {}
+        self._of_unit: dict[Unit, list[GroupSums]] = {}
         for group in (group for unit in self._units for group in unit.trainable):
             ranges = group.layout.ranges(self.num_places)
             params = [
@@ -611,9 +685,23 @@ class Units(ParallelAdapter):
             ]
             found.update({id(each.parameter): each for each in params})
             self._sums.append(GroupSums(params, group.axes, group.layout, group.device))
+            self._of_unit.setdefault(group.unit, []).append(self._sums[-1])
         self.params = [found[id(piece)] for piece in module.parameters() if id(piece) in found]
         # The backward pass reaches the last units first, and so did their gradients before.
         self._sums.reverse()
+
+    def ordinary_bytes(self) -> int:
+        """See `ParallelAdapter`; parameters of the root, and of ZeRO-2's units, stay gathered."""
+        groups = [group for unit in self._units for group in unit.groups]
+        held = 0
+        for group in groups:
+            copies = 4 if group.requires_grad else 1
+            held += group.shard.nbytes * (copies if self._root.options.offload is None else 1)
+        full = {unit: sum(group.full_bytes for group in unit.groups) for unit in self._units}
+        kept = {unit for unit in self._units if unit.options.reshard_after_forward is False}
+        kept.add(self._root)
+        at_once = sorted(full[unit] for unit in self._units if unit not in kept)[-2:]
+        return held + sum(at_once) + sum(full[unit] for unit in kept) + 8 * self._widest
 
     def attach(self) -> None:
         """See `ParallelAdapter`."""
@@ -633,12 +721,16 @@ class Units(ParallelAdapter):
             return tracked[unit, granule]
 
         for unit in self._units:
-            unit.leaf_source = leaves
+            unit.leaf_source, unit.on_complete = leaves, self._complete
         try:
             yield
         finally:
             for unit, source in zip(self._units, before, strict=True):
-                unit.leaf_source = source
+                unit.leaf_source, unit.on_complete = source, None
+
+    def _complete(self, unit: Unit) -> None:
+        for group in self._of_unit.get(unit, ()):
+            self._add_complete(group)
 
     def _leaves(self, unit: Unit, capture: Capture) -> list[list[Tensor]]:
         found = []

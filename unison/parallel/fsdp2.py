@@ -105,11 +105,15 @@ class FSDP2(ParallelAdapter):
         for name, child, groups in self._of_module:
             for group in groups:
                 group.follow(self._undo)
-                refuse = in_turn(group.refuse_gradients, group.fsdp.post_backward)
-                set_attribute(self._undo, group.fsdp, "post_backward", refuse)
+                end = in_turn(functools.partial(self._end_group, group), group.fsdp.post_backward)
+                set_attribute(self._undo, group.fsdp, "post_backward", end)
             if self.is_ordered:
                 _run_in_granules(name, child, groups, self._undo)
         self._let_captures_place(self._undo)
+
+    def _end_group(self, group: "FSDP2Group") -> None:
+        group.refuse_gradients()
+        self._add_complete(group.sums)
 
     @contextmanager
     def observing(self) -> Iterator[None]:

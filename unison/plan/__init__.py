@@ -12,7 +12,16 @@ from unison.plan.estimate import (
     is_inside,
 )
 from unison.plan.meter import CATEGORIES, Meter, Peak, PlannedCall, Usage
-from unison.plan.program import Scenario, count_trained, measure, simulate, stepper
+from unison.plan.program import (
+    Scenario,
+    add_lora,
+    check_forward,
+    count_trained,
+    first_line,
+    measure,
+    simulate,
+    stepper,
+)
 
 __all__ = [
     "CATEGORIES",
@@ -25,11 +34,14 @@ __all__ = [
     "PrivateBudget",
     "Scenario",
     "Usage",
+    "add_lora",
     "assumptions",
     "budget",
+    "check_forward",
     "count_trained",
     "estimate",
     "find_gpu",
+    "first_line",
     "is_inside",
     "measure",
     "simulate",

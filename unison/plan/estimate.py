@@ -10,13 +10,9 @@ from unison.errors import BadInput
 from unison.plan.meter import PlannedCall, Usage
 from unison.plan.program import Scenario
 from unison.privacy import Poisson, epsilon_for, noise_multiplier_for
+from unison.torch_internals import RESERVED_SHARE, RUNTIME_BYTES
 
 GIB = 2**30
-
-# What a GPU holds beside tensors. One H200 alone held 0.76 GiB, and its allocator 1 to 11 % more
-# than tensors took (bench/plan_gpu.py); NCCL's buffers of several ranks have not been measured.
-RUNTIME_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, workspaces of cuBLAS
-RESERVED_SHARE = 0.08  # of the peak: what the allocator holds and cannot use
 
 # Fitted to eager steps on one H200 (bench/plan_gpu.py; docs/scale.md says to which). Of the GPU:
 # the shares of its peak arithmetic that products reach, and those whose rows begin at odd places (a
@@ -60,10 +56,14 @@ class Gpu:
     per_machine: int = 8
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise BadInput(f"the name of a GPU must be text, found {self.name!r}")
         numbers = {key: value for key, value in asdict(self).items() if key != "name"}
         for key, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise BadInput(f"{key} of a GPU must be a number, found {value!r}")
+            kind = int if key == "per_machine" else int | float
+            if isinstance(value, bool) or not isinstance(value, kind):
+                whole = "whole " if kind is int else ""
+                raise BadInput(f"{key} of a GPU must be a {whole}number, found {value!r}")
         check.positive(**numbers)
 
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from unison.errors import UnsupportedOperation
 from unison.shard import ShardedTensor
 from unison.torch_internals import machine_of
 
@@ -345,7 +346,15 @@ class Meter(TorchDispatchMode):
         result = self._answer(func, args, kwargs) if self._device == "meta" else NotImplemented
         if result is NotImplemented:
             with torch._C.DisableTorchFunctionSubclass():  # below autograd there are none
-                result = func(*args, **kwargs)
+                try:
+                    result = func(*args, **kwargs)
+                except NotImplementedError as error:
+                    if self._device != "meta" or isinstance(error, UnsupportedOperation):
+                        raise
+                    raise UnsupportedOperation(
+                        f"{func} gives shapes that only values tell (as of rows that are sent to "
+                        "experts), so that this step cannot be planned without running it"
+                    ) from error
         maker = _maker()
         given, made = list(_tensors((args, kwargs))), list(_tensors((result,)))
         if self._is_fused:
@@ -454,6 +463,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         if func in (aten.equal.default, aten.allclose.default):
             return True
+        if func is aten._grouped_mm.default:  # of experts; the meta device takes bfloat16 alone
+            return first.new_empty(_grouped_sizes(*args[:3], **kwargs)[0])
         is_read = func in (aten._local_scalar_dense.default, aten.is_nonzero.default)
         if is_read and first.dtype == torch.bool:
             return not self._allocation_of(first).is_any
@@ -525,6 +536,21 @@ def _attention_backward_flops(
     return sdpa_backward_flop_count(grad.shape, q.shape, _of_heads(k, q), _of_heads(v, q))
 
 
+def _grouped_sizes(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any
+) -> tuple[tuple[int, ...], int]:
+    """Shape of the products of groups of rows or columns, and their FLOPs."""
+    shape = (a.shape[-2], b.shape[-1])
+    if a.ndim == b.ndim:  # 3: one product a group; 2: groups are runs of what is summed over
+        assert a.ndim == 3 or offs is not None
+        shape = (len(a) if offs is None else len(offs), *shape)
+    return shape, 2 * (a.shape[1] * b.numel() if a.ndim > b.ndim else a.numel() * b.shape[-1])
+
+
+def _grouped_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _grouped_sizes(*args[:3], **kwargs)[1]
+
+
 def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
     """The shape of keys or values that several heads share, once for each of them."""
     return (*query.shape[:2], *shared.shape[2:])
@@ -532,6 +558,7 @@ def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
 
 _FLOPS = {
     **flop_registry,
+    aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }

@@ -6,7 +6,7 @@ as on the meta device; `simulate` runs it there, for one rank of a world that ex
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from unison import check
 from unison.config import CLIPPINGS, PRECISIONS
-from unison.errors import BadInput
+from unison.errors import BadInput, UnisonError
 from unison.kfac import KFAC, KFACConfig
 from unison.models import per_sample_loss, token_loss_sums
 from unison.plan.fusion import backend
@@ -43,6 +43,8 @@ from unison.torch_internals import machine_of, without_values
 
 SHARDS = ("full", "zero2", "hybrid")
 OFFLOADS = ("params", "optimizer", "grads")
+MOST_RANKS = 1 << 16
+MOST_TOKENS = 1 << 26  # of a pass on one rank, whose ids are made on the host
 WARM_UP = 1  # steps before the one that counts: they make the states of the optimizer
 
 Build = Callable[[], nn.Module]
@@ -102,6 +104,13 @@ class Scenario:
             )
         if self.kfac and self.clipping is not None:
             raise BadInput("--kfac and --private do not go together; leave one of them out")
+        if self.world_size > MOST_RANKS:
+            raise BadInput(f"at most {MOST_RANKS:,} GPUs are planned for, found {self.world_size}")
+        if self.rows * self.row_length > MOST_TOKENS:
+            raise BadInput(
+                f"at most {MOST_TOKENS:,} tokens of a pass on each GPU are planned for, found "
+                f"{self.rows} rows of {self.row_length}"
+            )
         if self.shard == "hybrid" and self.world_size % self.replicas:
             raise BadInput(
                 f"replicas={self.replicas} must divide the number of GPUs, {self.world_size}"
@@ -124,14 +133,23 @@ class Rows(Dataset):
         return ids[:-1], ids[1:]
 
 
-def simulate(build: Build, scenario: Scenario, *, machine: str = "cuda") -> Usage:
-    """Count what a step takes on one rank, without its memory, its values and its other ranks."""
+def simulate(
+    build: Build, scenario: Scenario, *, machine: str = "cuda", memory: int | None = None
+) -> Usage:
+    """Count what a step takes on one rank, without its memory, its values and its other ranks.
+
+    Args:
+        build: Builds the model.
+        scenario: How a step is taken.
+        machine: The kind of device whose choices are made.
+        memory: Bytes that it has, which clipping `"auto"` may use; None for no bound.
+    """
     if dist.is_initialized():
         raise BadInput("a plan needs a process of its own, found one that has joined a group")
     import_module("torch.testing._internal.distributed.fake_pg")  # the backend "fake"
     dist.init_process_group("fake", rank=0, world_size=scenario.world_size, store=dist.HashStore())
     try:
-        with without_values(machine):
+        with without_values(machine, memory):
             return measure(build, scenario, torch.device("meta"))
     finally:
         dist.destroy_process_group()
@@ -149,11 +167,56 @@ def count_trained(build: Build, lora: int = 0) -> int:
         raise BadInput(f"expected a function that builds a module, found {type(model).__name__}")
     if lora:
         with meta_init():
-            _add_lora(model, lora)
+            add_lora(model, lora)
     count = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if count == 0:
         raise BadInput(f"{type(model).__name__} has no parameter that is trained")
     return count
+
+
+def check_forward(build: Build, scenario: Scenario) -> None:
+    """Make sure that a model can be fed ids alone, and gives logits.
+
+    Raises:
+        BadInput: If not.
+    """
+    with meta_init():
+        model = build()
+    shape = scenario.rows, scenario.row_length
+    wanted = (
+        f"a plan calls forward(ids) with ids of shape {list(shape)} and trains on the logits "
+        "[rows, tokens, vocabulary] or [rows, classes] that it returns, alone, first of a tuple or "
+        "as `logits`"
+    )
+    try:
+        with without_values("cuda"), Meter("meta").counting():
+            output = model(torch.zeros(shape, dtype=torch.int64, device="meta"))
+    except UnisonError:
+        raise
+    except Exception as error:
+        raise BadInput(f"{type(model).__name__} failed, {first_line(error)}; {wanted}") from error
+    logits = _logits_of(output)
+    is_tensor = isinstance(logits, Tensor) and logits.requires_grad
+    if not is_tensor or logits.ndim not in (2, 3) or logits.shape[0] != shape[0]:
+        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        what = "a gradient" if isinstance(logits, Tensor) and not is_tensor else "such logits"
+        raise BadInput(f"{type(model).__name__} returned {found} without {what}; {wanted}")
+    if logits.ndim == 3 and logits.shape[1] > shape[1]:
+        raise BadInput(f"{type(model).__name__} returned {list(logits.shape)}; {wanted}")
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of somebody else's says, in one line."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else 'without a message'}"
+
+
+def _logits_of(output: Any) -> Any:
+    """Find the logits in what a forward pass returned."""
+    if isinstance(output, Mapping):  # as the outputs of transformers are
+        output = output.get("logits")
+    output = getattr(output, "logits", output)
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def measure(build: Build, scenario: Scenario, device: torch.device) -> Usage:
@@ -190,7 +253,7 @@ def stepper(
         with meta_init():  # no rank ever holds more than its part
             model = build()
             if scenario.lora:
-                _add_lora(model, scenario.lora)
+                add_lora(model, scenario.lora)
         blocks = find_blocks(model)
         if scenario.checkpoint_activations:
             for block in blocks:
@@ -229,7 +292,7 @@ def stepper(
         yield step
 
 
-def _add_lora(model: nn.Module, rank: int) -> None:
+def add_lora(model: nn.Module, rank: int) -> None:
     """Freeze a model, and give each linear layer of its blocks an adapter of peft's."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -337,8 +400,10 @@ def _training(
     def run_pass(ids: Tensor, labels: Tensor) -> None:
         meter.enter_place("forward")
         ids, labels = ids.to(device, copy=True), labels.to(device, copy=True)
-        output = model(ids)
-        logits = getattr(output, "logits", output)
+        logits = _logits_of(model(ids))
+        if logits.ndim == 2:  # one label a row, of fewer classes than there are tokens
+            logits, labels = logits.unsqueeze(1), labels % logits.shape[1]
+        labels = labels[:, : logits.shape[1]]
         meter.enter_place("loss")
         if kfac is not None and kfac.wants_statistics:
             kfac.sample(logits, labels >= 0, divisor=labels.numel()).backward(retain_graph=True)

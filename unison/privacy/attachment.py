@@ -31,7 +31,7 @@ from unison.clip import Clipping, Plan, SampleNorms
 from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.parallel import ParallelAdapter
+from unison.parallel import MakeSums, ParallelAdapter
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
     BufferVersions,
@@ -148,6 +148,7 @@ class RunningPass:
         buffers: Versions of the module's buffers when it began.
         call: What the module is called with, if it is to be run again.
         phase: How far it has come.
+        maker: What makes its sums, and their dtype, once they may be made.
     """
 
     batch: PhysicalBatch
@@ -158,6 +159,7 @@ class RunningPass:
     buffers: BufferVersions
     call: tuple[tuple, dict[str, Any], RngAutocastState] | None = None
     phase: Phase = Phase.FORWARD
+    maker: tuple[MakeSums, torch.dtype] | None = None
 
     def close(self) -> None:
         """Let go of the module and of what was recorded: the pass is over, or given up."""
@@ -165,7 +167,7 @@ class RunningPass:
         for capture in self.captures:
             capture.release()
         self.parts.clear()
-        self.call = None
+        self.call = self.maker = None
 
     def make_sums(
         self, grid: Grid, granule: int, names: Sequence[str], before: Sequence[Tensor | None] | None
@@ -177,6 +179,10 @@ class RunningPass:
         spacing = float(grid.spacing)
         part.clipping.add_on_grid(part.coefficients, totals, spacing=spacing, dtype=grid.dtype)
         return list(totals.values())
+
+    def is_complete(self, names: Sequence[str]) -> bool:
+        """Whether a second backward pass has come by all uses of these parameters."""
+        return all(part.clipping.is_complete(names) for part in self.parts.values())
 
     def shares(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return what the sums are made of (`Clipping.shares`); None if there are granules."""
@@ -193,7 +199,7 @@ Coefficients = Callable[
 """(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter, and the
 grid that shares are rounded to."""
 AddSums = Callable[[RunningPass], None]
-"""Takes the clipped sums of a pass whose backward pass has ended."""
+"""Takes the clipped sums of a pass: whose backward pass has ended, or whose second one begins."""
 
 
 class Attachment:
@@ -210,6 +216,7 @@ class Attachment:
         current: The physical batch in the user's hands.
         coefficients: Decides the coefficients.
         add_sums: Takes the clipped sums.
+        begin_sums: Is told before a second backward pass makes them.
         recorder: Follows the user's loss.
         public_terms: Takes gradients of terms of the loss that do not depend on data.
     """
@@ -226,12 +233,14 @@ class Attachment:
         current: Callable[[], PhysicalBatch | None],
         coefficients: Coefficients,
         add_sums: AddSums,
+        begin_sums: AddSums,
     ) -> None:
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
         self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
+        self._begin_sums = begin_sums
         self._pass: RunningPass | None = None
         self._recorder, self._public_terms = recorder, public_terms
         self._follows_loss = True
@@ -333,6 +342,7 @@ class Attachment:
         self._handles.close()
         self.params.clear()
         self._current = self._coefficients = self._add_sums = _refuse_detached
+        self._begin_sums = _refuse_detached
 
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
@@ -598,6 +608,15 @@ class Attachment:
             self._decide(running, part)
             assert part.coefficients is not None
             part.clipping.begin_second_pass(part.coefficients)
+        if self._follows_loss:
+            self._check_labels()
+            self._begin_sums(running)
+
+    def _check_labels(self) -> None:
+        """Refuse labels that couple samples, if a loss of the module's own was sent back."""
+        labels, self._label_check = self._label_check, None
+        if labels is not None:
+            labels()
 
     def _repeat_forward(
         self, running: RunningPass, args: tuple, kwargs: dict[str, Any], state: RngAutocastState
@@ -636,9 +655,7 @@ class Attachment:
         try:
             # Hooks may write in the backward pass.
             refuse_written(self.params.modules, running.buffers, self.learning.may_write)
-            labels, self._label_check = self._label_check, None
-            if labels is not None:
-                labels()
+            self._check_labels()
             for part in running.parts.values():
                 if part.coefficients is None:
                     self._decide(running, part)

@@ -162,7 +162,8 @@ class PrivacyEngine:
             adaptive_clipping: Lets C follow a quantile of the norms, with noise of its own.
             batch_first: Whether samples lie in dimension 0 of the module's inputs and outputs;
                 otherwise in dimension 1.
-            memory_budget: Bytes that clipping may hold beside ordinary training.
+            memory_budget: Bytes that clipping may hold beside ordinary training. Unless given,
+                `"auto"` keeps to what a GPU has room for (docs/clipping.md).
             calibrate: Whether clipping `"auto"` may time its methods on the GPU, once (see
                 docs/clipping.md). With granules, and on several ranks, it never does.
             recheck: Whether it is checked again, at the second, fourth, eighth, … pass of each kind

@@ -6,7 +6,7 @@ were frozen, thawed or replaced are refused by name.
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,6 +27,7 @@ from unison.capture.tracked import ParamRegistry
 from unison.clip import AUTO, Learned, Plan
 from unison.clip.calibration import Calibration, calibration_of
 from unison.clip.functional import learn_layers
+from unison.clip.plan import block_of
 from unison.errors import BadInput, UnsupportedOperation
 from unison.parallel import ParallelAdapter
 from unison.privacy.inputs import (
@@ -46,6 +47,7 @@ from unison.torch_internals import (
     is_dtensor,
     is_recording,
     machine_of,
+    room_for_tensors,
 )
 
 
@@ -55,7 +57,7 @@ class ClippingSettings:
 
     Attributes:
         mode: `"auto"` or one of `unison.clip.MODES`.
-        memory_budget: Bytes that clipping may hold, or None for no bound.
+        memory_budget: Bytes that clipping may hold, or None for what a GPU has room for.
         batch_dim: Dimension of the samples in the module's inputs and outputs.
         calibrate: Whether `"auto"` may time methods on the GPU.
         rows_per_sample: Rows of the module's inputs that belong to one sample.
@@ -289,16 +291,47 @@ class Learning:
         """Return how batches of as many rows are clipped, in passes that are compiled or not."""
         key = id(learned), num_rows, inputs.device, is_compiled
         if key not in self._plans:
-            self._plans[key] = learned.plan(
-                num_rows,
-                mode=self._settings.mode,
-                memory_budget=self._settings.memory_budget,
-                machine=machine_of(inputs.device),
-                timed=self._timed(inputs.device),
-                is_alone=self._is_alone,
-                is_compiled=is_compiled,
-            )
+            settings: dict[str, Any] = {
+                "mode": self._settings.mode,
+                "machine": machine_of(inputs.device),
+                "timed": self._timed(inputs.device),
+                "is_alone": self._is_alone,
+                "is_compiled": is_compiled,
+                "can_repeat": self._owner.can_repeat,
+            }
+            budget = self._settings.memory_budget
+            plan = learned.plan(num_rows, memory_budget=budget, **settings)
+            room = self._room(learned, num_rows, inputs.device) if budget is None else None
+            if room is not None and plan.bytes_needed > room:
+                plan = learned.plan(num_rows, memory_budget=room, is_estimate=True, **settings)
+            self._plans[key] = plan
         return self._plans[key]
+
+    def _room(self, learned: Learned, num_rows: int, device: torch.device) -> int | None:
+        """Bytes that clipping `"auto"` may hold on a GPU beside ordinary training, roughly.
+
+        What the GPU has, less parameters and their states, what is saved for the backward pass, one
+        block where blocks are computed again, and the largest output with its loss. None where
+        there is no bound: on other devices, and with granules, whose bits may depend on no GPU.
+        """
+        room = room_for_tensors(device)
+        if room is None or self._settings.mode != AUTO or self._owner.is_ordered:
+            return None
+        layers = [replace(layer, batch=num_rows) for layer in learned.layers]
+        blocks: Counter[str] = Counter()
+        for layer in layers:
+            if layer.is_checkpointed:
+                blocks[block_of(layer.name)] += 2 * layer.factor_bytes
+        outputs = [use.tokens * max(use.rows, use.columns) for each in layers for use in each.uses]
+        room -= self._owner.ordinary_bytes()
+        room -= max((layer.freed_bytes for layer in layers), default=0)
+        room -= max(blocks.values(), default=0) + 12 * num_rows * max(outputs, default=0)
+        everyone = self._owner.everyone
+        if everyone.size == 1 or not self._owner.runs_together or not has_values():
+            return max(0, room)
+        rooms = torch.zeros(everyone.size, dtype=torch.float64, device=device)
+        rooms[everyone.rank] = max(0, room)  # ranks that run together must plan the same
+        return int(everyone.sum_(rooms).min())
 
     @property
     def _is_alone(self) -> bool:

@@ -203,6 +203,7 @@ class PrivateTraining:
             current=lambda: loader.current,
             coefficients=self._coefficients,
             add_sums=self._add_sums,
+            begin_sums=self._begin_sums,
             recorder=self._recorder,
             public_terms=self._public_terms,
         )
@@ -324,28 +325,50 @@ class PrivateTraining:
             return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
 
-    def _add_sums(self, sums: RunningPass) -> None:
-        """Add a pass's sums; after the last one of a logical batch, release it.
+    def _begin_sums(self, sums: RunningPass) -> None:
+        """Before a second backward pass over a sharded module: add sums as they are complete."""
+        plan = self._dealing.plan
+        if self.owner.num_places > 1:
+            assert plan is not None
+            self._open(sums)
+            granules = [part.granule for part in self._dealing.parts]
+            make_sums, dtype = self._maker_of(sums)
+            self.owner.begin(make_sums, plan, granules, dtype, sums.is_complete)
+
+    def _open(self, sums: RunningPass) -> LogicalBatch:
+        """Let a pass be added; with the last one of a logical batch, that counts from here on.
 
         The intent is written before the sums of the last pass go over ranks: that exchange ends on
         no rank before every rank has come to it, the one that writes the ledger included.
         """
-        batch, plan = sums.batch, self._dealing.plan
-        running = self.running(batch)
-        assert plan is not None
+        running = self.running(sums.batch)
         self._loss_check.finish()
-        if batch.is_last:
+        if sums.batch.is_last and running.key is None:
             self.open_release(running)
+        return running
+
+    def _maker_of(self, sums: RunningPass) -> tuple[MakeSums, torch.dtype]:
+        """What makes a pass's sums, the pass itself or an observer around it, and their dtype."""
+        if sums.maker is None:
+            grid = grid_of(self.running(sums.batch).release, sums.batch.logical_size)
+            make_sums: MakeSums = partial(sums.make_sums, grid)
+            if self.observer is not None:
+                make_sums = self.observer.see_pass(sums, make_sums, grid)
+            sums.maker = make_sums, grid.dtype
+        return sums.maker
+
+    def _add_sums(self, sums: RunningPass) -> None:
+        """Add a pass's sums; after the last one of a logical batch, release it."""
+        batch, plan = sums.batch, self._dealing.plan
+        assert plan is not None
+        running = self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone
         own = sums.shares() if is_all and takes(*self._parameters.values()) else None
         if own is None:
-            grid = grid_of(running.release, batch.logical_size)
-            make_sums: MakeSums = partial(sums.make_sums, grid)
-            if self.observer is not None:
-                make_sums = self.observer.see_pass(sums, make_sums, grid)
             granules = [part.granule for part in self._dealing.parts]
-            self.owner.add(make_sums, plan, granules, grid.dtype)
+            make_sums, dtype = self._maker_of(sums)
+            self.owner.add(make_sums, plan, granules, dtype)
         running.next_pass += 1
         if batch.is_last:
             terms = self.terms(running, batch.logical_size)

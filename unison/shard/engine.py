@@ -158,6 +158,7 @@ class Context:
         self.depth = 0  # of nested units that are running
         self.clock = itertools.count(1)  # numbers calls as they are entered and left
         self._open: dict[Unit, int] = {}  # units yet to be summed, and when they were entered
+        self._entered: dict[Unit, int] = {}  # when the last forward pass entered each
         self._summed: list[Unit] = []  # in the running backward pass
         self._begun: set[int] = set()  # calls whose backward pass has begun
         self._is_in_backward = False
@@ -216,7 +217,7 @@ class Context:
         """
         entered_at = next(self.clock)
         if torch.is_grad_enabled():
-            self._open.setdefault(unit, entered_at)
+            self._entered[unit] = self._open.setdefault(unit, entered_at)
         else:
             self.ran_without_grad.add(unit)
         self.order.append(unit)
@@ -288,7 +289,9 @@ class Context:
             self._keeps_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self._end_backward)
         if unit not in self._open:  # of a graph that an earlier backward pass left over, or late
-            self._open = {unit: 0, **self._open}
+            # Private training goes backward twice at once: the second time as the first.
+            is_same = unit.leaf_source is not None
+            self._open = {unit: self._entered.get(unit, 0) if is_same else 0, **self._open}
 
     def _free(self, unit: Unit) -> None:
         """Give a unit's memory back, unless nodes of this backward pass will be run backwards."""
@@ -301,8 +304,10 @@ class Context:
         """A unit has all its gradients: free it and start to sum."""
         del self._open[unit]
         self._free(unit)
-        if unit.leaf_source is not None:
-            return  # whoever gave it its leaves sums their gradients
+        if unit.leaf_source is not None:  # whoever gave it its leaves sums their gradients
+            if unit.on_complete is not None:
+                unit.on_complete(unit)
+            return
         if not unit.requires_sync:
             unit.hold_gradients()
         elif not self._waits_for_more(unit):

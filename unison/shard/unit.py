@@ -165,6 +165,8 @@ class Unit:
         self._reducers: dict[FlatGroup, FastReducer | OrderedReducer] = {}
         self.is_reducing = False
         self.leaf_source: LeafSource | None = None
+        # And then: is told that a backward pass is through with the unit.
+        self.on_complete: Callable[[Unit], None] | None = None
         # In the running backward pass: which parameters this rank used, and parts of the others.
         self.used: set[tuple[FlatGroup, int]] = set()
         self._unused: list[tuple[FlatGroup, int, Tensor]] = []
