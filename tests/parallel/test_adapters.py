@@ -1,5 +1,7 @@
 """Every adapter says what lies on which rank, and leaves the module as it was."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,8 @@ SHAPES = {"0.weight": (5, 3), "0.bias": (5,), "2.weight": (7, 5), "2.bias": (7,)
 
 def new_sums(granule: int, names: Any, before: Any) -> list[Tensor | None]:
     """Make sums that do not go on from those of the passes before."""
-    return [torch.full((5, 3), float(granule), dtype=torch.float64), None]
+    found = [torch.full((5, 3), float(granule), dtype=torch.float64), None]
+    return found[: len(names)]
 
 
 def test_sums_of_several_passes_are_added():
@@ -41,6 +44,26 @@ def test_sums_of_several_passes_are_added():
         group.take([granule], new_sums, torch.float64)
     totals = [total.tolist() for _, total in group.take_totals()]
     assert totals == [[7.0] * 15, [0.0] * 4]
+
+
+def test_sums_of_a_pass_that_broke_off_are_added_to_no_others():
+    """Some groups have them and some do not: only a new logical batch is sound."""
+    adapter = adapter_of(nn.Linear(3, 5, bias=False))
+    (group,) = adapter._sums
+    later = partial(new_sums)
+    pass_of = SimpleNamespace(closes_logical_batch=False)
+    common: Any = pass_of, [1], torch.float64
+    adapter.begin(new_sums, *common, is_complete=lambda names: True)
+    adapter._add_complete(group)
+    for add in (partial(adapter.begin, is_complete=lambda names: True), adapter.add):
+        with pytest.raises(BadInput, match="an earlier backward pass of this logical batch broke"):
+            add(later, *common)
+    adapter.drop()
+    adapter.begin(later, *common, is_complete=lambda names: False)
+    adapter._add_complete(group)
+    adapter.add(later, *common)
+    adapter.add(new_sums, *common)
+    assert [total.tolist() for _, total in adapter.totals()] == [[2.0] * 15]
 
 
 def build(world: World, how: str) -> tuple[nn.Module, type]:

@@ -362,6 +362,7 @@ class ParallelAdapter:
         self._sums: list[GroupSums] = []  # in an order that every rank shares
         self._begun: Callable[[GroupSums], bool] | None = None  # adds what is complete: see `begin`
         self._left: list[GroupSums] = []  # of what was begun
+        self._maker: MakeSums | None = None  # makes the sums that were begun
         self._running: GroupSums | None = None  # whose sums are exchanged
         self._undo = ExitStack()
 
@@ -454,6 +455,7 @@ class ParallelAdapter:
             dtype: Likewise.
             is_complete: Whether the second pass has come by all uses of some parameters.
         """
+        self._refuse_broken(make_sums)
 
         def add_complete(group: GroupSums) -> bool:
             is_due = is_complete(group.names)
@@ -461,7 +463,7 @@ class ParallelAdapter:
                 self._add_group(group, make_sums, plan, granules, dtype)
             return is_due
 
-        self._begun, self._left = add_complete, list(self._sums)
+        self._begun, self._left, self._maker = add_complete, list(self._sums), make_sums
 
     def add(
         self, make_sums: MakeSums, plan: BatchPlan, granules: Sequence[int], dtype: torch.dtype
@@ -477,11 +479,19 @@ class ParallelAdapter:
             granules: This rank's, in the order in which they are added.
             dtype: Of the sums, the same on every rank.
         """
+        self._refuse_broken(make_sums)
         left = self._sums if self._begun is None else self._left
-        self._begun, self._left = None, []
+        self._begun, self._left, self._maker = None, [], None
         for group in left:
             self._add_group(group, make_sums, plan, granules, dtype)
         self._finish_running()
+
+    def _refuse_broken(self, make_sums: MakeSums) -> None:
+        if self._maker is not None and self._maker is not make_sums:
+            raise BadInput(
+                "an earlier backward pass of this logical batch broke off when a part of its sums "
+                "had been added; iterate over the loader anew, which gives that batch up"
+            )
 
     def _add_complete(self, group: GroupSums) -> None:
         """The backward pass is through with a group's parameters: add its sums, if any are begun.
@@ -516,7 +526,7 @@ class ParallelAdapter:
 
     def drop(self) -> None:
         """Forget the sums of a logical batch that was given up."""
-        self._begun, self._left, self._running = None, [], None
+        self._begun, self._left, self._maker, self._running = None, [], None, None
         for group in self._sums:
             group.drop()
 
