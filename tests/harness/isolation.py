@@ -26,7 +26,9 @@ def isolated(seed: int) -> Iterator[None]:
     grad = torch.is_grad_enabled()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - code under test may use the old state
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():  # else `torch.manual_seed` notes a traceback, for later
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     try:
