@@ -46,6 +46,9 @@ def many_cases():
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
             "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
+        yield f"moments {aligned}", k.moments_kernel, {"num_warps": 8}, {
+            "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
+            "scale2": "fp32"}, {"HAS_FLAG": True, "ALIGNED": aligned, "TILE": k._COMBINE_TILE}
         for name, is_noisy in (("sum", False), ("noisy", True)):
             yield f"release {name} {aligned}", k.release_kernel, {
                 "num_warps": 1 if is_noisy else 8, **plain}, {}, {
@@ -75,6 +78,8 @@ def other_cases():
             "FEATURES": 2048}
     yield "columns", affine._columns_kernel, {"num_warps": 8}, {}, {
         "TOKENS": 128, "STEPS": 4, "FEATURES": affine._COLUMNS}
+    yield "split", products.split_kernel, {"num_warps": 4}, {
+        "value": "*fp32", "high": "*fp32", "low": "*fp32"}, {"BLOCK": 1024}
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         sides = {"left": pointer, "right": pointer}
         config = products.choose_config(1280, 5120, dtype)
@@ -133,10 +138,11 @@ def test_aligned_tensors_are_read_wide():
         "squares True",
         "release sum True",
         "release noisy True",
+        "moments True",
         "affine",
         "columns",
     )
-    assert len(found) == 5
+    assert len(found) == 6
     for name, counts in found.items():
         assert counts["wide"] > 0, name
 
@@ -145,9 +151,9 @@ def test_aligned_tensors_are_read_wide():
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        (("squares*", "total", "add*"), 5),
+        (("squares*", "total", "add*", "moments*"), 7),
         (("release*",), 4),
-        (("rows*", "affine"), 5),
+        (("rows*", "affine", "split"), 6),
         (("columns",), 1),
         (("*bf16*",), 5),
         (("gram *fp32", "per sample *fp32*", "weighted *fp32*"), 5),

@@ -21,6 +21,41 @@ from tests.kernels.tensors import (
 from unison.kernels.random import Recipe, fill_rows
 from unison.rng import noise_spacing
 
+# ---- moments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_held", [None, 0.0, 1.0])
+@interpreted
+def test_moments_are_adams_and_squares_those_of_its_steps(is_held):
+    from unison.kernels import multi_tensor
+
+    gen = torch.Generator().manual_seed(0)
+    shapes = [*SHAPES, (2 * 4096 + 5,)]
+    whole = [torch.randn(3, 1 + math.prod(shape), generator=gen) for shape in shapes]
+    # The last one begins at no 16 bytes.
+    g, m, v = (
+        [each[i, :-1].view(s) for each, s in zip(whole, shapes, strict=True)] for i in range(3)
+    )
+    g, m, v = ([*each[:-1], each[-1].new_tensor([0.0, *each[-1]])[1:]] for each in (g, m, v))
+    v = [each.abs_() for each in v]
+    params = [torch.zeros_like(each) for each in g]
+    adam = torch.optim.Adam(params, lr=1.0, betas=(0.8, 0.9), eps=1e-3)
+    for each, gradient, mean, variance in zip(params, g, m, v, strict=True):
+        each.grad = gradient.clone()
+        state = {"step": torch.tensor(4.0), "exp_avg": mean.clone(), "exp_avg_sq": variance.clone()}
+        adam.state[each] = state
+    adam.step()
+    before = [each.clone() for each in (*m, *v)]
+    flag = None if is_held is None else torch.tensor(is_held)
+    with as_on_cuda():
+        found = multi_tensor.moments(g, m, v, 5, (0.8, 0.9), 1e-3, flag)
+    expected = torch.stack([each.double().square().sum() for each in params])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+    after = [adam.state[each][key] for key in ("exp_avg", "exp_avg_sq") for each in params]
+    for each, wanted in zip((*m, *v), before if is_held else after, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=1e-6, atol=1e-7)
+
+
 # ---- squares -------------------------------------------------------------------------------------
 
 

@@ -211,3 +211,16 @@ def test_tiles_are_a_function_of_shape_and_dtype():
                 # A thread squares 128 numbers of a tile at most: SQUARE_ROUNDINGS.
                 assert config.rows * config.columns <= 128 * 32 * config.num_warps
                 assert min(config.rows, config.columns, config.tokens) >= 16
+
+
+@interpreted
+def test_numbers_of_11_bits_and_the_rest_are_the_whole():
+    from unison.kernels.products_triton import split
+
+    gen = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 40, 1100, generator=gen) * torch.logspace(-30, 30, 1100)
+    for value in (whole, whole[:, 3:17, 5:1090], whole[1, ::2, :1], whole[:, :0]):
+        high, low = split(value)
+        assert torch.equal(high + low, value)
+        assert not (high.view(torch.int32) & 0x1FFF).any()
+        assert (low.abs() <= value.abs() * 2**-11).all()

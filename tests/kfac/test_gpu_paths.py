@@ -12,7 +12,7 @@ from tests.kfac.test_stacks import take_for_gpu
 from tests.kfac.test_step import batches, train
 from unison.kfac import KFACConfig, linalg, precondition
 from unison.kfac.linalg import full_float32, gram_of_lower, invert_lower_
-from unison.kfac.precondition import Graft, multiply_all_
+from unison.kfac.precondition import Graft, multiply_all
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_fused_adam_is_the_other_one(as_gpu):
         plain.grad = torch.randn(7, 3)
         before = plain.detach().clone()
         adam.step()
-        own, _ = fused.step({"w": plain.grad})
+        own, _, _ = fused.step({"w": plain.grad})
         assert own is not None
         assert relative(own["w"], before - plain.detach()) <= 1e-5
 
@@ -180,12 +180,16 @@ def test_each_tensor_is_multiplied_with_its_number(shapes, where):
     values = [torch.randn(shape, device=where) for shape in shapes]
     scales = torch.randn(len(values), device=where)
     expected = [value * scale for value, scale in zip(values, scales, strict=True)]
-    multiply_all_(values, scales)
-    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    places = [torch.full_like(value, torch.nan) for value in values]
+    found = multiply_all([value.clone() for value in values], scales, places)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert where == "cpu" or all(a is b for a, b in zip(found, places, strict=True))
     turned = [value.T if value.ndim == 2 else value for value in values]
-    multiply_all_(turned, 1 / scales)
-    for value, scale, before in zip(values, scales, expected, strict=True):
-        torch.testing.assert_close(value, before / scale)
+    apart = [F.pad(each, (0, 1))[:, :-1] if each.ndim == 2 else each.clone() for each in turned]
+    for own in (turned, apart):
+        found = multiply_all(own, scales, [torch.full_like(each, torch.nan) for each in own])
+        for each, value in zip(found, expected, strict=True):
+            assert torch.equal(each, value.T if value.ndim == 2 else value)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
@@ -201,6 +205,29 @@ def test_three_products_are_as_good_as_one(monkeypatch, where):
     high, low = linalg._split(left)
     assert torch.equal(high + low, left)
     assert not (high.view(torch.int32) & 0x1FFF).any()
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("zeros", ["lower left", "upper left", "lower right", "symmetric"])
+@pytest.mark.parametrize("shape", [(590,), (2, 1100)])
+def test_strips_of_a_triangle_are_its_product(monkeypatch, where, zeros, shape):
+    take_for_gpu(monkeypatch, is_gpu=True)
+    left, right = (torch.randn(*shape, shape[-1], device=where) for _ in range(2))
+    match zeros:
+        case "lower left":
+            left = left.tril()
+        case "upper left":
+            left = left.mT.tril().mT  # not in one piece
+        case "lower right":
+            right = right.tril()
+        case "symmetric":
+            right = left.mT
+    out = torch.randn_like(left)
+    expected = 2 * out.double() - left.double() @ right.double()
+    linalg._multiply_into(out, left, right, alpha=-1, beta=2, zeros=zeros)
+    if zeros == "symmetric":
+        out, expected = out.tril(), expected.tril()
+    assert relative(out.double(), expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -104,7 +104,7 @@ def test_without_curvature_the_grafted_optimizer_steps_to_the_bit(graft):
         behind.zero_grad()
         loss(twin(x), y).backward()
         if graft == "adam":
-            steps, _ = grafted.step({n: p.grad for n, p in twin.named_parameters()})
+            steps, _, _ = grafted.step({n: p.grad for n, p in twin.named_parameters()})
             for name, parameter in twin.named_parameters():
                 parameter.grad = (steps or {})[name]
         behind.step()

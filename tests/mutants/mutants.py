@@ -231,7 +231,7 @@ _KFAC = [
     ),
     ("_try", "damping + jitter", "jitter"),
     ("Graft._foreach", "1 - self._beta1**count", "1.0"),
-    ("Preconditioner._stretch_", "wanted / lengths.clamp(min=1e-300)", "wanted"),
+    ("Preconditioner._stretch", "wanted / lengths.clamp(min=1e-300)", "wanted"),
     ("_draw_categorical", "gradient.new_full((), -1.0)", "gradient.new_full((), 0.0)"),
     ("_categorical_column", "column[..., c : c + 1].sqrt()", "column[..., c : c + 1].clone()"),
     ("_draw_bernoulli", "(u < p)", "(u > p)"),

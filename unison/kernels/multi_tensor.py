@@ -207,6 +207,35 @@ def release(
     make(values, weights, noise, divisor, outs)
 
 
+def moments(
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+    count: int,
+    betas: tuple[float, float],
+    eps: float,
+    is_held: Tensor | None = None,
+) -> Tensor:
+    """Take gradients into Adam's averages, and return Σ s² of each step s = m̂ / (√v̂ + ε).
+
+    The steps are not written: one pass over memory, where Adam and a norm are two and a half.
+
+    Args:
+        gradients: Of each tensor, in one piece, as are the averages.
+        means: m of each, float32.
+        variances: v of each, float32.
+        count: How many gradients are in the averages afterwards.
+        betas: The shares of averages that stay.
+        eps: ε.
+        is_held: Averages stay as they are if this is not 0 [].
+
+    Returns:
+        [tensors], float64.
+    """
+    make = _kernels().moments if is_fast(gradients) else moments_reference
+    return make(gradients, means, variances, count, betas, eps, is_held)
+
+
 def _kernels() -> Any:
     return import_module("unison.kernels.multi_tensor_triton")
 
@@ -260,6 +289,28 @@ def release_reference(
     for total, out in zip(totals, outs, strict=True):
         made = total if out.dtype == torch.float64 else total.float()
         out.copy_(made * torch.tensor(1.0 / divisor, dtype=torch.float32))
+
+
+def moments_reference(
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+    count: int,
+    betas: tuple[float, float],
+    eps: float,
+    is_held: Tensor | None = None,
+) -> Tensor:
+    """See `moments`."""
+    found = []
+    for g, mean, variance in zip(gradients, means, variances, strict=True):
+        m = torch.lerp(mean, g, 1 - betas[0])
+        v = betas[1] * variance + (1 - betas[1]) * g.square()
+        step = m / (1 - betas[0] ** count) / ((v / (1 - betas[1] ** count)).sqrt() + eps)
+        found.append(step.double().square().sum())
+        if is_held is None or float(is_held) == 0:
+            mean.copy_(m)
+            variance.copy_(v)
+    return torch.stack(found)
 
 
 # --- tables on the device -------------------------------------------------------------------------

@@ -420,3 +420,36 @@ def squared_norms(left: Tensor, right: Tensor, precision: str) -> tuple[Tensor, 
                 num_warps=warps, num_stages=3, enable_fp_fusion=True,
             )  # fmt: skip
     return squares, masses
+
+
+# --- numbers of 11 bits ---------------------------------------------------------------------------
+
+
+@triton.jit
+def split_kernel(value, high, low, rows, columns, sb, st, BLOCK: tl.constexpr):
+    """Float32 numbers as those of 11 bits nearest to them, and what is left: a part of one row."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = value + (row // rows).to(tl.int64) * sb + (row % rows).to(tl.int64) * st
+    x = tl.load(place + at, mask=at < columns, other=0.0)
+    nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    out = row.to(tl.int64) * columns + at
+    tl.store(high + out, nearest, mask=at < columns)
+    tl.store(low + out, x - nearest, mask=at < columns)
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:  # [..., rows, columns]
+    """Return `value` in two parts, the first of numbers that TF32 takes as they are.
+
+    Args:
+        value: One float32 matrix, or many; columns lie side by side.
+    """
+    high, low = (torch.empty(value.shape, device=value.device) for _ in range(2))
+    rows, columns = value.shape[-2:]
+    apart = value.stride(0) if value.ndim == 3 else 0
+    block = 1024
+    with on_device_of(value):
+        split_kernel[(value.shape[:-1].numel(), triton.cdiv(columns, block))](
+            value, high, low, rows, columns, apart, value.stride(-2), BLOCK=block, num_warps=4
+        )
+    return high, low

@@ -354,6 +354,7 @@ class KFAC:
             is_together=self._is_together,
             is_overflow=is_overflow,
             shared=self._with_shared_rows(),
+            is_spent=self.config.kl_clip is None,
         )
         if self.config.kl_clip is not None:
             self._clip(self.config.kl_clip, steps, gradients)

@@ -31,18 +31,23 @@ inverses of those alone: with the inverse of the whole P, rounding would grow wi
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from importlib import import_module
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+from unison.kernels.available import takes
 
 ALIGNED = 8  # elements that matrix units load at once
 LEAF = 1024  # rows up to which a triangle is solved whole
 BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
 LEAST_SPLIT = 512  # rows and columns from which on three products in TF32 are faster than one
+STRIP = 384  # rows or columns of a product that are computed at once where it has zeros
 NUM_STREAMS = 8
 
 T = TypeVar("T")
@@ -180,8 +185,8 @@ def _identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _join_(lower: Tensor, k: int) -> None:  # [..., n, n]
     """From [P⁻¹ 0; Q R⁻¹] to the inverse of [P 0; Q R], where P has k rows."""
     first, last, between = lower[..., :k, :k], lower[..., k:, k:], lower[..., k:, :k]
-    product = _multiply_into(torch.empty_like(between), between, first)
-    _multiply_into(between, last, product, alpha=-1)
+    product = _multiply_into(torch.empty_like(between), between, first, zeros="lower right")
+    _multiply_into(between, last, product, alpha=-1, zeros="lower left")
 
 
 def gram_of_lower(
@@ -196,42 +201,78 @@ def gram_of_lower(
     first, last, between = x[..., :k, :k], x[..., k:, k:], x[..., k:, :k]
     gram_of_lower(first, leaf, found[..., :k, :k])
     _multiply_into(found[..., :k, :k], between.mT, between, beta=1)
-    _multiply_into(found[..., k:, :k], last.mT, between)
+    _multiply_into(found[..., k:, :k], last.mT, between, zeros="upper left")
     found[..., :k, k:] = found[..., k:, :k].mT
     gram_of_lower(last, leaf, found[..., k:, k:])
     return found
 
 
+Zeros = Literal["none", "lower left", "upper left", "lower right", "symmetric"]
+"""What of a product is left out: one side is a triangle, or nobody reads above the diagonal."""
+
+
 def _multiply_into(
-    out: Tensor, left: Tensor, right: Tensor, alpha: float = 1, beta: float = 0
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    alpha: float = 1,
+    beta: float = 0,
+    zeros: Zeros = "none",
 ) -> Tensor:
     """Put alpha left·right + beta out in the place of `out`, a block of one matrix or of many.
 
-    `out[...] = left @ right` would make the product elsewhere and copy it. See [Note: three
-    products] for large ones.
+    `out[...] = left @ right` would make the product elsewhere and copy it. Large ones are made of
+    three, see [Note: three products], and of strips that begin or end at the diagonal.
     """
-    add = out.addmm_ if out.ndim == 2 else out.baddbmm_
+    add = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
     is_large = min(*left.shape[-2:], right.shape[-1]) >= LEAST_SPLIT
     if not (is_large and is_gpu(left) and left.dtype == torch.float32):
-        return add(left, right, alpha=alpha, beta=beta)
-    high_left, low_left = _split(left)
+        return add(out, left, right, alpha=alpha, beta=beta)
+    lefts = _split(left)
     if right.data_ptr() == left.data_ptr() and right.stride() == left.mT.stride():
-        high_right, low_right = high_left.mT, low_left.mT
+        rights = lefts[0].mT, lefts[1].mT
     else:
-        high_right, low_right = _split(right)
+        rights = _split(right)
+    n = right.shape[-1] if zeros == "lower right" else left.shape[-2]
+    ends = [*range(STRIP, n - STRIP // 2, STRIP), n] if zeros != "none" else [n]
     with _precision("tf32"):
-        add(low_left, high_right, alpha=alpha, beta=beta)
-        add(high_left, low_right, alpha=alpha, beta=1)
-        return add(high_left, high_right, alpha=alpha, beta=1)
+        for low, high in itertools.pairwise([0, *ends]):
+            place, of_left, of_right = _strip(zeros, low, high)
+            strip, kept = out[..., *place], beta
+            for i, j in ((1, 0), (0, 1), (0, 0)):
+                sides = lefts[i][..., *of_left], rights[j][..., *of_right]
+                add(strip, *sides, alpha=alpha, beta=kept)
+                kept = 1.0
+    return out
+
+
+def _strip(zeros: Zeros, low: int, high: int) -> tuple[tuple[slice, slice], ...]:
+    """Of rows or columns [low, high) of a product: which these are, and what of both sides."""
+    every, own, before, behind = slice(None), slice(low, high), slice(high), slice(low, None)
+    match zeros:
+        case "lower left":
+            return (own, every), (own, before), (before, every)
+        case "upper left":
+            return (own, every), (own, behind), (behind, every)
+        case "lower right":
+            return (every, own), (every, behind), (behind, own)
+        case "symmetric":
+            return (own, before), (own, every), (every, before)
+    return (own, every), (own, every), (every, every)
 
 
 def _split(value: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 numbers as those of 11 bits nearest to them, which TF32 takes as they are, and rest.
 
-    >>> high, low = _split(torch.tensor([1.0001, -3.0]))
-    >>> (high + low).tolist() == torch.tensor([1.0001, -3.0]).tolist(), high[0].item()
+    >>> high, low = _split(torch.tensor([[1.0001, -3.0]]))
+    >>> (high + low).tolist() == torch.tensor([[1.0001, -3.0]]).tolist(), high[0, 0].item()
     (True, 1.0)
     """
+    if value.stride(-1) != 1 and value.stride(-2) == 1:
+        high, low = _split(value.mT)
+        return high.mT, low.mT
+    if takes(value) and value.stride(-1) == 1:
+        return import_module("unison.kernels.products_triton").split(value)
     high = ((value.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
     return high, value - high
 
@@ -307,7 +348,8 @@ def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
     between = whole[:, middle:high, low:middle]
     _factorise_(whole, low, middle, leaves)
     _divide_(between, whole, low, middle, leaves)
-    _multiply_into(whole[:, middle:high, middle:high], between, between.mT, alpha=-1, beta=1)
+    rest = whole[:, middle:high, middle:high]
+    _multiply_into(rest, between, between.mT, alpha=-1, beta=1, zeros="symmetric")
     _factorise_(whole, middle, high, leaves)
 
 

@@ -311,19 +311,25 @@ class Graft:
         self._last: list[str] = []  # the parameters of the last step
 
     def step(
-        self, gradients: Mapping[str, Tensor], is_overflow: Tensor | None = None
-    ) -> tuple[Values | None, Values]:
-        """Its own step (None for none), and what is to be preconditioned.
+        self,
+        gradients: Mapping[str, Tensor],
+        is_overflow: Tensor | None = None,
+        measured: Sequence[str] = (),
+    ) -> tuple[Values | None, Values, Tensor | None]:
+        """Its own step (None for none), what is to be preconditioned, and squares of some steps.
 
         Args:
             gradients: By parameter.
             is_overflow: 1.0 on a GPU [] if moments are to stay as they are, whatever is returned;
                 `uncount` is to be called then.
+            measured: Parameters of whose steps the length is all that is needed. Where the last
+                that is returned is not None, it is Σ s² of each of these [measured], float64, and
+                the steps themselves are left out.
         """
         self._last = list(gradients)
         if self._kind != "adam":
             values = dict(gradients)
-            return (values if self._kind == "sgd" else None), values
+            return (values if self._kind == "sgd" else None), values, None
         by_count: dict[int, list[str]] = defaultdict(list)  # one, unless some had no gradient
         for name, gradient in gradients.items():
             if name not in self._m:
@@ -333,7 +339,13 @@ class Graft:
             by_count[self._counts[name]].append(name)
         steps: Values = {}
         averages: Values = {}
+        squares = self._measure([gradients[name] for name in measured], measured, is_overflow)
+        if squares is not None:
+            averages.update((name, self._m[name]) for name in measured)
         for count, names in by_count.items():
+            names = [name for name in names if name not in averages]
+            if not names:
+                continue
             own = [gradients[name] for name in names]
             m, v = [self._m[name] for name in names], [self._v[name] for name in names]
             if is_gpu(own[0]):
@@ -343,7 +355,21 @@ class Graft:
                 of_names, mean = self._foreach(own, m, v, count)
             averages.update(zip(names, mean, strict=True))
             steps.update(zip(names, of_names, strict=True))
-        return steps, averages
+        return steps, averages, squares
+
+    def _measure(
+        self, gradients: Sequence[Tensor], names: Sequence[str], is_overflow: Tensor | None
+    ) -> Tensor | None:
+        """Average gradients, and square the steps that they would make; None if that must be two.
+
+        As in `_fused`, averages are not divided.
+        """
+        counts = {self._counts[name] for name in names}
+        if len(counts) != 1 or not all(is_gpu(g) and g.is_contiguous() for g in gradients):
+            return None
+        m, v = [self._m[name] for name in names], [self._v[name] for name in names]
+        betas = self._beta1, self._beta2
+        return multi_tensor.moments(gradients, m, v, *counts, betas, self._eps, is_overflow)
 
     def uncount(self) -> None:
         """Count the last step as none: its gradients were not finite."""
@@ -441,6 +467,7 @@ class Preconditioner:
         is_together: bool,
         is_overflow: Tensor | None = None,
         shared: Sequence[LayerState] = (),
+        is_spent: bool = False,
     ) -> Values:
         """The steps, by parameter: of its shape, or flat, or as its layer's matrix.
 
@@ -452,17 +479,21 @@ class Preconditioner:
             is_together: Whether layers of equal shape share a product; see the note above.
             is_overflow: See `Graft.step`.
             shared: The layers with gradients whose rows ranks share: a collective.
+            is_spent: Whether steps may be written over the gradients.
         """
+        states = [each for each in self._states if each.layer.name in gradients]
+        self.plan(states, is_together=is_together)
         with phase("graft"):
-            own, source = self._graft.step(gradients, is_overflow)
+            curved = self._weights + self._biases
+            own, source, squares = self._graft.step(gradients, is_overflow, curved)
         with phase("apply"):
-            states = [each for each in self._states if each.layer.name in gradients]
-            self.plan(states, is_together=is_together)
             values = source if own is None else own
             steps = {name: values[name] for name in self._uncurved}
-            directions, parts = self._directions(source)
-            if own is not None:
-                self._stretch_(directions, parts, own)
+            directions = self._directions(source)
+            if own is not None and curved:
+                if squares is None:
+                    squares = _squares([own[name] for name in curved])
+                self._stretch(directions, squares, gradients if is_spent else directions)
             for state in shared:
                 directions |= _shared_steps(state, source, own)
         return steps | directions
@@ -505,15 +536,9 @@ class Preconditioner:
         # Where in `_weights` those are that the biases belong to.
         self._places_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
 
-    def _directions(self, source: Values) -> tuple[Values, list[Tensor]]:
-        """What is preconditioned, by parameter: new memory.
-
-        Returns:
-            Beside it, the same of many layers each: weights [layers, ...] of every stack, then
-            biases of those that have some.
-        """
+    def _directions(self, source: Values) -> Values:
+        """What is preconditioned, by parameter: new memory."""
         found: Values = {}
-        weights, biases = [], []
         for layers, inverse in self.stacks:
             first, like = layers[0], source[layers[0].name]
             width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
@@ -531,54 +556,43 @@ class Preconditioner:
                     pieces.append(padding)
             whole = torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
             columns = [first.columns, first.d_in - first.columns]
-            parts = apply(inverse, whole, columns)
-            found.update(_by_parameter(layers, parts))
-            weights.append(parts[0])
-            biases += parts[1:] if first.bias is not None else []
+            found.update(_by_parameter(layers, apply(inverse, whole, columns)))
         if self._diagonals:
             own = [source[name] for name in self._diagonals]
             scaled = torch._foreach_mul(own, list(self._diagonals.values()))
             found.update(zip(self._diagonals, scaled, strict=True))
-        return found, weights + biases
+        return found
 
-    def _stretch_(self, directions: Values, parts: Sequence[Tensor], others: Values) -> None:
+    def _stretch(self, directions: Values, squares: Tensor, places: Mapping[str, Tensor]) -> None:
         """Make each layer's direction as long as another step; zeros stay zeros.
 
         Norms are added up in float64. What is computed of one layer does not depend on the others:
         roots, products and sums of two numbers are rounded in one way only.
 
         Args:
-            directions: Of the layers with an inverse, by parameter.
-            parts: The same memory, see `_directions`.
-            others: Of each, what to be as long as.
+            directions: Of the layers with an inverse, by parameter; stretched ones afterwards.
+            squares: Of the other step's elements, their sum: of weights, then of biases.
+            places: By parameter, where stretched ones may lie.
         """
         names = self._weights + self._biases
-        if not names:
-            return
         own = [directions[name] for name in names]
-        # All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
-        compared = own + [others[name] for name in names]
-        norms = torch.stack(torch._foreach_norm(compared, 2, dtype=torch.float64)).view(2, -1)
         # A layer has at most one bias, so that no order of sums is left open.
-        squares, of_biases = norms.square().split([len(self._weights), len(self._biases)], dim=1)
-        lengths, wanted = squares.index_add(1, self._places_of_biases, of_biases).sqrt()
+        sums, of_biases = torch.stack([_squares(own), squares]).split(
+            [len(self._weights), len(self._biases)], dim=1
+        )
+        lengths, wanted = sums.index_add(1, self._places_of_biases, of_biases).sqrt()
         scales = torch.where(lengths > 0, wanted / lengths.clamp(min=1e-300), 1.0)
-        scales = scales.to(own[0].dtype)
-        of_stacks, of_diagonals = scales.split(
-            [scales.numel() - len(self._diagonals), len(self._diagonals)]
-        )
-        at = torch.cat([of_stacks, scales[self._places_of_biases]]).split(
-            [len(part) for part in parts]
-        )
-        # Many layers at a time where there are many, all the others in one launch.
-        alone, numbers = [directions[name] for name in self._diagonals], [of_diagonals]
-        for part, scale in zip(parts, at, strict=True):
-            if len(part) > 1:
-                part.mul_(scale.view(-1, 1, 1))
-            else:
-                alone.append(part[0])
-                numbers.append(scale)
-        multiply_all_(alone, torch.cat(numbers))
+        scales = torch.cat([scales, scales[self._places_of_biases]]).to(own[0].dtype)
+        stretched = multiply_all(own, scales, [places[name] for name in names])
+        directions.update(zip(names, stretched, strict=True))
+
+
+def _squares(values: Sequence[Tensor]) -> Tensor:
+    """Of each tensor the sum of its elements' squares [values], in float64.
+
+    All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
+    """
+    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64)).square()
 
 
 def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
@@ -598,14 +612,32 @@ def _by_parameter(layers: Sequence[Layer], parts: Sequence[Tensor]) -> Values:
     return found
 
 
-def multiply_all_(values: Sequence[Tensor], scales: Tensor) -> None:
-    """Multiply each tensor with its number of `scales` [tensors]."""
-    is_flat = all(each.is_contiguous() for each in values)
-    flat = [value.view(1, -1) for value in values] if is_flat else []
-    if is_flat and scales.dtype == torch.float32 and multi_tensor.is_fast(flat):
-        multi_tensor.combine(flat, scales[:, None], [each.view(-1) for each in flat])  # one launch
-    elif values:
-        torch._foreach_mul_(list(values), list(scales.unbind()))
+def multiply_all(
+    values: Sequence[Tensor], scales: Tensor, places: Sequence[Tensor]
+) -> list[Tensor]:
+    """Multiply each tensor with its number of `scales` [tensors]; returns the products.
+
+    They are in `places` where both are in one piece and that is one launch for all of them; else
+    they are where the values were.
+    """
+    found, flat, outs, apart = list(values), [], [], []
+    for n, (value, place) in enumerate(zip(values, places, strict=True)):
+        # Of a matrix that lies turned, every element is where it was.
+        lying = value if value.is_contiguous() or value.ndim != 2 else value.T
+        if not (is_gpu(value) and value.dtype == torch.float32 and lying.is_contiguous()):
+            apart.append(n)
+            continue
+        if lying is value and place.is_contiguous() and place.dtype == value.dtype:
+            found[n] = place
+        flat.append(lying.view(1, -1))
+        outs.append((place if found[n] is place else lying).view(-1))
+    each_scale = scales.unbind()
+    if flat:
+        kept = [each for n, each in enumerate(each_scale) if n not in apart]
+        multi_tensor.combine(flat, (torch.stack(kept) if apart else scales)[:, None], outs)
+    if apart:
+        torch._foreach_mul_([values[n] for n in apart], [each_scale[n] for n in apart])
+    return found
 
 
 def _shared_steps(state: LayerState, source: Values, lengths: Values | None) -> Values:
