@@ -175,14 +175,14 @@ COLUMNS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def drawn_classes(p: Tensor, u: Tensor) -> Tensor:  # [..., classes], [...] -> [...]
     """The class in which u, uniform in [0, 1), falls if classes lie side by side, p wide each.
 
-    Sums are in float64, of blocks of classes and then inside of one block: a language model's
-    probabilities are read once, and never all held in float64.
+    Blocks of classes are added up as they are, and the rest is done in float64: a language model's
+    probabilities are read once. To be asked for another dtype, a GPU's sum makes a copy of them.
     """
     classes = p.shape[-1]
     full = classes // BLOCK * BLOCK
-    sums = p[..., :full].unflatten(-1, (-1, BLOCK)).sum(dim=-1, dtype=torch.float64)
+    sums = p[..., :full].unflatten(-1, (-1, BLOCK)).sum(dim=-1).double()
     if full < classes:
-        rest = p[..., full:].sum(dim=-1, keepdim=True, dtype=torch.float64)
+        rest = p[..., full:].sum(dim=-1, keepdim=True).double()
         sums = torch.cat([sums, rest], dim=-1)  # [..., blocks]
     below = sums.cumsum(dim=-1)
     # The last sum is 1 but for rounding; scaled by it, no u falls past the last class.
@@ -192,6 +192,8 @@ def drawn_classes(p: Tensor, u: Tensor) -> Tensor:  # [..., classes], [...] -> [
     inside = block * BLOCK + torch.arange(BLOCK, device=p.device)  # [..., BLOCK]
     own = p.gather(-1, inside.clamp(max=classes - 1)).double()
     own = torch.where(inside < classes, own, 0.0).cumsum(dim=-1)
+    # A block's sum was rounded: scaled, too, so that no class of probability 0 lies behind it.
+    place = place / sums.gather(-1, block) * own[..., -1:]
     found = block * BLOCK + torch.searchsorted(own, place, right=True).clamp_(max=BLOCK - 1)
     return found.clamp_(max=classes - 1).squeeze(-1)
 

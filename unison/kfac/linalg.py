@@ -47,7 +47,7 @@ ALIGNED = 8  # elements that matrix units load at once
 LEAF = 1024  # rows up to which a triangle is solved whole
 BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
 LEAST_SPLIT = 512  # rows and columns from which on three products in TF32 are faster than one
-STRIP = 384  # rows or columns of a product that are computed at once where it has zeros
+STRIP = 512  # rows or columns of a product that are computed at once where it has zeros
 NUM_STREAMS = 8
 
 T = TypeVar("T")
@@ -238,11 +238,12 @@ def _multiply_into(
     with _precision("tf32"):
         for low, high in itertools.pairwise([0, *ends]):
             place, of_left, of_right = _strip(zeros, low, high)
-            strip, kept = out[..., *place], beta
-            for i, j in ((1, 0), (0, 1), (0, 0)):
-                sides = lefts[i][..., *of_left], rights[j][..., *of_right]
-                add(strip, *sides, alpha=alpha, beta=kept)
-                kept = 1.0
+            strip = out[..., *place]
+            high_left, low_left = (each[..., *of_left] for each in lefts)
+            high_right, low_right = (each[..., *of_right] for each in rights)
+            add(strip, low_left, high_right, alpha=alpha, beta=beta)
+            add(strip, high_left, low_right, alpha=alpha, beta=1)
+            add(strip, high_left, high_right, alpha=alpha, beta=1)
     return out
 
 
