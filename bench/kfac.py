@@ -376,7 +376,7 @@ def measure(name: str, batch_size: int, tokens: int, rounds: int) -> dict[str, A
     ]
     adamw, kfac = (Side(config, has_kfac=each) for each in (False, True))
     ratio = interleaved_pairs(
-        lambda: kfac.period(batches), lambda: adamw.period(batches), rounds, warmup=1
+        lambda: kfac.period(batches), lambda: adamw.period(batches), rounds, warmup=3
     )
     print(ratio, flush=True)
     gc.collect()
