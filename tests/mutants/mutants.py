@@ -213,7 +213,7 @@ _KFAC = [
     ("PartSums._ones_of_bias", "ones.unsqueeze(-1)", "torch.ones_like(ones).unsqueeze(-1)"),
     ("_counted", "torch.where(weights.unsqueeze(-1), value, 0.0)", "value"),
     ("token_weights", "any_of[:, None]", "all_of[:, None]"),
-    ("_squares", "gradients.square().sum(dim=1)", "gradients.sum(dim=1).square()"),
+    ("diagonal_sums", "gradients.square().sum(dim=0)", "gradients.sum(dim=0).square()"),
     ("_squared_rows", "of_key.square()", "of_key"),
     ("_dampings", "(mean_a / mean_g) ** 0.5", "(mean_a / mean_g)"),
     ("_dampings", "on_g / pi", "on_g * pi"),
