@@ -368,8 +368,8 @@ class Graft:
         if len(counts) != 1 or not all(is_gpu(g) and g.is_contiguous() for g in gradients):
             return None
         m, v = [self._m[name] for name in names], [self._v[name] for name in names]
-        betas = self._beta1, self._beta2
-        return multi_tensor.moments(gradients, m, v, *counts, betas, self._eps, is_overflow)
+        count, betas = counts.pop(), (self._beta1, self._beta2)
+        return multi_tensor.moments(gradients, m, v, count, betas, self._eps, is_overflow)
 
     def uncount(self) -> None:
         """Count the last step as none: its gradients were not finite."""
@@ -587,7 +587,7 @@ class Preconditioner:
         directions.update(zip(names, stretched, strict=True))
 
 
-def _squares(values: Sequence[Tensor]) -> Tensor:
+def _squares(values: list[Tensor]) -> Tensor:
     """Of each tensor the sum of its elements' squares [values], in float64.
 
     All in one call, which widens while it reads: a norm over dimensions makes a wide copy.
