@@ -89,6 +89,38 @@ def test_updates_come_more_often_at_the_beginning():
     assert kfac._last_inverse == 37
 
 
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("empty", [0, 3])
+def test_an_update_without_labels_is_none(has_rows, empty):
+    """The next step is due, and what layers are held as is told by rows that were there."""
+    kinds = {}
+    for is_left_out in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 300)).double()
+        kfac = unison.KFAC(model, settings(update_every=3, decay=0.9, policy="auto", graft="sgd"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        generator, updates = torch.Generator().manual_seed(1), []
+        for step in range(7):
+            x = torch.randn(4, 6, generator=generator).double()
+            if step == empty and is_left_out:
+                continue
+            is_counted = torch.full((4,), step != empty)
+            if step == empty and not has_rows:
+                x, is_counted = x[:0], is_counted[:0]
+            optimizer.zero_grad()
+            logits = model(x)
+            updates.append(kfac.wants_statistics)
+            if updates[-1]:
+                kfac.sample(logits, is_counted).backward(retain_graph=True)
+            (logits * is_counted[:, None]).square().sum().backward()
+            kfac.step()
+            optimizer.step()
+        kinds[is_left_out] = [(each.name, each.a_form, each.g_form) for each in kfac.layers]
+        due = [empty, empty + 1, empty + 4] if empty == 0 else [0, 3, 4]
+        assert [n for n, was in enumerate(updates) if was] == ([0, 3] if is_left_out else due)
+    assert kinds[False] == kinds[True]
+
+
 @pytest.mark.parametrize("graft", ["adam", "sgd"])
 def test_without_curvature_the_grafted_optimizer_steps_to_the_bit(graft):
     model = Transformer()

@@ -415,7 +415,7 @@ class KFAC:
                 numbers = num_parts, int(backend is None), columns
                 most, is_plain, columns = largest(ranks, self._device, *numbers)
                 undo.enter_context(self._adapter.observing())
-                if not self.layers:
+                if self._last_update is None:
                     rows = added(ranks, self._device, sum(each.num_real for each in passes))
                     found = self._collector.find_layers(passes[0], *rows)
                     self._take_layers(broadcast_object(ranks, 0, found))
@@ -461,6 +461,8 @@ class KFAC:
             if (reason := find_overflow() or self._agreed(reason)) is not None:
                 self._forget_update(*before)
                 return reason
+            if not any(numbers[1::2]):  # no labels: nothing to learn, and the next step is due
+                return None
             of_layers: dict[int, dict[str, Tensor]] = {i: {} for i in self._states}
             for number, total in totals.items():
                 i, key = entries[number]
