@@ -239,6 +239,7 @@ class CapturedPasses:
     """
 
     what = "captured passes"  # as warnings call them
+    max_kinds = 16  # of batches, each with kernels of its own
 
     def __init__(
         self,
@@ -377,6 +378,13 @@ class CapturedPasses:
             if self._agree(has_failed):
                 break
         return reason or "it is not the same on another rank"
+
+    @property
+    def _too_many_kinds(self) -> str:
+        return (
+            f"batches come in more than {self.max_kinds} shapes, and each would be compiled; pad "
+            "them to a few lengths"
+        )
 
     def _refuse(self, reason: str) -> None:
         """Let the module run as it is from now on, and say why."""

@@ -99,6 +99,7 @@ from unison import check
 from unison.errors import BadInput
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
+from unison.ops.records import factors
 
 # --- records as matrices --------------------------------------------------------------------------
 
@@ -107,11 +108,6 @@ MOST_TERMS_TOGETHER = 4096
 # Sizes of tiles. They bound memory, and a GEMM of a few hundred tokens runs at full speed.
 TOKENS_PER_TILE = 256
 ROWS_PER_TILE = 256
-
-
-def factors(product: Product) -> tuple[Tensor, Tensor]:
-    """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
-    return (product.a, product.g) if product.is_transposed else (product.g, product.a)
 
 
 def is_taken(records: Sequence[Record | Streamed]) -> bool:
@@ -135,20 +131,6 @@ def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
             return (record.g,)
         case Dense():
             return (record.value,)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
-
-
-def take(record: Record, samples: slice) -> Record:
-    """Return the record of some samples of the batch, as views."""
-    match record:
-        case Product():
-            a, g = record.a[samples], record.g[samples]
-            return Product(a, g, record.is_transposed, record.shape)
-        case Lookup():
-            return Lookup(record.ids[samples], record.g[samples], record.shape)
-        case Dense():
-            return Dense(record.value[samples])
         case _:
             raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 

@@ -23,7 +23,7 @@ from unison.clip.plan import LayerPlan, Plan
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.kernels.multi_tensor import combine, squares
-from unison.ops import Dense, Product, Record, Streamed
+from unison.ops import Dense, Product, Record, Streamed, plain_record
 from unison.torch_internals import machine_of
 
 
@@ -477,9 +477,7 @@ class Clipping:
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
                 method = GRADIENT_METHODS[parameter.choice.gradient]
-                whole = [
-                    each.as_product() if isinstance(each, Streamed) else each for each in records
-                ]
+                whole = [plain_record(each) for each in records]
                 parameter.clipped = method.clipped_sum(whole, coefficients, shape)
         else:
             self._add(parameter, coefficients)

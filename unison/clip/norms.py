@@ -40,11 +40,9 @@ from unison.clip.bounds import (
     SampleNorms,
     bounded,
     check_records,
-    factors,
     matrix_shape,
     matrix_shapes,
     num_terms,
-    take,
     tensors_of,
     wide_dtype,
 )
@@ -52,7 +50,7 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans
 from unison.kernels.multi_tensor import squared_norms, weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
-from unison.ops.records import add_rows_
+from unison.ops.records import add_rows_, factors, take
 from unison.torch_internals import machine_of
 
 _FEATURES_PER_TILE = 4096

@@ -30,10 +30,10 @@ from torch.profiler import record_function
 
 from unison.errors import BadInput
 from unison.kfac.config import KFACConfig
-from unison.kfac.layers import Form, Layer, Method, block_shape, plain_record
+from unison.kfac.layers import Form, Layer, Method, block_shape
 from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
-from unison.ops import Dense, Lookup, Product, Record, per_sample
-from unison.ops.records import add_rows_
+from unison.ops import Dense, Lookup, Product, Record, per_sample, plain_record
+from unison.ops.records import add_rows_, factors, take, wide
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
 MOST_ALIKE = 1 << 18  # of those of a parameter that is squared together with others
@@ -129,8 +129,9 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     total: Any = 0.0
     at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
     for low in range(0, max(batch, 1), at_once):
-        parts = [_multiplied(_samples(each, low, low + at_once)) for each in records]
-        keep = None if is_counted is None else is_counted[low : low + at_once]
+        some = slice(low, low + at_once)
+        parts = [_multiplied(take(each, some)) for each in records]
+        keep = None if is_counted is None else is_counted[some]
         gradients = _kept(functools.reduce(torch.add, parts)[None], keep)[0]
         if low and len(gradients) == 1:  # of a large table, which is read only once so
             total.addcmul_(gradients[0], gradients[0])
@@ -205,7 +206,7 @@ def _multiplied(record: Record) -> Tensor:
     """The per-sample gradients [batch, *shape] of a record, float32 at least."""
     if not isinstance(record, Product) or not is_half(record.a):
         return per_sample(record)
-    left, right = (record.a, record.g) if record.is_transposed else (record.g, record.a)
+    left, right = factors(record)
     rows, columns = left.shape[-1], right.shape[-1]
     if extra := padding_of(rows, left):  # of a vocabulary: four times as fast, copies included
         left = F.pad(left, (0, extra))
@@ -215,23 +216,9 @@ def _multiplied(record: Record) -> Tensor:
     return found.reshape(len(found), *record.shape)
 
 
-def _samples(record: Record, low: int, high: int) -> Record:
-    match record:
-        case Dense():
-            return Dense(record.value[low:high])
-        case Lookup():
-            return Lookup(record.ids[low:high], record.g[low:high], record.shape)
-        case Product():
-            a, g = record.a[low:high], record.g[low:high]
-            return Product(a, g, record.is_transposed, record.shape)
-    raise AssertionError(f"no rule for {record!r}")
-
-
 def _wide(value: Tensor, keeps_half: bool = False) -> Tensor:
     """Float32 at least, unless products widen halves themselves."""
-    if keeps_half and is_half(value):
-        return value
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value if keeps_half and is_half(value) else wide(value)
 
 
 class PartSums:

@@ -1,7 +1,7 @@
 """What is known of each operation that uses a parameter, as pure functions and the records made."""
 
 from unison.ops import attention, cross_entropy, elementwise, embedding, linear, norm, recurrent
-from unison.ops.cross_entropy import Streamed
+from unison.ops.cross_entropy import Streamed, plain_record
 from unison.ops.embedding import is_lookup, looked_up
 from unison.ops.records import (
     Dense,
@@ -36,6 +36,7 @@ __all__ = [
     "looked_up",
     "part_of",
     "per_sample",
+    "plain_record",
     "reshaped",
     "rule",
     "rule_of",

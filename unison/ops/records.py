@@ -90,15 +90,33 @@ class Dense:
 Record = Product | Lookup | Dense
 
 
+def factors(product: Product) -> tuple[Tensor, Tensor]:
+    """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
+    return (product.a, product.g) if product.is_transposed else (product.g, product.a)
+
+
+def take(record: Record, samples: slice) -> Record:
+    """Return the record of some samples of the batch, as views."""
+    match record:
+        case Product():
+            a, g = record.a[samples], record.g[samples]
+            return Product(a, g, record.is_transposed, record.shape)
+        case Lookup():
+            return Lookup(record.ids[samples], record.g[samples], record.shape)
+        case Dense():
+            return Dense(record.value[samples])
+        case _:
+            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
+
+
 def per_sample(record: Record) -> Tensor:
     """Multiply a record out: the per-sample gradients [batch, *shape], float32 at least."""
     match record:
         case Dense():
             return wide(record.value)
         case Product():
-            a, g = wide(record.a), wide(record.g)
-            left, right = (a, g) if record.is_transposed else (g, a)
-            return torch.bmm(left.transpose(1, 2), right).reshape(len(a), *record.shape)
+            left, right = map(wide, factors(record))
+            return torch.bmm(left.transpose(1, 2), right).reshape(len(left), *record.shape)
         case Lookup():
             batch, features, rows = len(record.g), record.g.shape[-1], record.shape[0]
             counts = (record.ids >= 0).unsqueeze(-1)

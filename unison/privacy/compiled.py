@@ -22,8 +22,6 @@ from unison.privacy.inputs import Inputs, output_dims, probe_losses
 from unison.rng.draw_mode import outside_draws
 from unison.torch_internals import DynamoBackend, has_values
 
-MAX_KINDS = 16  # of batches, each with kernels of its own
-
 
 class CompiledPasses(CapturedPasses):
     """Compiles a module's private passes.
@@ -88,12 +86,7 @@ class CompiledPasses(CapturedPasses):
             return "clipping takes two passes over the model; use clipping='auto' and more memory"
         if learned.axes.is_traced:
             return "values decide where rows of samples lie, which a graph cannot follow"
-        if len(self._learned) > MAX_KINDS:
-            return (
-                f"batches come in more than {MAX_KINDS} shapes, and each would be compiled; pad "
-                "them to a few lengths"
-            )
-        return None
+        return self._too_many_kinds if len(self._learned) > self.max_kinds else None
 
     def _difference(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int

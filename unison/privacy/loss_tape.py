@@ -640,12 +640,6 @@ def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
-def stop_recording() -> None:
-    """Take every recorder off torch's stack of modes: of loops that were left in the middle."""
-    for recorder in list(_recording):
-        recorder.remove()
-
-
 def refuse_unseen() -> None:
     """Raise for a gradient at the module's outputs whose loss nobody looked at."""
     raise BadInput(
