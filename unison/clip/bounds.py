@@ -219,7 +219,7 @@ def check_records(records: Sequence[Record | Streamed], coefficients: Tensor | N
     return batch
 
 
-def wide_dtype(records: Sequence[Record]) -> torch.dtype:
+def widest_dtype(records: Sequence[Record]) -> torch.dtype:
     """Return the dtype of results: the widest of the records', and at least float32."""
     dtype = torch.float32
     for record in records:
@@ -521,11 +521,6 @@ class GroupCoefficients:
     values: dict[str, Tensor]
     is_finite: Tensor
     sensitivity: float
-
-    @property
-    def num_dropped(self) -> Tensor:
-        """As in `Coefficients`."""
-        return (~self.is_finite).sum()
 
 
 Rule = Callable[[SampleNorms, float], Coefficients]

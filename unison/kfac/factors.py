@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from unison.errors import BadInput
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
 from unison.kfac.layers import Form, Layer, Method, block_shape
 from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
@@ -184,7 +185,7 @@ def _gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] 
     if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
         # In one piece: one tensor that is not would make many launches of each for all layers.
         return product(rows.T, rows)[:n, :n].contiguous()
-    found = rows.new_zeros(n, n, dtype=torch.promote_types(rows.dtype, torch.float32))
+    found = rows.new_zeros(n, n, dtype=wide_dtype(rows.dtype))
     for low in range(0, n, GRAM_ROWS):
         found[low : low + GRAM_ROWS, low:] = product(
             rows[:, low : low + GRAM_ROWS].T, rows[:, low:]
@@ -281,7 +282,7 @@ class PartSums:
         heads = [each for each in self._layers.values() if each.g_form in EXACT_HEADS]
         tokens, classes = logits.shape[1:-1].numel(), logits.shape[-1]
         for row, z in enumerate(logits.reshape(-1, tokens, classes) if heads else ()):
-            p = torch.softmax(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32))
+            p = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
             keep = None if self._mask is None else self._mask[row]
             if keep is not None:
                 p = p[keep]
@@ -331,7 +332,7 @@ class PartSums:
 
         The same for all layers with as many tokens.
         """
-        key = g.shape[1], torch.promote_types(g.dtype, torch.float32)
+        key = g.shape[1], wide_dtype(g.dtype)
         if key not in self._tokens:
             weights = token_weights(self._mask, key[0], name, self._token_mask)
             counted = weights

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
 from unison.capture.compiled_forward import CapturedPasses
 from unison.errors import UnsupportedOperation
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import PartSums, phase
-from unison.kfac.labels import Gradient, Pass, PassPart, wide
+from unison.kfac.labels import Gradient, Pass, PassPart
 from unison.kfac.layers import Layer, Method, layers_of
 from unison.ops import Record, plain_record
 from unison.parallel import ParallelAdapter, find_shared, private_trainings
@@ -297,7 +298,7 @@ def _gradient_of(output: Tensor, gradient: Gradient | None, scale: float) -> Ten
     with phase("labels"):
         value = gradient if isinstance(gradient, Tensor) else gradient(output)
         if scale != 1.0:  # in float32: float16 may have no room for a sum's gradient before
-            value = value.to(wide(value.dtype)) * scale
+            value = value.to(wide_dtype(value.dtype)) * scale
         return value.to(output.dtype)
 
 

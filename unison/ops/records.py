@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.available import wide_dtype
 from unison.kernels.multi_tensor import column_sums
 from unison.torch_internals import machine_of
 
@@ -209,7 +210,13 @@ def part_of(record: Record, dim: int, start: int, size: int) -> Record:
 
 def wide(value: Tensor) -> Tensor:
     """A tensor in which sums over tokens keep their digits: float32 at least."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.to(wide_dtype(value.dtype))
+
+
+def index_in_order(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
+    """Return the samples of rows that lie one after the other, as many rows each."""
+    ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
+    return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +273,7 @@ class Layout:
 
     def summed(self, g: Tensor, shape: tuple[int, ...]) -> Tensor:
         """As `reduced`, added in float32 at least, without a wide copy in the usual case."""
-        dtype = torch.promote_types(g.dtype, torch.float32)
+        dtype = wide_dtype(g.dtype)
         leading = g.ndim - len(shape)
         is_plain = self.index is None and self.axis == 0
         if is_plain and leading > 0 and self.batch and g.shape[leading:] == shape:
@@ -300,11 +307,8 @@ class Layout:
         """The same with an index, for a tensor of which this is the layout."""
         if self.index is not None:
             return self
-        size = value.shape[self.axis]
-        index = torch.arange(self.batch, device=value.device)
-        index = index.repeat_interleave(size // max(self.batch, 1))
-        shape = [size if dim == self.axis else 1 for dim in range(value.ndim)]
-        return Layout(self.batch, self.axis, index.reshape(shape))
+        batch, axis, size = self.batch, self.axis, value.shape[self.axis]
+        return Layout(batch, axis, index_in_order(size, batch, axis, value.ndim, value.device))
 
     def grouped(self, groups: Tensor, num_groups: int) -> "Layout":
         """The same rows with every sample cut into groups, such as experts.
