@@ -651,7 +651,8 @@ class OperationUse:
                 "activation checkpointing runs it where samples are not followed; use "
                 "use_reentrant=False"
             )
-        layout.check_nobodys(g)
+        if layout.index is not None:
+            layout.check_nobodys(g)
         is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
         for i, (tracked, builder) in enumerate(self.uses):
             if places is not None and all(i != place[0] for place in places):

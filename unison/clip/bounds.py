@@ -388,8 +388,8 @@ def mass(records: Sequence[Record]) -> Tensor:
 
     No rounding error of a sample's norm or gradient can be larger than a small multiple of it.
     """
-    batch = check_records(records)
-    device = tensors_of(records[0])[0].device
+    first = tensors_of(records[0])[0]
+    batch, device = len(first), first.device
     total = torch.zeros(batch, dtype=torch.float64, device=device)
     with plain_arithmetic(device):
         for record in records:
@@ -419,7 +419,7 @@ def bounded(
         adds a vector of norm at most c_b·√upper_b. A sample that is not finite has an upper bound
         that is not finite.
     """
-    batch, tokens = check_records(records), [num_terms(record) for record in records]
+    batch, tokens = len(squared), [num_terms(record) for record in records]
     terms = sum(tokens)
     unit = UNIT_ROUNDOFF[arithmetic.scale]
     k2 = batch * terms + len(records) + 8
@@ -521,6 +521,11 @@ class GroupCoefficients:
     values: dict[str, Tensor]
     is_finite: Tensor
     sensitivity: float
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """As in `Coefficients`."""
+        return (~self.is_finite).sum()
 
 
 Rule = Callable[[SampleNorms, float], Coefficients]

@@ -1,7 +1,7 @@
 """What is known of each operation that uses a parameter, as pure functions and the records made."""
 
 from unison.ops import attention, cross_entropy, elementwise, embedding, linear, norm, recurrent
-from unison.ops.cross_entropy import Streamed, plain_record
+from unison.ops.cross_entropy import Streamed
 from unison.ops.embedding import is_lookup, looked_up
 from unison.ops.records import (
     Dense,
@@ -12,6 +12,7 @@ from unison.ops.records import (
     in_rows,
     part_of,
     per_sample,
+    plain_record,
     reshaped,
     transposed,
 )

@@ -150,11 +150,6 @@ class Streamed:
         return [each._version for each in found if not each.is_inference()]
 
 
-def plain_record(record: Record | Streamed) -> Record:
-    """Return a record in one of the three forms: one that is made while it is read, made whole."""
-    return record.as_product() if isinstance(record, Streamed) else record
-
-
 @dataclass(eq=False)
 class _Use:
     """One use of a head: what its records and its backward pass share.

@@ -24,13 +24,13 @@ zeros in the gradient adds nothing to any product, lookup or sum.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.available import wide_dtype
 from unison.kernels.multi_tensor import column_sums
 from unison.torch_internals import machine_of
 
@@ -89,6 +89,11 @@ class Dense:
 
 
 Record = Product | Lookup | Dense
+
+
+def plain_record(record: Any) -> Record:
+    """Return a record in one of these forms: one that is made while it is read, made whole."""
+    return record if isinstance(record, Record) else record.as_product()
 
 
 def factors(product: Product) -> tuple[Tensor, Tensor]:
@@ -210,7 +215,7 @@ def part_of(record: Record, dim: int, start: int, size: int) -> Record:
 
 def wide(value: Tensor) -> Tensor:
     """A tensor in which sums over tokens keep their digits: float32 at least."""
-    return value.to(wide_dtype(value.dtype))
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def index_in_order(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
@@ -273,7 +278,7 @@ class Layout:
 
     def summed(self, g: Tensor, shape: tuple[int, ...]) -> Tensor:
         """As `reduced`, added in float32 at least, without a wide copy in the usual case."""
-        dtype = wide_dtype(g.dtype)
+        dtype = torch.promote_types(g.dtype, torch.float32)
         leading = g.ndim - len(shape)
         is_plain = self.index is None and self.axis == 0
         if is_plain and leading > 0 and self.batch and g.shape[leading:] == shape:
@@ -331,7 +336,8 @@ class Layout:
         Raises:
             UnsupportedOperation: Otherwise: some sample's gradient would be left out.
         """
-        if self.index is None or not self._has_nobodys:
+        assert self.index is not None
+        if not self._has_nobodys:
             return
         if bool(((g != 0) & (self.index == NOBODY)).any()):
             raise UnsupportedOperation(

@@ -253,12 +253,9 @@ class Attachment:
             self._is_told = True
             warnings.warn(f"private passes run uncompiled: {why_not}", stacklevel=2)
             return
+        is_granular = self._dealing.granule is not None
         self._compiled = CompiledPasses(
-            self.module,
-            backend,
-            is_granular=self._dealing.granule is not None,
-            is_aside=lambda: self.learning.is_running,
-            agree=self.learning.agree,
+            self.module, backend, self.learning, is_granular=is_granular
         )
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
