@@ -427,6 +427,8 @@ class LossRecorder(TorchFunctionMode):
         """
         if is_on == self._is_on or (is_on and not self.number):
             return
+        if sys.is_finalizing():
+            return  # a loop was left with the program, and torch is gone
         self._is_on = is_on
         if is_on:
             push_lowest(self)
@@ -442,7 +444,7 @@ class LossRecorder(TorchFunctionMode):
                 # A compiled criterion runs as it was written: what dynamo makes of it calls no
                 # torch functions that could be written down.
                 _stances.append(torch.compiler.set_stance("force_eager"))
-        elif not sys.is_finalizing():  # the last one goes, and no loop was left with the program
+        else:  # the last one goes
             del _CustomFunction.apply
             while _stances:
                 _stances.pop().__exit__(None, None, None)
