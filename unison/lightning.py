@@ -203,8 +203,7 @@ class PrivacyCallback(Callback):
         """Log σ, and at the end of an epoch ε."""
         assert self.engine is not None
         assert self._loader is not None
-        if self._loader.on_leave is not None:  # what comes until the next step is not followed
-            self._loader.on_leave()
+        self._loader.leave()  # what comes until the next step is not followed
         release = self.engine.mechanism.release(max(0, self._loader.next_step - 1))
         pl_module.log("noise_multiplier", release.noise_multiplier, batch_size=1)
         if trainer.is_last_batch:

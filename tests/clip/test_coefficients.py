@@ -32,9 +32,10 @@ from unison.clip import (
     per_group,
     per_layer,
 )
-from unison.clip.bounds import gamma, take, total_sensitivity
+from unison.clip.bounds import gamma, total_sensitivity
 from unison.errors import BadInput
 from unison.ops import Dense, Lookup, Product, Record
+from unison.ops.records import take
 
 
 def constant(gen: torch.Generator) -> list[Record]:

@@ -43,7 +43,7 @@ def added(
         clipping.norms()
         clipping.grid = grid
         coefficients = dict.fromkeys(records, weights)
-        clipping.add_on_grid(coefficients, totals, spacing=SPACING, dtype=dtype)
+        clipping.add_on_grid(coefficients, totals, Grid(SPACING, dtype))
     return totals
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
 
 
 def test_batches_of_many_shapes(monkeypatch):
-    monkeypatch.setattr(fisher, "MAX_KINDS", 2)
+    monkeypatch.setattr(fisher.CompiledStatistics, "max_kinds", 2)
     sizes = (5, 3, 5, 1, 3)
     expected, _ = factors_after(make_transformer(), sizes=sizes)
     with pytest.warns(UserWarning, match=r"statistics .* uncompiled: .*more than 2 shapes"):

@@ -75,11 +75,11 @@ _CLIP = [
     ("Grid.weights", "coefficients / self.spacing", "coefficients * self.spacing"),
 ]
 _PRIVACY = [
-    ("PrivateTraining._coefficients", "each.where(is_real, 0.0)", "each"),
-    ("PrivateTraining._coefficients", "each * factor", "each"),
-    ("PrivateTraining._coefficients", ".scaled(factor)", ""),
+    ("PrivateTraining.coefficients", "each.where(is_real, 0.0)", "each"),
+    ("PrivateTraining.coefficients", "each * factor", "each"),
+    ("PrivateTraining.coefficients", ".scaled(factor)", ""),
     (
-        "PrivateTraining._add_sums",
+        "PrivateTraining.add_sums",
         """running = self._open(sums)
         # Where a pass is all there is of its logical batch, nothing is to be added.
         is_all = batch.is_last and running.next_pass == 0 and self.owner.is_alone

@@ -1,6 +1,7 @@
 """Steps, epochs and resuming of a private loader, and loops that misuse it."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,11 @@ def test_bad_states():
 # ---- misuse ----------------------------------------------------------------------------------
 
 
+def stand_in(on_abandon):
+    """What a loader knows of its training, where nothing is trained."""
+    return SimpleNamespace(on_abandon=on_abandon, recorder=SimpleNamespace(leave=lambda: None))
+
+
 def test_a_logical_batch_left_open_is_noticed():
     loader = private(max_physical_batch_size=2)
     for _ in loader:
@@ -83,8 +89,9 @@ def test_a_logical_batch_left_open_is_noticed():
     with pytest.raises(BadInput, match="middle of step 0"):
         loader.set_start_step(0)
     told = []
-    loader.on_abandon = told.append
+    loader.training = stand_in(lambda: told.append(loader.current))
     loader.abandon()
+    loader.training = None
     assert told == [left]
     assert loader.current is None
     assert joined(run_epoch(loader)) == expected(POISSON, range(5))
@@ -94,10 +101,10 @@ def test_abandoning_is_refused_by_whoever_cannot():
     loader = private(max_physical_batch_size=2)
     next(iter(loader))
 
-    def refuse(batch):
-        raise BadInput(f"step {batch.step} is half done")
+    def refuse():
+        raise BadInput(f"step {loader.current.step} is half done")
 
-    loader.on_abandon = refuse
+    loader.training = stand_in(refuse)
     with pytest.raises(BadInput, match="step 0 is half done"):
         loader.abandon()
     assert loader.is_open

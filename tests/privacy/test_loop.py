@@ -6,7 +6,10 @@ import io
 import math
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +36,21 @@ from unison.privacy.sampling import BatchDealer
 from unison.shard.ranks import Ranks
 
 # ---- what is on torch's stack of modes -----------------------------------------------------------
+
+
+def test_a_loop_that_ends_with_the_program_ends_in_silence():
+    code = """
+from torch.nn.functional import cross_entropy
+from tests.privacy.common import attach
+engine, module, optimizer, private = attach()
+rows = (batch for batch in private)  # which nobody closes while there is a torch
+x, y = next(rows)
+cross_entropy(module(x), y).backward()
+"""
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-W", "ignore", "-c", code]
+    found = subprocess.run(program, cwd=root, capture_output=True, text=True, check=True)
+    assert found.stderr == ""
 
 
 class WatchedRows(TensorDataset):

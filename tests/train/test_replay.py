@@ -396,7 +396,7 @@ def rows_of_first_steps(run: Path, num_steps: int) -> list[list[int]]:
 def test_without_rows_is_a_run_in_which_they_have_no_gradient(seeded, tmp_path, num_steps):
     drawn = rows_of_first_steps(seeded, num_steps)
     without = sorted({each[-1] for each in drawn})
-    original = PrivateTraining._coefficients
+    original = PrivateTraining.coefficients
 
     def coefficients(self, batch, part, norms):
         by_name, grid = original(self, batch, part, norms)
@@ -405,7 +405,7 @@ def test_without_rows_is_a_run_in_which_they_have_no_gradient(seeded, tmp_path, 
         return {name: each.index_fill(0, rows, 0.0) for name, each in by_name.items()}, grid
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivateTraining, "_coefficients", coefficients)
+        patch.setattr(PrivateTraining, "coefficients", coefficients)
         expected = check(seeded, (0, num_steps))
     assert not expected.is_equal
     out = tmp_path / "out"

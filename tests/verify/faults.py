@@ -311,7 +311,7 @@ def rolled_norms() -> AbstractContextManager:
 
 def stale_norms() -> AbstractContextManager:
     """From the second step on, norms of the first are used again."""
-    original, total = training.PrivateTraining._coefficients, NormTable.total
+    original, total = training.PrivateTraining.coefficients, NormTable.total
     seen: list[SampleNorms] = []
 
     def coefficients(self: Any, batch: Any, part: Any, norms: Any) -> Any:
@@ -322,7 +322,7 @@ def stale_norms() -> AbstractContextManager:
         with mock.patch.object(NormTable, "total", stale):
             return original(self, batch, part, norms)
 
-    return mock.patch.object(training.PrivateTraining, "_coefficients", coefficients)
+    return mock.patch.object(training.PrivateTraining, "coefficients", coefficients)
 
 
 def missing_cross_term() -> AbstractContextManager:
@@ -344,7 +344,7 @@ def missing_cross_term() -> AbstractContextManager:
 def other_clip_norm() -> AbstractContextManager:
     return rewritten(
         training.PrivateTraining,
-        "_coefficients",
+        "coefficients",
         "clip_norm = running.release.max_grad_norm",
         "clip_norm = running.release.max_grad_norm * 0.9",
     )

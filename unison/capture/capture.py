@@ -39,7 +39,7 @@ from unison.capture.tracked import (
     plain,
 )
 from unison.errors import BadInput, UnsupportedOperation
-from unison.ops import RULES, Builder, Layout, Product, Record, Streamed, rule_of
+from unison.ops import RULES, Builder, Layout, Product, Record, plain_record, rule_of
 from unison.ops.linear import of_bias
 from unison.torch_internals import is_dtensor, is_recording, refuse_compiled
 
@@ -102,6 +102,7 @@ class Capture:
         factored: Names of those whose records compiled code leaves as products, and does not
             multiply out.
         ignored: Names of those of which no records are made in eager code.
+        on_release: Called by `release`, when the pass is over.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Capture:
         self._resolved: dict[Call, bool] = {}  # whether a call has made an expression
         # Uses that wait in the graph: only for who will `release` them, or all would be a cycle.
         self._uses: list[OperationUse] | None = None if known is None else []
-        self._lent: list[Callable[[], None]] = []  # gives back what is lent for the pass
+        self.on_release: list[Callable[[], None]] = []
 
     @contextmanager
     def installed(self, *, is_guarded: bool = False) -> Iterator["Capture"]:
@@ -275,22 +276,14 @@ class Capture:
         for use in self._uses or ():
             use.uses = ()
         self._uses = None
-        for give_back in self._lent:
-            give_back()
-        self._lent = []
+        for call in self.on_release:
+            call()
+        self.on_release = []
         self.repeats = None
         self.anchors.clear()
         self.on_product = None
         self.on_record = refuse_second
         self.module, self._params = _NO_MODULE, _NO_PARAMS
-
-    def lend(self, give_back: Callable[[], None]) -> None:
-        """Keep something until the pass is over.
-
-        Args:
-            give_back: Called then.
-        """
-        self._lent.append(give_back)
 
     # --- what tracked tensors call ---------------------------------------------------------------
 
@@ -603,8 +596,7 @@ class Capture:
             assert self.repeats is not None
             for g, places, _ in self.repeats.meet(call, tuple(map(local, inputs))):
                 for _, name, record in use.records(g, inputs, places):
-                    whole = record.as_product() if isinstance(record, Streamed) else record
-                    self.on_record(name, whole)
+                    self.on_record(name, plain_record(record))
             # In the same place in memory, with no graph behind it. It requires a gradient as it did
             # the first time: kernels are chosen by that.
             return tap(None, output.detach(), anchor, (), is_fresh=is_fresh)
@@ -659,7 +651,8 @@ class OperationUse:
                 "activation checkpointing runs it where samples are not followed; use "
                 "use_reentrant=False"
             )
-        layout.check_nobodys(g)
+        if layout.index is not None:
+            layout.check_nobodys(g)
         is_whole = type(g) is Tensor and all(type(each) is Tensor for each in saved)
         for i, (tracked, builder) in enumerate(self.uses):
             if places is not None and all(i != place[0] for place in places):
@@ -673,10 +666,7 @@ class OperationUse:
             for j, source in enumerate(tracked.sources):
                 if places is not None and (i, j) not in places:
                     continue
-                own = record
-                if source.back is not None:
-                    whole = record.as_product() if isinstance(record, Streamed) else record
-                    own = source.back(whole)
+                own = record if source.back is None else source.back(plain_record(record))
                 yield (i, j), source.name, own
 
     def record(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
@@ -685,8 +675,8 @@ class OperationUse:
         for place, name, record in self.records(g, saved):
             if self.is_late:
                 capture.recorded_late.add(name)
-            if isinstance(record, Streamed) and not capture.streams:
-                record = record.as_product()
+            if not capture.streams:
+                record = plain_record(record)
             if number is None or capture.on_product is None or not isinstance(record, Product):
                 capture.on_record(name, record)
             elif capture.on_product(name, record):

@@ -33,7 +33,8 @@ from unison.capture.capture import Capture, OperationUse, refuse_second
 from unison.capture.torch_compile import tell_causal_masks
 from unison.capture.tracked import FACTS, Source, Tracked, all_plain
 from unison.errors import UnsupportedOperation
-from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed
+from unison.ops import Builder, Dense, Lookup, Product, Record, Streamed, plain_record
+from unison.ops.records import factors
 from unison.rng.compiled_draws import compile_drawing
 from unison.torch_internals import DynamoBackend
 
@@ -110,8 +111,7 @@ def _kept(name: str, record: Record, factored: Collection[str]) -> Lookup | Prod
 
 
 def _records(use: OperationUse, g: Tensor, saved: tuple[Tensor, ...]) -> list[Record]:
-    made = [record for _, _, record in use.records(g, saved)]
-    return [each.as_product() if isinstance(each, Streamed) else each for each in made]
+    return [plain_record(record) for _, _, record in use.records(g, saved)]
 
 
 def _multiplied_out(record: Record) -> Tensor:
@@ -123,9 +123,8 @@ def _multiplied_out(record: Record) -> Tensor:
         return record.value
     assert isinstance(record, Product)
     dtype = torch.promote_types(record.a.dtype, record.g.dtype)
-    a, g = record.a.to(dtype), record.g.to(dtype)
-    left, right = (a, g) if record.is_transposed else (g, a)
-    return torch.bmm(left.mT, right).reshape(len(a), *record.shape)
+    left, right = (each.to(dtype) for each in factors(record))
+    return torch.bmm(left.mT, right).reshape(len(left), *record.shape)
 
 
 class _TracedAxes(AxisTable):
@@ -420,7 +419,7 @@ class _SlotSet:
         """
         self._capture, self._names, self._kept, self._is_used = capture, names, kept, False
         capture.used.update(names)
-        capture.lend(self._end)
+        capture.on_release.append(self._end)
 
     def take(self, number: int, gradient: Tensor) -> None:
         """Hand the gradient of a slot over."""

@@ -239,6 +239,7 @@ class CapturedPasses:
     """
 
     what = "captured passes"  # as warnings call them
+    max_kinds = 16  # of batches, each with kernels of its own
 
     def __init__(
         self,
@@ -365,18 +366,26 @@ class CapturedPasses:
         eager = torch._dynamo.lookup_backend("aot_eager")
         reason: str | None = None
         for backend in [eager] if skips_inner else [self._inner, eager]:
-            has_failed = False
+            has_failed, before, self._inner = False, self._inner, backend
             try:
-                with self._compiling_by(backend):
-                    reason = difference(run())
+                reason = difference(run())
             except Exception as error:  # of compiled code, or of a checkpoint around it
                 reason, has_failed = reason_of(error), True
+            finally:
+                self._inner = before
             # All ranks run the module again, or none does: its passes may be collectives.
             if not self._agree(reason is not None):
                 return None
             if self._agree(has_failed):
                 break
         return reason or "it is not the same on another rank"
+
+    @property
+    def _too_many_kinds(self) -> str:
+        return (
+            f"batches come in more than {self.max_kinds} shapes, and each would be compiled; pad "
+            "them to a few lengths"
+        )
 
     def _refuse(self, reason: str) -> None:
         """Let the module run as it is from now on, and say why."""
@@ -403,15 +412,6 @@ class CapturedPasses:
             warnings.warn(
                 f"{refused[0].name}{others} run uncompiled: {refused[0].refusal}", stacklevel=2
             )
-
-    @contextmanager
-    def _compiling_by(self, backend: DynamoBackend) -> Iterator[None]:
-        """Compile by another backend than the user's."""
-        before, self._inner = self._inner, backend
-        try:
-            yield
-        finally:
-            self._inner = before
 
 
 _ELSEWHERE = "it cannot be compiled on another rank"

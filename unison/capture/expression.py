@@ -24,11 +24,11 @@ from unison.capture.tracked import (
     Back,
     Tracked,
     all_plain,
-    is_traced,
     like,
     plain,
 )
 from unison.errors import UnsupportedOperation
+from unison.kernels.available import is_traced
 from unison.ops import (
     Builder,
     Dense,

@@ -17,10 +17,10 @@ from unison.capture.axes import NO_AXIS, AxisTable, Seen, batch_size_of
 from unison.capture.capture import Capture, Met
 from unison.capture.probes import ProbeState
 from unison.capture.recompute import checkpointing_quiet
-from unison.capture.row_rules import is_mixed, uniform
+from unison.capture.row_rules import is_mixed
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.ops.records import NOBODY
+from unison.ops.records import NOBODY, index_in_order
 from unison.rng.draw_mode import other_generator_states
 from unison.torch_internals import FunctionMode, has_values, is_dtensor
 
@@ -195,7 +195,7 @@ def _is_out_of_order(met: Met, axes: AxisTable) -> bool:
     ids, size = met.rows.ids, met.call.batch
     if ids.shape[dim] % size:
         return True
-    expected = uniform(ids.shape[dim], size, dim, ids.ndim, ids.device)
+    expected = index_in_order(ids.shape[dim], size, dim, ids.ndim, ids.device)
     return not bool(((ids == expected) | (ids == NOBODY)).all())
 
 

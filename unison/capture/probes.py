@@ -344,7 +344,7 @@ class Replacement(Enum):
     OPPOSITE = "copies of one row of opposite values"
 
 
-def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
+def probe_rows(batch: Any, *, seed: int = 0) -> Any:
     """Select rows of a batch, first and last among them; repeated ones are altered.
 
     Floating-point values are shuffled within the row and scaled a little, integers shuffled within
@@ -353,11 +353,11 @@ def probe_rows(batch: Any, num_rows: int = NUM_PROBED, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     size = len(tensors[0])
-    chosen = torch.linspace(0, size - 1, min(size, num_rows)).round().long()
-    if seed and size > num_rows:  # another time, others
-        inner = 1 + torch.randperm(size - 2, generator=generator)[: num_rows - 2]
+    chosen = torch.linspace(0, size - 1, min(size, NUM_PROBED)).round().long()
+    if seed and size > NUM_PROBED:  # another time, others
+        inner = 1 + torch.randperm(size - 2, generator=generator)[: NUM_PROBED - 2]
         chosen = torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([size - 1])])
-    chosen = chosen[torch.arange(num_rows) % len(chosen)]
+    chosen = chosen[torch.arange(NUM_PROBED) % len(chosen)]
     keys = torch.cat([_as_key(leaf[chosen.to(leaf.device)]) for leaf in tensors], 1)
     repeated = torch.tensor(
         [any(torch.equal(key, before) for before in keys[:row]) for row, key in enumerate(keys)]

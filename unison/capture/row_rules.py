@@ -112,12 +112,6 @@ def grown(ids: Tensor, ndim: int) -> Tensor:
     return ids.reshape(*(1 for _ in range(ndim - ids.ndim)), *ids.shape)
 
 
-def uniform(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
-    """Return the ids of samples that lie one after the other, as many rows each."""
-    ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
-    return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
-
-
 def is_mixed(rows: RowSamples) -> bool:
     """Whether samples are mixed in some element, or nobody can tell whose it is."""
     with _disable_current_modes():

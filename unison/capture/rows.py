@@ -28,11 +28,10 @@ from unison.capture.row_rules import (
     lost,
     pointwise,
     reduced,
-    uniform,
     view_rule,
 )
 from unison.errors import UnsupportedOperation
-from unison.ops.records import NOBODY, Layout
+from unison.ops.records import NOBODY, Layout, index_in_order
 
 # --- functions -----------------------------------------------------------------------------------
 
@@ -225,7 +224,7 @@ class RowTrace(TorchDispatchMode):
         for dim, size in enumerate(tensor.shape):
             if size % self.batch or ids.shape[dim] != size or size < 2:
                 continue
-            expected = uniform(size, self.batch, dim, tensor.ndim, ids.device)
+            expected = index_in_order(size, self.batch, dim, tensor.ndim, ids.device)
             # Rows of nobody among those of samples in their order are where a sample left a gap.
             if bool(((ids == expected) | (ids == NOBODY)).all()):
                 return Layout(self.batch, dim)

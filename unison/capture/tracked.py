@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unison.capture.parts import local, moved_back, span_of
 from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.available import is_traced
 from unison.ops import Record
 from unison.torch_internals import canonical_name, is_dtensor
 
@@ -159,7 +158,7 @@ class Tracked(Tensor):
     def of(value: Tensor, sources: tuple[Source, ...], listener: "Capture") -> "Tracked":
         """Mark a tensor; it shares the memory."""
         shell = value = value.detach()
-        if is_traced(value):
+        if is_traced(value):  # of which no subclass is made
             with _disable_current_modes():  # those that trace would make it one of theirs
                 shell = torch.empty(value.shape, dtype=value.dtype, device="meta")
         elif is_dtensor(value):
@@ -226,11 +225,6 @@ class Tracked(Tensor):
                 if isinstance(item, Tracked):
                     return item.listener.call(func, args, kwargs)
         raise AssertionError("torch called a tracked tensor's function without one")
-
-
-def is_traced(value: Tensor) -> bool:
-    """Whether a tensor stands for others while a graph is made: no subclass is made of it."""
-    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def refuse_gradient(name: str, gradient: Tensor | None) -> None:

@@ -99,6 +99,7 @@ from unison import check
 from unison.errors import BadInput
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans, takes
 from unison.ops import Dense, Lookup, Product, Record, Streamed
+from unison.ops.records import factors
 
 # --- records as matrices --------------------------------------------------------------------------
 
@@ -107,11 +108,6 @@ MOST_TERMS_TOGETHER = 4096
 # Sizes of tiles. They bound memory, and a GEMM of a few hundred tokens runs at full speed.
 TOKENS_PER_TILE = 256
 ROWS_PER_TILE = 256
-
-
-def factors(product: Product) -> tuple[Tensor, Tensor]:
-    """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
-    return (product.a, product.g) if product.is_transposed else (product.g, product.a)
 
 
 def is_taken(records: Sequence[Record | Streamed]) -> bool:
@@ -135,20 +131,6 @@ def tensors_of(record: Record | Streamed) -> tuple[Tensor, ...]:
             return (record.g,)
         case Dense():
             return (record.value,)
-        case _:
-            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
-
-
-def take(record: Record, samples: slice) -> Record:
-    """Return the record of some samples of the batch, as views."""
-    match record:
-        case Product():
-            a, g = record.a[samples], record.g[samples]
-            return Product(a, g, record.is_transposed, record.shape)
-        case Lookup():
-            return Lookup(record.ids[samples], record.g[samples], record.shape)
-        case Dense():
-            return Dense(record.value[samples])
         case _:
             raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
 
@@ -237,7 +219,7 @@ def check_records(records: Sequence[Record | Streamed], coefficients: Tensor | N
     return batch
 
 
-def wide_dtype(records: Sequence[Record]) -> torch.dtype:
+def widest_dtype(records: Sequence[Record]) -> torch.dtype:
     """Return the dtype of results: the widest of the records', and at least float32."""
     dtype = torch.float32
     for record in records:
@@ -406,8 +388,8 @@ def mass(records: Sequence[Record]) -> Tensor:
 
     No rounding error of a sample's norm or gradient can be larger than a small multiple of it.
     """
-    batch = check_records(records)
-    device = tensors_of(records[0])[0].device
+    first = tensors_of(records[0])[0]
+    batch, device = len(first), first.device
     total = torch.zeros(batch, dtype=torch.float64, device=device)
     with plain_arithmetic(device):
         for record in records:
@@ -437,7 +419,7 @@ def bounded(
         adds a vector of norm at most c_b·√upper_b. A sample that is not finite has an upper bound
         that is not finite.
     """
-    batch, tokens = check_records(records), [num_terms(record) for record in records]
+    batch, tokens = len(squared), [num_terms(record) for record in records]
     terms = sum(tokens)
     unit = UNIT_ROUNDOFF[arithmetic.scale]
     k2 = batch * terms + len(records) + 8

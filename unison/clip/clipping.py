@@ -23,7 +23,7 @@ from unison.clip.plan import LayerPlan, Plan
 from unison.errors import UnsupportedOperation
 from unison.kernels import factored
 from unison.kernels.multi_tensor import combine, squares
-from unison.ops import Dense, Product, Record, Streamed
+from unison.ops import Dense, Product, Record, Streamed, plain_record
 from unison.torch_internals import machine_of
 
 
@@ -363,9 +363,7 @@ class Clipping:
         self,
         coefficients: Mapping[str, Tensor],
         totals: MutableMapping[str, Tensor | None],
-        *,
-        spacing: float,
-        dtype: torch.dtype,
+        onto: Grid,
     ) -> None:
         """Add the clipped sums of some parameters to integers: each sum is rounded to a grid.
 
@@ -373,9 +371,9 @@ class Clipping:
             coefficients: As for `clipped_sums`.
             totals: The integers by name [elements], None where there are none yet. A parameter that
                 was not used stays as it is.
-            spacing: Of the grid, a power of two.
-            dtype: Of the integers.
+            onto: The grid, of which a spacing is one; `grid`, which kernels use, may be another.
         """
+        spacing, dtype = float(onto.spacing), onto.dtype
         self._refuse_missing(totals)  # before anything is added
         gradients: dict[str, Tensor] = {}
         found: dict[str, Factors] = {}
@@ -477,9 +475,7 @@ class Clipping:
                 parameter.clipped = measured.clipped_sum(records, coefficients, shape, self.grid)
             else:
                 method = GRADIENT_METHODS[parameter.choice.gradient]
-                whole = [
-                    each.as_product() if isinstance(each, Streamed) else each for each in records
-                ]
+                whole = [plain_record(each) for each in records]
                 parameter.clipped = method.clipped_sum(whole, coefficients, shape)
         else:
             self._add(parameter, coefficients)

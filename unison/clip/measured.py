@@ -45,19 +45,12 @@ import torch
 from torch import Tensor
 
 from unison.capture.capture import refuse_changed
-from unison.clip.bounds import (
-    Grid,
-    SampleNorms,
-    factors,
-    gamma,
-    matrix_shape,
-    take,
-    tensors_of,
-)
+from unison.clip.bounds import Grid, SampleNorms, gamma, matrix_shape, tensors_of
 from unison.clip.costs import WAITING, Choice
 from unison.kernels import factored, multi_tensor
 from unison.kernels.available import num_per_tile, spans, takes
-from unison.ops import Dense, Lookup, Product, Record, Streamed
+from unison.ops import Dense, Lookup, Product, Record, Streamed, plain_record
+from unison.ops.records import factors, take
 
 METHODS = ("tile", "gram", "materialize")  # norm methods that have kernels
 
@@ -238,11 +231,7 @@ def _in_pieces(records: Sequence[Record | Streamed]) -> Iterator[tuple[slice, Te
     streamed = next((each for each in records if isinstance(each, Streamed)), None)
     if streamed is not None:
         # At most one comes in pieces: the others have to exist.
-        others = [
-            each.as_product() if isinstance(each, Streamed) else each
-            for each in records
-            if each is not streamed
-        ]
+        others = [plain_record(each) for each in records if each is not streamed]
         for samples, piece in streamed.chunks():
             whole = [piece, *[take(each, samples) for each in others]]
             del piece  # only one may exist

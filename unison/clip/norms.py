@@ -40,19 +40,17 @@ from unison.clip.bounds import (
     SampleNorms,
     bounded,
     check_records,
-    factors,
     matrix_shape,
     matrix_shapes,
     num_terms,
-    take,
     tensors_of,
-    wide_dtype,
+    widest_dtype,
 )
 from unison.errors import BadInput, UnsupportedOperation
 from unison.kernels.available import num_per_tile, plain_arithmetic, spans
 from unison.kernels.multi_tensor import squared_norms, weighted_sum
 from unison.ops import Dense, Lookup, Product, Record
-from unison.ops.records import add_rows_
+from unison.ops.records import add_rows_, factors, take
 from unison.torch_internals import machine_of
 
 _FEATURES_PER_TILE = 4096
@@ -287,7 +285,7 @@ def needed_to_keep(records: Sequence[Record]) -> tuple[tuple[int, ...], torch.dt
     """Return shape and dtype of what `materialize` has to allocate; None if it needs nothing."""
     if len(records) == 1 and isinstance(records[0], Dense):
         return None
-    return (check_records(records), *records[0].shape), wide_dtype(records)
+    return (check_records(records), *records[0].shape), widest_dtype(records)
 
 
 def materialize(records: Sequence[Record], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -305,7 +303,7 @@ def materialize(records: Sequence[Record], out: Tensor | None = None) -> tuple[T
     first = tensors_of(records[0])[0]
     with plain_arithmetic(first.device):
         if needed is None:
-            value = first.to(wide_dtype(records))
+            value = first.to(widest_dtype(records))
             return value, squared_norms(value.reshape(batch, math.prod(value.shape[1:])))
         shape, dtype = needed
         total = first.new_empty(shape, dtype=dtype) if out is None else out

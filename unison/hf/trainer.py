@@ -328,8 +328,7 @@ class PrivateSteps:
         for batch in inputs:
             super().training_step(model, batch)  # type: ignore[misc]
         assert self._loader is not None
-        if self._loader.on_leave is not None:  # what comes until the next step is not followed
-            self._loader.on_leave()
+        self._loader.leave()  # what comes until the next step is not followed
         return torch.zeros((), device=self.args.device)
 
     def compute_loss(

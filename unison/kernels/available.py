@@ -55,7 +55,17 @@ def is_suited(x: Tensor) -> bool:
     Those of a graph that is being traced have no memory: what is computed with them is for its
     compiler to see.
     """
-    return x.dtype in TAKEN and not isinstance(x, FakeTensor | FunctionalTensor)
+    return x.dtype in TAKEN and not is_traced(x)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Return whether a tensor stands for others while a graph is made."""
+    return isinstance(x, FakeTensor | FunctionalTensor)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums keep their digits: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:

@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from unison import check
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.available import TAKEN, has_triton, plain_arithmetic
+from unison.kernels.available import TAKEN, has_triton, plain_arithmetic, spans, wide_dtype
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("none", "sample_mean")
@@ -70,7 +70,7 @@ def statistics(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tenso
 
 @statistics.register_fake
 def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    rows, dtype = logits.shape[0], wide_dtype(logits)
+    rows, dtype = logits.shape[0], wide_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
 
 
@@ -133,11 +133,6 @@ def gradient_(logits: Tensor, labels: Tensor, lse: Tensor, g: Tensor, ignore_ind
 # --- the reference for rows of logits, in plain torch ---------------------------------------------
 
 
-def wide_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64."""
-    return torch.promote_types(value.dtype, torch.float32)
-
-
 # A block is converted to float32: on a CPU it should stay near the cache, and elsewhere be small
 # beside the logits.
 _ELEMENTS_PER_BLOCK = 1 << 20
@@ -153,7 +148,7 @@ def statistics_reference(
         labels: [rows], int64. A label outside of the vocabulary has loss NaN.
         ignore_index: The label of rows that have loss 0.
     """
-    lse = logits.new_empty(len(logits), dtype=wide_dtype(logits))
+    lse = logits.new_empty(len(logits), dtype=wide_dtype(logits.dtype))
     losses = torch.empty_like(lse)
     for rows in _blocks(logits):
         wide = logits[rows].to(lse.dtype)
@@ -198,10 +193,8 @@ def _labels(labels: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tens
     return labels.clamp(0, vocab - 1), labels != ignore_index, is_known
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    size = max(1, _ELEMENTS_PER_BLOCK // max(1, logits.shape[1]))
-    for start in range(0, len(logits), size):
-        yield slice(start, min(len(logits), start + size))
+def _blocks(logits: Tensor) -> list[slice]:
+    return spans(len(logits), max(1, _ELEMENTS_PER_BLOCK // max(1, logits.shape[1])))
 
 
 # --- chunks of tokens -----------------------------------------------------------------------------
@@ -314,7 +307,7 @@ class ChunkedHead:
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Make losses and log-sum-exps of all tokens: [batch, tokens] each, wide."""
-        losses = self.hidden.new_empty(self.labels.shape, dtype=wide_dtype(self.hidden))
+        losses = self.hidden.new_empty(self.labels.shape, dtype=wide_dtype(self.hidden.dtype))
         lse = torch.empty_like(losses)
         room: Tensor | None = None
         for chunk in self.chunks():

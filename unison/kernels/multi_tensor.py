@@ -58,14 +58,13 @@ def norm_sums(x: Tensor, g: Tensor, eps: float, *, is_centred: bool, has_offset:
         is_centred: Whether the mean is taken out (layer norm), or not (RMS norm).
         has_offset: Whether something is added after the gain.
     """
-    kernels = import_module("unison.kernels.multi_tensor_triton")
-    return kernels.norm_sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
+    return _kernels().norm_sums(x, g, eps, is_centred=is_centred, has_offset=has_offset)
 
 
 def column_sums(g: Tensor) -> Tensor:
     """Return Σ_t g_t of g [samples, tokens, features]: [samples, features], float32 at least."""
     if g.stride(2) == 1 and takes(g):
-        return import_module("unison.kernels.multi_tensor_triton").column_sums(g)
+        return _kernels().column_sums(g)
     return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
 

@@ -135,8 +135,8 @@ class Recipe:
     floats: tuple[float, ...] = ()
     ints: tuple[int, ...] = ()
 
-    def numbers(self) -> list[int]:
-        """Return the recipe as RECIPE_LENGTH integers."""
+    def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
+        """Return the recipe as a tensor."""
         is_secure = self.distribution is Distribution.SECURE_NORMAL  # it would not be without
         assert not is_secure or any(self.floats[2:]), "floats come from secure_floats"
         assert len(self.key) == self.cipher.num_key_words
@@ -144,11 +144,7 @@ class Recipe:
         floats = struct.pack("<4d", *self.floats, *[0.0] * (NUM_FLOATS - len(self.floats)))
         ints = [*self.ints, *[0] * (NUM_INTS - len(self.ints))]
         kinds = int(self.cipher), int(self.distribution)
-        return [*kinds, *key, *struct.unpack("<4q", floats), *ints]
-
-    def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
-        """Return the recipe as a tensor."""
-        return torch.tensor(self.numbers(), dtype=torch.int64)
+        return torch.tensor([*kinds, *key, *struct.unpack("<4q", floats), *ints])
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "Recipe":

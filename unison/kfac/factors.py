@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from unison.errors import BadInput
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
-from unison.kfac.layers import Form, Layer, Method, block_shape, plain_record
+from unison.kfac.layers import Form, Layer, Method, block_shape
 from unison.kfac.linalg import is_gpu, is_half, padding_of, wide_product
-from unison.ops import Dense, Lookup, Product, Record, per_sample
-from unison.ops.records import add_rows_
+from unison.ops import Dense, Lookup, Product, Record, per_sample, plain_record
+from unison.ops.records import add_rows_, factors, take, wide
 
 MOST_AT_ONCE = 1 << 24  # elements of per-sample gradients that are held
 MOST_ALIKE = 1 << 18  # of those of a parameter that is squared together with others
@@ -129,8 +130,9 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     total: Any = 0.0
     at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
     for low in range(0, max(batch, 1), at_once):
-        parts = [_multiplied(_samples(each, low, low + at_once)) for each in records]
-        keep = None if is_counted is None else is_counted[low : low + at_once]
+        some = slice(low, low + at_once)
+        parts = [_multiplied(take(each, some)) for each in records]
+        keep = None if is_counted is None else is_counted[some]
         gradients = _kept(functools.reduce(torch.add, parts)[None], keep)[0]
         if low and len(gradients) == 1:  # of a large table, which is read only once so
             total.addcmul_(gradients[0], gradients[0])
@@ -183,7 +185,7 @@ def _gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] 
     if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
         # In one piece: one tensor that is not would make many launches of each for all layers.
         return product(rows.T, rows)[:n, :n].contiguous()
-    found = rows.new_zeros(n, n, dtype=torch.promote_types(rows.dtype, torch.float32))
+    found = rows.new_zeros(n, n, dtype=wide_dtype(rows.dtype))
     for low in range(0, n, GRAM_ROWS):
         found[low : low + GRAM_ROWS, low:] = product(
             rows[:, low : low + GRAM_ROWS].T, rows[:, low:]
@@ -205,7 +207,7 @@ def _multiplied(record: Record) -> Tensor:
     """The per-sample gradients [batch, *shape] of a record, float32 at least."""
     if not isinstance(record, Product) or not is_half(record.a):
         return per_sample(record)
-    left, right = (record.a, record.g) if record.is_transposed else (record.g, record.a)
+    left, right = factors(record)
     rows, columns = left.shape[-1], right.shape[-1]
     if extra := padding_of(rows, left):  # of a vocabulary: four times as fast, copies included
         left = F.pad(left, (0, extra))
@@ -215,23 +217,9 @@ def _multiplied(record: Record) -> Tensor:
     return found.reshape(len(found), *record.shape)
 
 
-def _samples(record: Record, low: int, high: int) -> Record:
-    match record:
-        case Dense():
-            return Dense(record.value[low:high])
-        case Lookup():
-            return Lookup(record.ids[low:high], record.g[low:high], record.shape)
-        case Product():
-            a, g = record.a[low:high], record.g[low:high]
-            return Product(a, g, record.is_transposed, record.shape)
-    raise AssertionError(f"no rule for {record!r}")
-
-
 def _wide(value: Tensor, keeps_half: bool = False) -> Tensor:
     """Float32 at least, unless products widen halves themselves."""
-    if keeps_half and is_half(value):
-        return value
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value if keeps_half and is_half(value) else wide(value)
 
 
 class PartSums:
@@ -294,7 +282,7 @@ class PartSums:
         heads = [each for each in self._layers.values() if each.g_form in EXACT_HEADS]
         tokens, classes = logits.shape[1:-1].numel(), logits.shape[-1]
         for row, z in enumerate(logits.reshape(-1, tokens, classes) if heads else ()):
-            p = torch.softmax(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32))
+            p = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
             keep = None if self._mask is None else self._mask[row]
             if keep is not None:
                 p = p[keep]
@@ -344,7 +332,7 @@ class PartSums:
 
         The same for all layers with as many tokens.
         """
-        key = g.shape[1], torch.promote_types(g.dtype, torch.float32)
+        key = g.shape[1], wide_dtype(g.dtype)
         if key not in self._tokens:
             weights = token_weights(self._mask, key[0], name, self._token_mask)
             counted = weights

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from unison.capture import AxisTable, Capture, RngAutocastState, batch_size_of, learn_axes, resized
 from unison.capture.compiled_forward import CapturedPasses
 from unison.errors import UnsupportedOperation
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import PartSums, phase
-from unison.kfac.labels import Gradient, Pass, PassPart, wide
-from unison.kfac.layers import Layer, Method, layers_of, plain_record
-from unison.ops import Record
+from unison.kfac.labels import Gradient, Pass, PassPart
+from unison.kfac.layers import Layer, Method, layers_of
+from unison.ops import Record, plain_record
 from unison.parallel import ParallelAdapter, find_shared, private_trainings
 from unison.parallel.exchange import draws_of_pass, joined, requires_grad, rows_of, tensors_of
 from unison.rng import BatchDraws
@@ -35,7 +36,6 @@ from unison.rng.draw_mode import drawing_again, of_granule, outside_draws
 from unison.torch_internals import DynamoBackend, backend_of_caller, machine_of
 
 NUM_SURVEYED = 2  # rows of the small pass that layers are found from
-MAX_KINDS = 16  # of parts that are compiled, each with kernels of its own
 LEAST_SUM = 1e-4  # of the largest sums of the same kind, which are squares
 TOLERANCE = 0.05  # samples that were mistaken for others are off by more, bfloat16 by less
 
@@ -217,11 +217,8 @@ class Collector:
         compiled: "CompiledStatistics | None",
     ) -> PartSums:
         """Make the sums of one part of a pass, compiled if that may be."""
-
-        def run(is_compiled: bool) -> PartSums:
-            return self._run_part(each, index, layers, compiled if is_compiled else None)
-
-        return run(False) if compiled is None else compiled.sums(run)
+        run = partial(self._run_part, each, index, layers)
+        return run(None) if compiled is None else compiled.sums(run)
 
     def _run_part(
         self,
@@ -301,7 +298,7 @@ def _gradient_of(output: Tensor, gradient: Gradient | None, scale: float) -> Ten
     with phase("labels"):
         value = gradient if isinstance(gradient, Tensor) else gradient(output)
         if scale != 1.0:  # in float32: float16 may have no room for a sum's gradient before
-            value = value.to(wide(value.dtype)) * scale
+            value = value.to(wide_dtype(value.dtype)) * scale
         return value.to(output.dtype)
 
 
@@ -386,11 +383,8 @@ class CompiledStatistics(CapturedPasses):
         self.attach()
         try:
             is_new = self.refusal is None and self._is_new
-            if is_new and self._agree(len(self._kinds) > MAX_KINDS):
-                self._refuse(
-                    f"batches come in more than {MAX_KINDS} shapes, and each would be compiled; "
-                    "pad them to a few lengths"
-                )
+            if is_new and self._agree(len(self._kinds) > self.max_kinds):
+                self._refuse(self._too_many_kinds)
             yield
         finally:
             self.detach()
@@ -408,19 +402,19 @@ class CompiledStatistics(CapturedPasses):
         """Compare again what was compared: it was not finite."""
         self._kinds.clear()
 
-    def sums(self, run: Callable[[bool], PartSums]) -> PartSums:
+    def sums(self, run: "Callable[[CompiledStatistics | None], PartSums]") -> PartSums:
         """Make the sums of a part; the first ones of each kind are compared with eager ones.
 
         Args:
-            run: Makes them, of a pass that is compiled (True) or runs as it is.
+            run: Makes them, of a pass that this object compiles, or, with None, runs as it is.
         """
         if self.refusal is not None or not self._is_new:
-            return run(self.refusal is None)
-        expected, backend = run(False), self._inner
+            return run(self if self.refusal is None else None)
+        expected, backend = run(None), self._inner
         found: list[PartSums] = []
 
         def run_compiled() -> PartSums:
-            sums = run(True)
+            sums = run(self)
             if self._inner is backend:  # the user's
                 found.append(sums)
             return sums

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import (
     Every,
     KFACConfig,
@@ -30,7 +31,7 @@ from unison.kfac.config import (
 from unison.kfac.factors import phase, sum_shapes
 from unison.kfac.fisher import Collector, CompiledStatistics, PassRecorder, refuse_private
 from unison.kfac.inverse import Columns
-from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts, wide
+from unison.kfac.labels import Pass, Sampled, refuse_missing, warn_of_shifts
 from unison.kfac.layers import Layer, Method, Routes, assign, cost, describe, layers_of
 from unison.kfac.linalg import all_finite, is_gpu, largest_elements
 from unison.kfac.precondition import (
@@ -290,7 +291,7 @@ class KFAC:
         )
         largest_of = torch.stack(sizes) if held else torch.zeros(1, device=self._device)
         # Squares, since Adam takes them.
-        is_finite = largest_of.to(wide(largest_of.dtype)).square().isfinite()
+        is_finite = largest_of.to(wide_dtype(largest_of.dtype)).square().isfinite()
         is_overflow = ranks.max_((~is_finite).any().float())
         on_host = sent_to_host(torch.cat([is_overflow.view(1), is_finite.float()]))
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from unison.capture import RngAutocastState
 from unison.errors import BadInput
+from unison.kernels.available import wide_dtype
 from unison.kfac.config import KFACConfig
 from unison.parallel.exchange import BatchRows, parts_of, tensors_of
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
@@ -124,7 +125,7 @@ class Pass:
 def _draw_categorical(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     """Softmax(z) - e_y for drawn classes y, from logits; rows are numbered from `first_row`."""
     u = uniform(stream, _box(z[..., 0], first_row), dtype=torch.float64, device=z.device)
-    gradient = torch.softmax(z, dim=-1, dtype=wide(z.dtype))
+    gradient = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
     y = drawn_classes(gradient, u).unsqueeze(-1)
     return gradient.scatter_add_(-1, y, gradient.new_full((), -1.0).expand(y.shape))
 
@@ -133,17 +134,17 @@ def _draw_bernoulli(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     """σ(z) - y for a drawn yes or no y per output, from logits."""
     p = torch.sigmoid(z.double())
     u = uniform(stream, _box(z, first_row), dtype=torch.float64, device=z.device)
-    return (p - (u < p).double()).to(wide(z.dtype))
+    return (p - (u < p).double()).to(wide_dtype(z.dtype))
 
 
 def _draw_gaussian(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     """-ε for means z of unit variance (the loss is half the squared error); not a matter of z."""
-    return -normal(stream, _box(z, first_row), dtype=wide(z.dtype), device=z.device)
+    return -normal(stream, _box(z, first_row), dtype=wide_dtype(z.dtype), device=z.device)
 
 
 def _categorical_column(z: Tensor, c: int) -> Tensor:
     """√p_c (p - e_c) of class c."""
-    column = torch.softmax(z, dim=-1, dtype=wide(z.dtype))
+    column = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
     root = column[..., c : c + 1].sqrt()
     column[..., c] -= 1
     return column * root
@@ -151,7 +152,7 @@ def _categorical_column(z: Tensor, c: int) -> Tensor:
 
 def _bernoulli_column(z: Tensor, c: int) -> Tensor:
     """√(p(1 - p)) e_c of output c."""
-    p = torch.sigmoid(z[..., c].to(wide(z.dtype)))
+    p = torch.sigmoid(z[..., c].to(wide_dtype(z.dtype)))
     return _one_output(z, c, (p * (1 - p)).sqrt())
 
 
@@ -198,11 +199,6 @@ def drawn_classes(p: Tensor, u: Tensor) -> Tensor:  # [..., classes], [...] -> [
     return found.clamp_(max=classes - 1).squeeze(-1)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Float32, or float64 where that was given."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _box(like: Tensor, first_row: int) -> Box:
     """The elements of outputs, or of their tokens, with all rows `ROW` tokens apart."""
     batch, tokens, *outputs = like.shape
@@ -213,7 +209,7 @@ def _box(like: Tensor, first_row: int) -> Box:
 
 
 def _one_output(z: Tensor, c: int, value: Tensor | float) -> Tensor:
-    column = torch.zeros_like(z, dtype=wide(z.dtype))
+    column = torch.zeros_like(z, dtype=wide_dtype(z.dtype))
     column[..., c] = value
     return column
 

@@ -437,11 +437,6 @@ def _is_sum(added: Tensor, g: Tensor) -> bool:
     return bool(((added - g.sum(dim=1)).abs() <= rounding).all())
 
 
-def plain_record(record: Any) -> Record:
-    """A record in one of the three forms; one that is made while it is read is made whole."""
-    return record if isinstance(record, Product | Lookup | Dense) else record.as_product()
-
-
 def bias_names(names: Iterable[str]) -> dict[str, str]:
     """The bias that may belong to each weight, by its name: `c_fc.weight` has `c_fc.bias`.
 

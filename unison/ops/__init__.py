@@ -12,6 +12,7 @@ from unison.ops.records import (
     in_rows,
     part_of,
     per_sample,
+    plain_record,
     reshaped,
     transposed,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "looked_up",
     "part_of",
     "per_sample",
+    "plain_record",
     "reshaped",
     "rule",
     "rule_of",

@@ -24,6 +24,7 @@ zeros in the gradient adds nothing to any product, lookup or sum.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,15 +91,38 @@ class Dense:
 Record = Product | Lookup | Dense
 
 
+def plain_record(record: Any) -> Record:
+    """Return a record in one of these forms: one that is made while it is read, made whole."""
+    return record if isinstance(record, Record) else record.as_product()
+
+
+def factors(product: Product) -> tuple[Tensor, Tensor]:
+    """Return left [batch, tokens, rows] and right [batch, tokens, columns] of a product."""
+    return (product.a, product.g) if product.is_transposed else (product.g, product.a)
+
+
+def take(record: Record, samples: slice) -> Record:
+    """Return the record of some samples of the batch, as views."""
+    match record:
+        case Product():
+            a, g = record.a[samples], record.g[samples]
+            return Product(a, g, record.is_transposed, record.shape)
+        case Lookup():
+            return Lookup(record.ids[samples], record.g[samples], record.shape)
+        case Dense():
+            return Dense(record.value[samples])
+        case _:
+            raise TypeError(f"expected a Product, Lookup or Dense, found {type(record)}")
+
+
 def per_sample(record: Record) -> Tensor:
     """Multiply a record out: the per-sample gradients [batch, *shape], float32 at least."""
     match record:
         case Dense():
             return wide(record.value)
         case Product():
-            a, g = wide(record.a), wide(record.g)
-            left, right = (a, g) if record.is_transposed else (g, a)
-            return torch.bmm(left.transpose(1, 2), right).reshape(len(a), *record.shape)
+            left, right = map(wide, factors(record))
+            return torch.bmm(left.transpose(1, 2), right).reshape(len(left), *record.shape)
         case Lookup():
             batch, features, rows = len(record.g), record.g.shape[-1], record.shape[0]
             counts = (record.ids >= 0).unsqueeze(-1)
@@ -194,6 +218,12 @@ def wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
+def index_in_order(size: int, batch: int, dim: int, ndim: int, device: torch.device) -> Tensor:
+    """Return the samples of rows that lie one after the other, as many rows each."""
+    ids = torch.arange(batch, device=device).repeat_interleave(size // max(batch, 1))
+    return ids.reshape([-1 if d == dim else 1 for d in range(ndim)])
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where the samples of a batch lie in the output of an operation.
@@ -282,11 +312,8 @@ class Layout:
         """The same with an index, for a tensor of which this is the layout."""
         if self.index is not None:
             return self
-        size = value.shape[self.axis]
-        index = torch.arange(self.batch, device=value.device)
-        index = index.repeat_interleave(size // max(self.batch, 1))
-        shape = [size if dim == self.axis else 1 for dim in range(value.ndim)]
-        return Layout(self.batch, self.axis, index.reshape(shape))
+        batch, axis, size = self.batch, self.axis, value.shape[self.axis]
+        return Layout(batch, axis, index_in_order(size, batch, axis, value.ndim, value.device))
 
     def grouped(self, groups: Tensor, num_groups: int) -> "Layout":
         """The same rows with every sample cut into groups, such as experts.
@@ -309,7 +336,8 @@ class Layout:
         Raises:
             UnsupportedOperation: Otherwise: some sample's gradient would be left out.
         """
-        if self.index is None or not self._has_nobodys:
+        assert self.index is not None
+        if not self._has_nobodys:
             return
         if bool(((g != 0) & (self.index == NOBODY)).any()):
             raise UnsupportedOperation(

@@ -4,6 +4,7 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,6 +56,11 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
                 "parameter of shape [..., 2] and use torch.view_as_complex of it in forward"
             )
     return found
+
+
+def num_trainable(module: nn.Module) -> int:
+    """Elements of all trainable parameters, wherever they lie."""
+    return sum(math.prod(each.shape) for each in module.parameters() if each.requires_grad)
 
 
 def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from unison.capture import Capture, RngAutocastState
 from unison.capture.torch_compile import uncompile
 from unison.capture.tracked import ParamRegistry
-from unison.clip import Clipping, Plan, SampleNorms
+from unison.clip import Clipping, Plan
 from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
@@ -62,6 +62,10 @@ from unison.torch_internals import (
     is_compiled,
     is_recording,
 )
+
+if TYPE_CHECKING:
+    from unison.privacy.graph import GraphedPass
+    from unison.privacy.training import PrivateTraining
 
 # A view made inside of a Function must not be changed in place, and users change logits in place.
 _as_no_view = torch.ops.aten._unsafe_view.default
@@ -176,8 +180,7 @@ class RunningPass:
         part = self.parts[granule]
         assert part.coefficients is not None
         totals = dict(zip(names, before or [None] * len(names), strict=True))
-        spacing = float(grid.spacing)
-        part.clipping.add_on_grid(part.coefficients, totals, spacing=spacing, dtype=grid.dtype)
+        part.clipping.add_on_grid(part.coefficients, totals, grid)
         return list(totals.values())
 
     def is_complete(self, names: Sequence[str]) -> bool:
@@ -193,15 +196,6 @@ class RunningPass:
         return part.clipping.shares(part.coefficients)
 
 
-Coefficients = Callable[
-    [PhysicalBatch, Part, Mapping[str, SampleNorms]], tuple[Mapping[str, Tensor], Grid]
-]
-"""(batch, rows, norms of each used parameter) -> a coefficient per row for each parameter, and the
-grid that shares are rounded to."""
-AddSums = Callable[[RunningPass], None]
-"""Takes the clipped sums of a pass: whose backward pass has ended, or whose second one begins."""
-
-
 class Attachment:
     """Hooks on a module that turn its backward passes into clipped sums.
 
@@ -213,10 +207,7 @@ class Attachment:
         settings: How clipping is computed.
         owner: Who holds the module's parameters.
         dealing: What the rows of the batch in the user's hands are.
-        current: The physical batch in the user's hands.
-        coefficients: Decides the coefficients.
-        add_sums: Takes the clipped sums.
-        begin_sums: Is told before a second backward pass makes them.
+        training: Knows that batch, decides the coefficients, and takes the clipped sums.
         recorder: Follows the user's loss.
         public_terms: Takes gradients of terms of the loss that do not depend on data.
     """
@@ -228,19 +219,15 @@ class Attachment:
         *,
         owner: ParallelAdapter,
         dealing: BatchDealer,
+        training: "PrivateTraining",
         recorder: LossRecorder,
         public_terms: PublicTerms,
-        current: Callable[[], PhysicalBatch | None],
-        coefficients: Coefficients,
-        add_sums: AddSums,
-        begin_sums: AddSums,
     ) -> None:
         self.module, self.settings = module, settings
         self.params = ParamRegistry(module)
         self._owner, self._dealing = owner, dealing
         self.plan: Plan | None = None
-        self._current, self._coefficients, self._add_sums = current, coefficients, add_sums
-        self._begin_sums = begin_sums
+        self._training: PrivateTraining | GraphedPass | None = training
         self._pass: RunningPass | None = None
         self._recorder, self._public_terms = recorder, public_terms
         self._follows_loss = True
@@ -266,12 +253,9 @@ class Attachment:
             self._is_told = True
             warnings.warn(f"private passes run uncompiled: {why_not}", stacklevel=2)
             return
+        is_granular = self._dealing.granule is not None
         self._compiled = CompiledPasses(
-            self.module,
-            backend,
-            is_granular=self._dealing.granule is not None,
-            is_aside=lambda: self.learning.is_running,
-            agree=self.learning.agree,
+            self.module, backend, self.learning, is_granular=is_granular
         )
         self._dealing.has_fixed_size = True
         self._handles.callback(self._compiled.detach)
@@ -308,41 +292,29 @@ class Attachment:
         ]
 
     @contextmanager
-    def redirected(
-        self,
-        *,
-        rows: Any,
-        current: Callable[[], PhysicalBatch | None],
-        coefficients: Coefficients,
-        add_sums: AddSums,
-    ) -> Iterator[None]:
-        """Let others decide in this block: for passes that are not of the loader's batches.
+    def redirected(self, rows: Any, graphed: "GraphedPass") -> Iterator[None]:
+        """Let another decide in this block: for passes that are not of the loader's batches.
 
         Args:
             rows: What stands in for the dealing: `granule`, `parts`, `most_rows`, `begin_backward`.
-            current: The batch that the module is given next.
-            coefficients: Decides the coefficients.
-            add_sums: Takes the clipped sums.
+            graphed: What stands in for the training: `current`, `coefficients`, `add_sums`.
         """
         self.drop_pass()
-        kept = self._dealing, self._current, self._coefficients, self._add_sums
-        self._dealing, self._current = rows, current
-        self._coefficients, self._add_sums = coefficients, add_sums
-        self._follows_loss = False
+        kept = self._dealing, self._training
+        self._dealing, self._training, self._follows_loss = rows, graphed, False
         try:
             yield
         finally:
             self.drop_pass()
+            self._dealing, self._training = kept
             self._follows_loss = True
-            self._dealing, self._current, self._coefficients, self._add_sums = kept
 
     def detach(self) -> None:
         """Give the module back as it was; nothing here keeps it alive."""
         self.drop_pass()
         self._handles.close()
         self.params.clear()
-        self._current = self._coefficients = self._add_sums = _refuse_detached
-        self._begin_sums = _refuse_detached
+        self._training = None
 
     def drop_pass(self) -> None:
         """Forget a pass that is under way; its sums are not added."""
@@ -386,7 +358,9 @@ class Attachment:
         self._recorder.enter_module(args, kwargs)
         if not (module.training and torch.is_grad_enabled()):
             return
-        batch = self._current()
+        if self._training is None:
+            raise BadInput("the engine was detached: call make_private again")
+        batch = self._training.current
         if batch is None:
             raise BadInput(
                 "the module is trained privately, and this is not a batch of its loader. Iterate "
@@ -610,7 +584,7 @@ class Attachment:
             part.clipping.begin_second_pass(part.coefficients)
         if self._follows_loss:
             self._check_labels()
-            self._begin_sums(running)
+            cast("PrivateTraining", self._training).begin_sums(running)
 
     def _check_labels(self) -> None:
         """Refuse labels that couple samples, if a loss of the module's own was sent back."""
@@ -637,8 +611,10 @@ class Attachment:
             self.module(*args, **kwargs)
 
     def _decide(self, running: RunningPass, part: RunningPart) -> None:
-        norms = part.clipping.norms()
-        part.coefficients, part.clipping.grid = self._coefficients(running.batch, part.rows, norms)
+        assert self._training is not None
+        part.coefficients, part.clipping.grid = self._training.coefficients(
+            running.batch, part.rows, part.clipping.norms()
+        )
 
     def _take_record(self, granule: int, name: str, record: Record) -> None:
         """Hand a record to clipping, if this is its time."""
@@ -651,6 +627,7 @@ class Attachment:
     def _end_backward(self) -> None:
         running = self._pass
         assert running is not None
+        assert self._training is not None
         running.phase = Phase.DONE
         try:
             # Hooks may write in the backward pass.
@@ -661,7 +638,7 @@ class Attachment:
                     self._decide(running, part)
             if running.call is not None:
                 self._repeat_forward(running, *running.call)
-            self._add_sums(running)
+            self._training.add_sums(running)
         finally:
             running.parts.clear()
             # Sharded units end their own backward pass after this, and must still know that there
@@ -679,10 +656,6 @@ def _on_backward(
     if attached is None:
         raise BadInput("the engine was detached after this forward pass: nothing takes its records")
     attached._on_backward(given, outputs, gradients)
-
-
-def _refuse_detached(*_: Any) -> NoReturn:
-    raise BadInput("the engine was detached: call make_private again")
 
 
 _TWICE = (

@@ -10,7 +10,7 @@ per-sample norms must be those of the eager capture, parameter by parameter. A m
 does not work runs as it is, and a warning says why.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ from unison.capture import Capture, state_kept
 from unison.capture.compiled_forward import CapturedPasses
 from unison.clip import Clipping, Learned, Plan
 from unison.privacy.inputs import Inputs, output_dims, probe_losses
+from unison.privacy.learning import Learning
 from unison.rng.draw_mode import outside_draws
 from unison.torch_internals import DynamoBackend, has_values
-
-MAX_KINDS = 16  # of batches, each with kernels of its own
 
 
 class CompiledPasses(CapturedPasses):
@@ -31,9 +30,8 @@ class CompiledPasses(CapturedPasses):
     Args:
         module: The user's module.
         inner: The backend that compiles it.
+        learning: Runs the module for another reason than to be trained, and lets ranks agree.
         is_granular: Whether passes are cut into granules.
-        is_aside: Whether the module runs for another reason than to be trained.
-        agree: Whether something is so on any rank, where ranks run the module together.
     """
 
     what = "private passes"
@@ -42,25 +40,24 @@ class CompiledPasses(CapturedPasses):
         self,
         module: nn.Module,
         inner: DynamoBackend,
+        learning: Learning,
         *,
         is_granular: bool,
-        is_aside: Callable[[], bool],
-        agree: Callable[[bool], bool],
     ) -> None:
-        super().__init__(module, inner, is_granular=is_granular, agree=agree)
-        self._is_aside = is_aside
+        super().__init__(module, inner, is_granular=is_granular, agree=learning.agree)
+        self._learning = learning
         self._learned: dict[tuple[int, int], Learned] = {}  # kinds of batches that were tried
         self.attach()
 
     @property
     def is_aside(self) -> bool:
         """Whether the module runs for another reason than to be used; see `CapturedPasses`."""
-        return self.is_trying or self._is_aside()
+        return self.is_trying or self._learning.is_running
 
     @property
     def captures(self) -> Sequence[Capture]:
         """Those of the pass under way, if it is compiled; see `CapturedPasses`."""
-        return () if self._is_aside() else self._captures
+        return () if self._learning.is_running else self._captures
 
     # --- trying it out ---------------------------------------------------------------------------
 
@@ -88,12 +85,7 @@ class CompiledPasses(CapturedPasses):
             return "clipping takes two passes over the model; use clipping='auto' and more memory"
         if learned.axes.is_traced:
             return "values decide where rows of samples lie, which a graph cannot follow"
-        if len(self._learned) > MAX_KINDS:
-            return (
-                f"batches come in more than {MAX_KINDS} shapes, and each would be compiled; pad "
-                "them to a few lengths"
-            )
-        return None
+        return self._too_many_kinds if len(self._learned) > self.max_kinds else None
 
     def _difference(
         self, inputs: Inputs, learned: Learned, plan: Plan, num_rows: int

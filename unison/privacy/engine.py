@@ -26,6 +26,7 @@ from unison.privacy.arguments import (
     check_optimizer,
     check_public_buffers,
     make_key,
+    num_trainable,
     refuse_opacus_values,
     refuse_unknown,
     sampling_of,
@@ -371,9 +372,7 @@ class PrivacyEngine:
             steps=steps,
             accountant=self.accountant,
             count_noise_multiplier=adaptive and adaptive.count_noise_multiplier,
-            rounded_elements=sum(
-                math.prod(each.shape) for each in module.parameters() if each.requires_grad
-            ),
+            rounded_elements=num_trainable(module),
         )
         settings.setdefault(
             "budget", Budget(epsilon=target_epsilon, delta=target_delta, steps=steps)
@@ -556,9 +555,7 @@ def attach(
             sampling=sampling,
             steps=steps,
             accountant=privacy.accountant,
-            rounded_elements=sum(
-                math.prod(each.shape) for each in module.parameters() if each.requires_grad
-            ),
+            rounded_elements=num_trainable(module),
         )
     engine = PrivacyEngine(privacy.accountant, privacy.secure_noise, ledger)
     _, _, loader = engine.make_private(

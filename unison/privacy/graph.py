@@ -74,6 +74,7 @@ class GraphedPass:
         norms: Of all rows [rows], float64.
         shares: What the clipped sums of each used parameter are made of, see `Clipping.shares`.
             Like the other tensors here, they hold the last replay's values.
+        current: The batch of the pass that is run; of nobody's records.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class GraphedPass:
                     f"{list(place.shape[1:])}, found {list(x.shape)}; record another, or give "
                     "make_private a max_physical_batch_size"
                 )
-        if self._has_integers and grid.dtype != torch.int32:
+        has_integers = any(values.dtype == torch.int32 for values, _ in self.shares.values())
+        if has_integers and grid.dtype != torch.int32:
             raise BadInput(
                 "the noise is so small that shares would have to be counted in more than 32 bits, "
                 "which a recorded pass does not do: use a smaller max_physical_batch_size, "
@@ -145,10 +147,6 @@ class GraphedPass:
         self._num_real.fill_(num_real)
         self._spacing.fill_(grid.spacing)
         self._graph.replay()
-
-    @property
-    def _has_integers(self) -> bool:
-        return any(values.dtype == torch.int32 for values, _ in self.shares.values())
 
     def added(self, grid: Grid, *, is_first: bool) -> dict[str, tuple[Tensor, Tensor]]:
         """Add the sums of the last replay to those of the replays before it.
@@ -184,12 +182,7 @@ class GraphedPass:
     def _record(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        redirected = self._attachment.redirected(
-            rows=FixedRows(self.num_rows),
-            current=lambda: self._batch,
-            coefficients=self._coefficients,
-            add_sums=self._add_sums,
-        )
+        redirected = self._attachment.redirected(FixedRows(self.num_rows), self)
         with torch.cuda.stream(stream), redirected:
             for number in range(NUM_WARM_UPS):
                 # A recorded pass runs no Python: what its loss does is looked at once.
@@ -202,7 +195,7 @@ class GraphedPass:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _run(self) -> None:
-        self._batch = PhysicalBatch(  # of nobody's records
+        self.current = PhysicalBatch(
             step=0,
             record_ids=torch.arange(self.num_rows),
             first_position=0,
@@ -224,9 +217,10 @@ class GraphedPass:
     def _is_real(self) -> Tensor:
         return self._rows < self._num_real
 
-    def _coefficients(
+    def coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
     ) -> tuple[Mapping[str, Tensor], Grid]:
+        """Return a coefficient per row for each parameter, and the grid of shares."""
         table = NormTable.of(norms, part.num_rows)
         total = table.total()
         self.norms.copy_(total.squared.clamp(min=0).sqrt())
@@ -237,7 +231,8 @@ class GraphedPass:
                 own[id(each)] = each.where(is_real, 0.0)
         return {name: own[id(each)] for name, each in by_name.items()}, Grid(self._spacing)
 
-    def _add_sums(self, running: RunningPass) -> None:
+    def add_sums(self, running: RunningPass) -> None:
+        """Take what the clipped sums of a pass are made of."""
         shares = running.shares()
         assert shares is not None
         self.shares = shares

@@ -126,7 +126,10 @@ class Learning:
             UnsupportedOperation: An operation has no rule, samples mix, or a pass writes values of
                 the batch to a buffer.
         """
-        key = self._key_of(inputs)
+        trained = self.check_params()
+        # A layer may be put to train alone.
+        modes = bytes(module.training for _, module in self._params.modules)
+        key = inputs.kind, trained, autocast_dtypes(), modes
         number = self._num_passes[key] = self._num_passes[key] + 1
         is_due = self._settings.recheck and number & (number - 1) == 0
         is_due = is_due or key in self._inconclusive
@@ -139,21 +142,6 @@ class Learning:
                 raise
         self.refusal = self._refusals[key]
         return self._learned[key]
-
-    def recheck(self, inputs: Inputs) -> None:
-        """Check now that samples do not mix in a batch of a kind that is known.
-
-        Raises:
-            UnsupportedOperation: As in `learn`.
-        """
-        key = self._key_of(inputs)
-        self._check(inputs, key, self._num_passes[key].bit_length())
-
-    def _key_of(self, inputs: Inputs) -> Any:
-        trained = self.check_params()
-        # A layer may be put to train alone.
-        modes = bytes(module.training for _, module in self._params.modules)
-        return inputs.kind, trained, autocast_dtypes(), modes
 
     def check_params(self) -> tuple[str, ...]:
         """Make sure that what is trained is what was made private, and return its names.

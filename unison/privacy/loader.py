@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import gt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from unison.errors import BadInput, UnsupportedOperation
 from unison.privacy.arguments import KEPT_SETTINGS, refuse_contradiction, refuse_unknown_loader
 from unison.privacy.sampling import Draws, PhysicalBatch, Sampling, cut_passes, physical_batches
 from unison.rng import Key
+
+if TYPE_CHECKING:
+    from unison.privacy.training import PrivateTraining
 
 _PLAIN = (str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device)
 
@@ -62,13 +65,9 @@ class PrivateLoader:
     Attributes:
         rows: Sees to it that rows have one shape.
         current: What was handed out last; None before the first batch and after an epoch's end.
-        present: Called with every batch and what it is; what it returns is handed out.
-        after_use: Called when the user's code asks for the next batch.
-        on_leave: Called when the loop is left before its end.
-        before_draw: Called with the number of a logical batch before anything of it is handed out;
-            what it raises, the user's loop raises.
-        on_abandon: Called by `abandon` with the physical batch handed out last; returns whether its
-            logical batch was given up, and can be drawn again.
+        training: What is trained on the batches. It is asked before a logical batch is drawn, where
+            what it raises the user's loop raises, presents every batch, and is told when the loop
+            is left or a logical batch given up. None if nothing is.
 
     Raises:
         BadInput: The loader's settings contradict the sampling.
@@ -114,11 +113,7 @@ class PrivateLoader:
         self._next_step = 0
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self.current: PhysicalBatch | None = None
-        self.present: Callable[[Any, PhysicalBatch], Any] | None = None
-        self.after_use: Callable[[], None] | None = None
-        self.on_leave: Callable[[], None] | None = None
-        self.before_draw: Callable[[int], None] | None = None
-        self.on_abandon: Callable[[PhysicalBatch], bool] | None = None
+        self.training: PrivateTraining | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -181,8 +176,8 @@ class PrivateLoader:
 
         Its step is drawn again by the next iteration.
         """
-        live, current = self._live(), self.current
-        if current is not None and self.on_abandon is not None and self.on_abandon(current):
+        live, current, training = self._live(), self.current, self.training
+        if current is not None and training is not None and training.on_abandon():
             self._next_step = current.step  # also where its last physical batch was handed out
         if live is not None:
             live.close()
@@ -274,8 +269,8 @@ class PrivateLoader:
                 self._layout = self._learn_layout(loaded)
         try:
             for each in passes:
-                if each.is_first and self.before_draw is not None:
-                    self.before_draw(each.step)
+                if each.is_first and self.training is not None:
+                    self.training.before_draw(each.step)
                 batch = next(loaded) if each.num_samples else self._layout.empty()
                 self._layout.check(batch, each.num_samples)
                 batch = self._layout.mapped(batch, self.rows.fit)
@@ -284,14 +279,18 @@ class PrivateLoader:
                 self.current = each
                 if each.is_last:
                     self._next_step = each.step + 1
-                yield batch if self.present is None else self.present(batch, each)
-                if self.after_use is not None:
-                    self.after_use()
+                yield batch if self.training is None else self.training.present(batch, each)
+                if self.training is not None:
+                    self.training.recorder.remove()
         except GeneratorExit:  # the loop was left, perhaps with a batch that is yet to go backward
-            if self.on_leave is not None:
-                self.on_leave()
+            self.leave()
             raise
         self.current = None
+
+    def leave(self) -> None:
+        """Follow no operations after the last batch's backward pass, until the next is drawn."""
+        if self.training is not None:
+            self.training.recorder.leave()
 
     def _moved(self, value: Any, *_: Any) -> Any:
         """Return a part of a batch on the loader's device."""

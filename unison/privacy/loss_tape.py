@@ -427,6 +427,8 @@ class LossRecorder(TorchFunctionMode):
         """
         if is_on == self._is_on or (is_on and not self.number):
             return
+        if sys.is_finalizing():
+            return  # a loop was left with the program, and torch is gone
         self._is_on = is_on
         if is_on:
             push_lowest(self)
@@ -442,7 +444,7 @@ class LossRecorder(TorchFunctionMode):
                 # A compiled criterion runs as it was written: what dynamo makes of it calls no
                 # torch functions that could be written down.
                 _stances.append(torch.compiler.set_stance("force_eager"))
-        elif not sys.is_finalizing():  # the last one goes, and no loop was left with the program
+        else:  # the last one goes
             del _CustomFunction.apply
             while _stances:
                 _stances.pop().__exit__(None, None, None)
@@ -638,12 +640,6 @@ def _recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             with taken_away(recorder):
                 return recorder.call(run, Handling.OPERATION, cls.__name__, args, kwargs)
     return run(*args, **kwargs)
-
-
-def stop_recording() -> None:
-    """Take every recorder off torch's stack of modes: of loops that were left in the middle."""
-    for recorder in list(_recording):
-        recorder.remove()
 
 
 def refuse_unseen() -> None:

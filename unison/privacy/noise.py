@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import ref
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -203,7 +202,7 @@ def recipes_for(
     blank = Recipe(cipher, (0,) * cipher.num_key_words, Distribution.SECURE_NORMAL, floats)
     made = empty_table((len(names), RECIPE_LENGTH), device)
     table = made.numpy()
-    table[:] = np.array(blank.numbers(), np.int64)
+    table[:] = blank.pack().numpy()
     table[:, KEY_AT : KEY_AT + cipher.num_key_words] = words.numpy()
     words.zero_()
     return made

@@ -396,23 +396,9 @@ def cut_passes(
     return [range(start, min(start + size, stop)) for start in starts]
 
 
-def physical_batches(
-    record_ids: Tensor,
-    *,
-    step: int,
-    rank: int = 0,
-    num_ranks: int = 1,
-    granule: int = 1,
-    max_physical_batch_size: int | None = None,
-) -> Iterator[PhysicalBatch]:
-    """Yield the passes of one rank over the drawn records of a step."""
-    runs = cut_passes(
-        len(record_ids),
-        rank=rank,
-        num_ranks=num_ranks,
-        granule=granule,
-        max_physical_batch_size=max_physical_batch_size,
-    )
+def physical_batches(record_ids: Tensor, *, step: int, **share: Any) -> Iterator[PhysicalBatch]:
+    """Yield the passes of one rank over the drawn records of a step; `share` as in `cut_passes`."""
+    runs = cut_passes(len(record_ids), **share)
     for index, run in enumerate(runs):
         yield PhysicalBatch(
             step=step,

@@ -155,6 +155,7 @@ class PrivateTraining:
 
     Attributes:
         observer: Who looks at each step's quantities; None for nobody.
+        recorder: Follows the user's loss.
     """
 
     def __init__(
@@ -193,23 +194,18 @@ class PrivateTraining:
             is_mean=loss_reduction == "mean",
             substitutes={batch_mean: local_batch_mean},
         )
-        self._recorder = LossRecorder(self._loss_check.judge)
+        self.recorder = LossRecorder(self._loss_check.judge)
         self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
             module,
             settings,
             owner=owner,
             dealing=dealing,
-            current=lambda: loader.current,
-            coefficients=self._coefficients,
-            add_sums=self._add_sums,
-            begin_sums=self._begin_sums,
-            recorder=self._recorder,
+            training=self,
+            recorder=self.recorder,
             public_terms=self._public_terms,
         )
-        loader.present = self._present
-        loader.after_use, loader.on_leave = self._recorder.remove, self._recorder.leave
-        loader.before_draw, loader.on_abandon = self._before_draw, self._on_abandon
+        loader.training = self
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -225,33 +221,37 @@ class PrivateTraining:
         ]
 
     @property
+    def current(self) -> PhysicalBatch | None:
+        """The physical batch in the user's hands."""
+        return self.loader.current
+
+    @property
     def is_aside(self) -> bool:
         """Whether the module runs for the engine's own sake, and not to be trained."""
         return self._attachment.is_aside
 
     def detach(self) -> None:
         """Give module and optimizer back as they were."""
-        self._recorder.remove()
+        self.recorder.remove()
         private_trainings.discard(self)
         self._attachment.detach()
         for handle in self._handles:
             handle.remove()
         self.owner.detach()
         self._dealing.end()
-        self.loader.present = self.loader.before_draw = self.loader.on_abandon = None
-        self.loader.after_use = self.loader.on_leave = None
+        self.loader.training = None
         self.ledger.close()
 
     # --- a logical batch -------------------------------------------------------------------------
 
-    def _present(self, batch: Any, physical: PhysicalBatch) -> Any:
+    def present(self, batch: Any, physical: PhysicalBatch) -> Any:
         """Hand a physical batch out; what the user's code does with it is followed from here on."""
         presented = self._dealing.present(batch, physical)
         self._loss_check.begin(self._dealing.num_rows)
-        self._recorder.begin(presented)
+        self.recorder.begin(presented)
         return presented
 
-    def _before_draw(self, step: int) -> None:
+    def before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
         if self._batch is not None:
             raise BadInput(
@@ -270,7 +270,7 @@ class PrivateTraining:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         self._batch = LogicalBatch(self.mechanism.begin(step), rates)
 
-    def _on_abandon(self, batch: PhysicalBatch) -> bool:
+    def on_abandon(self) -> bool:
         """Give a logical batch up, unless it is over; return whether it may be drawn again."""
         running = self._batch
         if running is None:
@@ -295,7 +295,7 @@ class PrivateTraining:
             )
         return running
 
-    def _coefficients(
+    def coefficients(
         self, batch: PhysicalBatch, part: Part, norms: Mapping[str, SampleNorms]
     ) -> tuple[Mapping[str, Tensor], Grid]:
         """One coefficient per row: 0 for padding, and a mean over samples undone."""
@@ -325,7 +325,7 @@ class PrivateTraining:
             return dict.fromkeys(by_name, *own.values()), grid
         return {name: own[id(each)] for name, each in by_name.items()}, grid
 
-    def _begin_sums(self, sums: RunningPass) -> None:
+    def begin_sums(self, sums: RunningPass) -> None:
         """Before a second backward pass over a sharded module: add sums as they are complete."""
         plan = self._dealing.plan
         if self.owner.num_places > 1:
@@ -357,7 +357,7 @@ class PrivateTraining:
             sums.maker = make_sums, grid.dtype
         return sums.maker
 
-    def _add_sums(self, sums: RunningPass) -> None:
+    def add_sums(self, sums: RunningPass) -> None:
         """Add a pass's sums; after the last one of a logical batch, release it."""
         batch, plan = sums.batch, self._dealing.plan
         assert plan is not None
@@ -415,23 +415,23 @@ class PrivateTraining:
     def _followed(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """Follow the losses of a batch that is not the loader's, which a recorded pass adds up."""
         self._loss_check.begin(len(batch[0]), is_sum=True)
-        self._recorder.begin(batch)
+        self.recorder.begin(batch)
         try:
             yield
             self._loss_check.finish()
         finally:
-            self._recorder.remove()
-        if not self._recorder.is_judged:
+            self.recorder.remove()
+        if not self.recorder.is_judged:
             refuse_unseen()
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
         """Run code of ours, which need not be followed, while a batch is in the user's hands."""
-        self._recorder.suspend()
+        self.recorder.suspend()
         try:
             yield
         finally:
-            self._recorder.resume()
+            self.recorder.resume()
 
     def terms(self, running: LogicalBatch, num_samples: int) -> ReleaseTerms:
         """On which terms a logical batch is released, once its intent is written."""
@@ -494,12 +494,12 @@ class PrivateTraining:
                         "which no noise covers; use a schedule, or unison.public(value) if it is "
                         "public"
                     )
-        self._recorder.suspend()  # what an optimizer does with noisy gradients is public
+        self.recorder.suspend()  # what an optimizer does with noisy gradients is public
         return None if closure is None else (args[:1], {})
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recording():
-            self._recorder.resume()
+            self.recorder.resume()
             self.commit()
 
     def commit(self, *, is_by_graph: bool = False) -> None:
