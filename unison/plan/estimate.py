@@ -23,9 +23,9 @@ BANDWIDTH_SHARE = 0.65
 KERNEL_SECONDS = 1.5e-6
 # Of its host: a call of Python's in a forward pass (modules, hooks, modes) and elsewhere; an
 # operation that launches a kernel; and the launch of one of Triton's.
-FORWARD_PYTHON_SECONDS = 1e-6
-PYTHON_SECONDS = 0.4e-6
-LAUNCH_SECONDS = 16e-6
+FORWARD_PYTHON_SECONDS = 0.9e-6
+PYTHON_SECONDS = 0.35e-6
+LAUNCH_SECONDS = 25e-6
 TRITON_SECONDS = 150e-6
 
 

@@ -230,7 +230,9 @@ class Meter(TorchDispatchMode):
         self.usage = Usage()
         held = [allocation for allocation, _ in self._allocations.values()]
         for each in held:
-            if not each.role and each.category not in ("per-sample gradients", "factors"):
+            if each.maker == "privacy/loss_check.py" and each.phase != HOST:
+                each.role = "records"  # a row's outputs and their gradients, as long as it trains
+            elif not each.role and each.category not in ("per-sample gradients", "factors"):
                 each.role = HOST  # the checks of a first step keep a few vectors per parameter
         self._log = [(self._place, each, each.num_bytes) for each in held]
 
