@@ -250,7 +250,7 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         "are taken to be launched as eager ones are, which was not measured"
         if scenario.compiled
         else "steps are eager",
-        "attention is one kernel that keeps no scores",
+        "attention is one kernel that keeps no scores, where CUDA has one for it",
     ]
     if kind == "bf16":
         lines.append("bf16: parameters are gathered and computed with in bfloat16, shards float32")
