@@ -1,6 +1,7 @@
 """`unison plan` as a person runs it."""
 
 import json
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -222,6 +223,25 @@ def test_the_code_of_a_scenario_runs(more):
     assert unit.options.precision.param is torch.bfloat16
     assert ("kfac" in names) == scenario.kfac
     assert isinstance(names["loader"], PrivateLoader) == (scenario.clipping is not None)
+
+
+def named_gpu(name: str) -> str:
+    """A file of a GPU with so little memory that nothing fits."""
+    sizes = {key: 1 for key in asdict(GPUS["h100"]) if key != "name"}
+    return json.dumps(sizes | {"name": name})  # which is YAML
+
+
+@pytest.mark.parametrize("name", ["[red]x", "[/]", ":warning: [b]", r"$\frac$ $"])
+def test_names_are_printed_as_they_are(plan, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(named_gpu(name))
+    options = ["--preset", "tiny", "--num-layers", "1", "--seq", "16", "--gpu", "mine.yaml"]
+    code, out, err = plan(*options)
+    assert (code, err) == (0, "")
+    assert f"of the 1 GiB of {name}" in out
+    code, out, err = plan(*options, "--sweep", "gpus=1")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].rstrip().endswith(name)
 
 
 @pytest.mark.full

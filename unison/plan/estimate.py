@@ -58,6 +58,8 @@ class Gpu:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise BadInput(f"the name of a GPU must be text, found {self.name!r}")
+        if not self.name.isprintable():
+            raise BadInput(f"the name of a GPU must be one line of text, found {self.name!r}")
         numbers = {key: value for key, value in asdict(self).items() if key != "name"}
         for key, value in numbers.items():
             kind = int if key == "per_machine" else int | float
