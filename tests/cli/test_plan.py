@@ -71,6 +71,24 @@ def build_masked():
 def build_broken():
     raise RuntimeError("no weights\\nhere")
 
+def build_leaving():
+    raise SystemExit(3)
+
+def build_lazy():
+    model = Model()
+    model.head = nn.LazyLinear(10)
+    return model
+
+class Tiring(Model):
+    def forward(self, ids):
+        self.is_tired = getattr(self, "is_tired", -1) + 1
+        if self.is_tired:
+            raise KeyError("tired")
+        return super().forward(ids)
+
+def build_tiring():
+    return Tiring()
+
 def build_nothing():
     return 3
 
@@ -147,6 +165,9 @@ def test_a_model_that_cannot_be_fed_is_refused(plan, tmp_path, monkeypatch):
         "numpy": "failed, ",
         "masked": "failed, TypeError: ",
         "broken": "cannot be built: RuntimeError: no weights",
+        "leaving": "cannot be built: SystemExit: 3",
+        "lazy": "head.weight of Model has no shape before a first batch",
+        "tiring": "a step of oddmodels:build_tiring cannot be planned, it failed with KeyError: 't",
     }.items():
         code, out, err = plan(f"oddmodels:build_{name}", "--seq", 8)
         assert (code, out) == (2, "")

@@ -217,6 +217,51 @@ def test_compiled_blocks_keep_less_and_run_fewer_kernels():
     assert compiled.flops == eager.flops
 
 
+class BrokenBlock(nn.Module):
+    """A block whose graph breaks, as that of experts does, around attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, tokens, 16]
+        heads = self.linear(x).unflatten(2, (2, 8)).transpose(1, 2)
+        torch._dynamo.graph_break()
+        return x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+class BrokenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 16)
+        self.layers = nn.ModuleList(BrokenBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_may_break_its_graph():
+    eager, compiled = (
+        simulate(BrokenModel, Scenario(**SIZES, compiled=each)) for each in (False, True)
+    )
+    assert compiled.flops == eager.flops > 0
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_is_computed_again():
+    eager, compiled = (
+        simulate(small_model, Scenario(**SIZES, compiled=each, checkpoint_activations=True))
+        for each in (False, True)
+    )
+    assert compiled.flops == eager.flops > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", LONG)
 def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):

@@ -181,7 +181,15 @@ def plan(
         raise BadInput("--fit is for one number of GPUs; leave --sweep out")
 
     def planned(each: Scenario) -> Plan:
-        usage = all_passes(make, each, card)
+        try:
+            usage = all_passes(make, each, card)
+        except UnisonError:
+            raise
+        except Exception as error:
+            if model is None:  # a preset's is our own affair
+                raise
+            told = first_line(error)
+            raise BadInput(f"a step of {model} cannot be planned, it failed with {told}") from error
         return each, usage, estimate(usage, each, card, num_parameters)
 
     plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
@@ -377,7 +385,7 @@ def find_model(
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module_name), function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{name} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
@@ -397,7 +405,7 @@ def built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     except UnisonError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{name} cannot be built: {first_line(error)}") from error
 
 

@@ -244,7 +244,7 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         f"Python's in a forward pass and {PYTHON_SECONDS * 1e6:g} elsewhere, "
         f"{LAUNCH_SECONDS * 1e6:g} µs for an operation that launches a kernel, "
         f"{TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU until it reads "
-        "a value; one update took that host 217 ms in one run and 413 in another",
+        "a value; steps that were alike took that host 159 to 235 ms",
         f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
         f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
