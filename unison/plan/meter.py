@@ -657,7 +657,7 @@ def _attention(
 _ALIGNED_HEAD, _ALIGNED_MASK = 8, 8
 _MOST_OF_CUDNN, _MOST_OF_FLASH = 128, 256
 # Torch's own kernel for float32 takes keys that heads share since then.
-_IS_SHARED_WIDE = torch.__version__ >= (2, 14)
+_IS_SHARED_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
 def _is_fused_by_cuda(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -679,7 +679,7 @@ def _is_fused_by_cuda(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 def _is_fused_by_cpu(given: tuple[Any, ...], is_shared: bool) -> bool:
     """Whether torch has one kernel for it on this CPU: it is asked about tensors that lie there."""
     with _disable_current_modes():
-        own = [
+        own: list[Any] = [
             torch.empty_strided(
                 each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
             )
