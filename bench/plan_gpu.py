@@ -270,22 +270,24 @@ def main() -> int:
 def compare(paths: list[str], names: list[str], figures: dict[str, Any]) -> None:
     """Plan the cases of result files, beside what was measured; of a case, the last file's.
 
-    Times of files without phases are left out: planning ran beside their steps, most of which did
-    not measure the gradient's norm.
+    Times are compared with those of the last file alone: the commits of files before it ran other
+    code. Their peaks count.
     """
     measured: dict[str, Any] = {}
+    timed: set[str] = set()
     for each in (json.loads(Path(path).read_text()) for path in paths):
-        of = {"commit": each["commit"], "date": each["date"]}
+        of, timed = {"commit": each["commit"], "date": each["date"]}, set()
         for name, told in each["figures"].items():
             if isinstance(told, dict) and "peak_bytes" in told.get("real", {}):
                 measured[name] = of | told["real"]
+                timed.add(name)
     for name in names or measured:
         real, plan = measured[name], predict(name)
         found = figures[name] = {"plan": plan, "real": real}
         found["peak_off"] = plan["peak_bytes"] / real["peak_bytes"] - 1
         told = f"{plan['peak_bytes'] / GIB:.3f} of {real['peak_bytes'] / GIB:.3f} GiB"
         told += f" ({found['peak_off']:+.1%}), {plan['place']}"
-        if "phases" in real:
+        if name in timed:
             found["time_off"] = plan["step_seconds"] / real["median_seconds"] - 1
             told += f", {plan['step_seconds']:.3f} of {real['median_seconds']:.3f} s"
             told += f" ({found['time_off']:+.1%})"

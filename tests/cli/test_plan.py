@@ -1,6 +1,7 @@
 """`unison plan` as a person runs it."""
 
 import json
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,24 @@ def build_masked():
 
 def build_broken():
     raise RuntimeError("no weights\\nhere")
+
+def build_leaving():
+    raise SystemExit(3)
+
+def build_lazy():
+    model = Model()
+    model.head = nn.LazyLinear(10)
+    return model
+
+class Tiring(Model):
+    def forward(self, ids):
+        self.is_tired = getattr(self, "is_tired", -1) + 1
+        if self.is_tired:
+            raise KeyError("tired")
+        return super().forward(ids)
+
+def build_tiring():
+    return Tiring()
 
 def build_nothing():
     return 3
@@ -146,6 +165,9 @@ def test_a_model_that_cannot_be_fed_is_refused(plan, tmp_path, monkeypatch):
         "numpy": "failed, ",
         "masked": "failed, TypeError: ",
         "broken": "cannot be built: RuntimeError: no weights",
+        "leaving": "cannot be built: SystemExit: 3",
+        "lazy": "head.weight of Model has no shape before a first batch",
+        "tiring": "a step of oddmodels:build_tiring cannot be planned, it failed with KeyError: 't",
     }.items():
         code, out, err = plan(f"oddmodels:build_{name}", "--seq", 8)
         assert (code, out) == (2, "")
@@ -222,6 +244,25 @@ def test_the_code_of_a_scenario_runs(more):
     assert unit.options.precision.param is torch.bfloat16
     assert ("kfac" in names) == scenario.kfac
     assert isinstance(names["loader"], PrivateLoader) == (scenario.clipping is not None)
+
+
+def named_gpu(name: str) -> str:
+    """A file of a GPU with so little memory that nothing fits."""
+    sizes = {key: 1 for key in asdict(GPUS["h100"]) if key != "name"}
+    return json.dumps(sizes | {"name": name})  # which is YAML
+
+
+@pytest.mark.parametrize("name", ["[red]x", "[/]", ":warning: [b]", r"$\frac$ $"])
+def test_names_are_printed_as_they_are(plan, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(named_gpu(name))
+    options = ["--preset", "tiny", "--num-layers", "1", "--seq", "16", "--gpu", "mine.yaml"]
+    code, out, err = plan(*options)
+    assert (code, err) == (0, "")
+    assert f"of the 1 GiB of {name}" in out
+    code, out, err = plan(*options, "--sweep", "gpus=1")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].rstrip().endswith(name)
 
 
 @pytest.mark.full

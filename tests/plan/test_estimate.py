@@ -121,6 +121,7 @@ def test_a_gpu_of_a_file(tmp_path):
         ("{", "is not YAML"),
         (GPU_FILE + "per_machine: 2.5\n", "per_machine of a GPU must be a whole number"),
         (GPU_FILE + "name: [1]\n", "name of a GPU must be text"),
+        (GPU_FILE + 'name: "a\\nb"\n', "name of a GPU must be one line of text"),
         (GPU_FILE.replace("10", ".inf"), "must be finite"),
         (GPU_FILE.replace("10", "ten"), "must be a number, found 'ten'"),
         (None, "cannot be read"),

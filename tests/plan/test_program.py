@@ -10,17 +10,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import World, run_on_ranks
 from unison.cli.plan import from_transformers
 from unison.models import build, preset
-from unison.plan import Scenario, Usage, count_trained, measure, simulate
+from unison.plan import Meter, Scenario, Usage, count_trained, measure, simulate
+from unison.plan.meter import ALLOCATION, HOST
 from unison.privacy import learning
 from unison.shard import norms, unit
 from unison.shard import ranks as shard_ranks
 from unison.shard.ranks import DONE
+from unison.torch_internals import without_values
 
 SHAPE: dict[str, Any] = {"d_model": 32, "num_heads": 2, "d_ff": 72, "num_layers": 2}
 SIZES: dict[str, Any] = {"rows": 3, "row_length": 17, "vocab_size": 61}
@@ -214,6 +217,51 @@ def test_compiled_blocks_keep_less_and_run_fewer_kernels():
     assert compiled.flops == eager.flops
 
 
+class BrokenBlock(nn.Module):
+    """A block whose graph breaks, as that of experts does, around attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, tokens, 16]
+        heads = self.linear(x).unflatten(2, (2, 8)).transpose(1, 2)
+        torch._dynamo.graph_break()
+        return x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+class BrokenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 16)
+        self.layers = nn.ModuleList(BrokenBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_may_break_its_graph():
+    eager, compiled = (
+        simulate(BrokenModel, Scenario(**SIZES, compiled=each)) for each in (False, True)
+    )
+    assert compiled.flops == eager.flops > 0
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_is_computed_again():
+    eager, compiled = (
+        simulate(small_model, Scenario(**SIZES, compiled=each, checkpoint_activations=True))
+        for each in (False, True)
+    )
+    assert compiled.flops == eager.flops > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", LONG)
 def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):
@@ -221,19 +269,33 @@ def test_a_plan_is_what_real_ranks_hold_and_send_in_more_settings(case):
 
 
 def transformers_model(name: str) -> nn.Module:
-    """A small encoder of transformers, with the head that its config names."""
+    """A small model of transformers, as a config of its kind names it."""
     import transformers
 
-    config = transformers.BertConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        architectures=[name],
-    )
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    configs: dict[str, Callable[..., Any]] = {
+        "Bert": functools.partial(
+            transformers.BertConfig, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        ),
+        "T5": functools.partial(
+            transformers.T5Config, d_model=32, d_kv=8, d_ff=48, num_layers=2, dropout_rate=0.0
+        ),
+        "Qwen2": functools.partial(transformers.Qwen2Config, num_key_value_heads=2),
+        "Mixtral": functools.partial(
+            transformers.MixtralConfig, num_key_value_heads=2, num_local_experts=4
+        ),
+        "Mistral": functools.partial(
+            transformers.MistralConfig, num_key_value_heads=2, sliding_window=8
+        ),
+    }
+    kind = name.partition("For")[0]
+    own = {"num_heads": 4} if kind == "T5" else shape
+    config = configs[kind](vocab_size=61, architectures=[name], **own)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         build, _, _ = from_transformers(Path(folder) / "config.json")
@@ -243,6 +305,10 @@ def transformers_model(name: str) -> nn.Module:
 KINDS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {},
     "BertForSequenceClassification": {"clipping": "ghost_bk"},
+    "T5ForConditionalGeneration": {},  # whose mask is trained
+    "MistralForCausalLM": {"clipping": "ghost_bk"},  # masks that are not, and keys that are shared
+    "Qwen2ForCausalLM": {},
+    "MixtralForCausalLM": {},
 }
 
 
@@ -250,3 +316,88 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_models_of_other_kinds_are_planned_as_they_run(name):
     check(KINDS[name], functools.partial(transformers_model, name))
+
+
+# --- attention: a GPU has one kernel where the meta device would write it out --------------------
+
+B, H, T, D = 2, 4, 64, 16  # rows, heads, tokens, features
+
+
+def held_by_attention(
+    kind: torch.dtype, num_keys: int, size: int, mask: torch.Tensor | None
+) -> tuple[int, list[int]]:
+    """What attention of a GPU holds after its forward pass, beside its inputs, and at each peak."""
+    meter = Meter("meta")
+    with without_values("cuda"), meter.counting():
+        q, k, v = (
+            torch.empty(B, heads, T, size, dtype=kind, device="meta", requires_grad=True)
+            for heads in (H, num_keys, num_keys)
+        )
+        grad = torch.empty(B, H, T, size, dtype=kind, device="meta")
+        meter.assign(HOST, [q, k, v, grad, mask])
+        meter.begin()
+        meter.enter_place("forward")
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=num_keys != H
+        )
+        meter.enter_place("loss")
+        meter.enter_place("backward")
+        out.backward(grad)
+    for given in (q, k, v, mask):
+        if given is not None and given.requires_grad:
+            assert given.grad is not None
+            assert given.grad.shape == given.shape
+    found = meter.finish()
+    assert found.flops > 0
+    totals = [each.total for each in found.peaks if each.place != "start"]
+    return totals[1], totals
+
+
+def mask_of(*shape: int, **settings: Any) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", **settings)
+
+
+HALF, NUMBERS = torch.bfloat16, B * H * T * 4  # bytes of the sums of exponentials, in float32
+ATTENTION: dict[str, tuple[torch.dtype, int, int, torch.Tensor | None, int]] = {
+    # dtype, heads of keys, features, mask; what is kept beside the output and `NUMBERS`
+    "causal": (HALF, H, D, None, 0),
+    "shared keys": (HALF, 2, D, None, 0),
+    "a mask of numbers": (HALF, H, D, mask_of(B, 1, T, T, dtype=HALF), 0),
+    "shared keys, a mask of numbers": (HALF, 2, D, mask_of(B, 1, T, T, dtype=HALF), 0),
+    # They become numbers, for each layer again.
+    "a mask of bits": (HALF, H, D, mask_of(B, 1, T, T, dtype=torch.bool), 2 * B * T * T),
+    "float32, a mask of numbers": (torch.float32, H, D, mask_of(B, H, T, T), 0),
+    # Heads of 20 features are filled up to 24, and so is what is kept of them.
+    "odd heads": (HALF, H, 20, None, 2 * B * H * T * (4 + 3 * 24)),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_on_a_gpu_keeps_no_scores(case):
+    kind, num_keys, size, mask, more = ATTENTION[case]
+    kept, peaks = held_by_attention(kind, num_keys, size, mask)
+    assert kept == B * H * T * size * kind.itemsize + NUMBERS + more
+    # Not even for a moment: gradients of the inputs are all that comes to it.
+    assert max(peaks) <= kept + 4 * B * H * T * (size + 4) * kind.itemsize
+
+
+def test_attention_with_a_trained_mask_keeps_no_scores_and_makes_its_gradient():
+    mask = mask_of(1, H, T, T, dtype=HALF, requires_grad=True)  # as T5's bias of positions
+    kept, peaks = held_by_attention(HALF, H, D, mask)
+    assert kept == B * H * T * D * 2 + NUMBERS + 2 * ALLOCATION  # a seed and a place of dropout's
+    assert max(peaks) >= kept + B * H * T * T * 2  # the gradient of each row's
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_keys", "size", "mask"),
+    [
+        (torch.float64, H, D, None),
+        (torch.float32, H, 18, None),
+        (HALF, H, 20, mask_of(B, 1, T, T, dtype=HALF)),
+        (HALF, 2, D, mask_of(1, H, T, T, dtype=HALF, requires_grad=True)),
+    ],
+    ids=["float64", "odd float32", "odd with a mask", "shared keys with a trained mask"],
+)
+def test_attention_without_a_kernel_is_written_out(kind, num_keys, size, mask):
+    kept, _ = held_by_attention(kind, num_keys, size, mask)
+    assert kept >= B * H * T * T * kind.itemsize  # the weights, at least

@@ -181,7 +181,15 @@ def plan(
         raise BadInput("--fit is for one number of GPUs; leave --sweep out")
 
     def planned(each: Scenario) -> Plan:
-        usage = all_passes(make, each, card)
+        try:
+            usage = all_passes(make, each, card)
+        except UnisonError:
+            raise
+        except Exception as error:
+            if model is None:  # a preset's is our own affair
+                raise
+            told = first_line(error)
+            raise BadInput(f"a step of {model} cannot be planned, it failed with {told}") from error
         return each, usage, estimate(usage, each, card, num_parameters)
 
     plans = [fastest(planned, wanted[0], card)] if fit else [planned(each) for each in wanted]
@@ -194,11 +202,11 @@ def plan(
         ]
         typer.echo(json.dumps(told[0] if sweep is None else told))
     elif sweep is not None:
-        show_sweep(Console(), plans, card)
+        show_sweep(plain_screen(), plans, card)
         typer.echo(f"drawn in {picture}")
     else:
         (each, usage, found), *_ = plans
-        show(Console(), usage, each, card, found, spending, num_parameters)
+        show(plain_screen(), usage, each, card, found, spending, num_parameters)
         if fit:
             typer.echo("\nto run it:\n" + code_of(each))
 
@@ -325,7 +333,7 @@ def show_sweep(screen: Console, plans: list[Plan], card: Gpu) -> None:
         )
     screen.print(table)
     for line in assumptions(plans[0][0], card):
-        screen.print(f"  {line}", style="dim", highlight=False)
+        screen.print(f"  {line}", style="dim")
 
 
 def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
@@ -339,7 +347,8 @@ def draw_sweep(plans: list[Plan], card: Gpu, path: Path) -> None:
     memory.plot(
         worlds, [each.needed_bytes / GIB for _, _, each in plans], "o-", label="with margin"
     )
-    memory.axhline(card.memory_gib, linestyle="--", color="grey", label=card.name)
+    name = card.name.replace("$", r"\$")  # between two of them would be a formula
+    memory.axhline(card.memory_gib, linestyle="--", color="grey", label=f" {name}")
     memory.set(ylabel="GiB on each GPU", ylim=(0, None))
     slowest = max(each.step_seconds for _, _, each in plans)
     memory.legend()
@@ -376,7 +385,7 @@ def find_model(
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module_name), function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{name} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
@@ -396,7 +405,7 @@ def built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     except UnisonError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{name} cannot be built: {first_line(error)}") from error
 
 
@@ -489,6 +498,11 @@ def private_figures(
     return asdict(spending) | {"gpu_hours": hours}
 
 
+def plain_screen() -> Console:
+    """A console that prints names as they are: a GPU's and a block's are the user's own text."""
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def counted(number: int, one: str, many: str = "") -> str:
     """A number of things, in words.
 
@@ -523,8 +537,7 @@ def show(
     screen.print(
         f"{num_parameters:,} parameters on {counted(scenario.world_size, 'GPU')}: {kind}"
         f"{counted(scenario.rows, 'row')} of {counted(scenario.row_length, 'token')} on each GPU, "
-        f"{counted(scenario.passes, 'pass', 'passes')} a step",
-        highlight=False,
+        f"{counted(scenario.passes, 'pass', 'passes')} a step"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(f"memory at the peak, in {peak.place}")
@@ -571,7 +584,6 @@ def show(
         f"{verdict}: {found.needed_bytes / GIB:,.1f} GiB of the {card.memory_gib:g} GiB of "
         f"{card.name}",
         style="bold green" if found.fits else "bold red",
-        highlight=False,
     )
     for line in assumptions(scenario, card):
-        screen.print(f"  {line}", style="dim", highlight=False)
+        screen.print(f"  {line}", style="dim")

@@ -23,9 +23,9 @@ BANDWIDTH_SHARE = 0.65
 KERNEL_SECONDS = 1.5e-6
 # Of its host: a call of Python's in a forward pass (modules, hooks, modes) and elsewhere; an
 # operation that launches a kernel; and the launch of one of Triton's.
-FORWARD_PYTHON_SECONDS = 1e-6
-PYTHON_SECONDS = 0.4e-6
-LAUNCH_SECONDS = 16e-6
+FORWARD_PYTHON_SECONDS = 0.9e-6
+PYTHON_SECONDS = 0.35e-6
+LAUNCH_SECONDS = 25e-6
 TRITON_SECONDS = 150e-6
 
 
@@ -58,6 +58,8 @@ class Gpu:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise BadInput(f"the name of a GPU must be text, found {self.name!r}")
+        if not self.name.isprintable():
+            raise BadInput(f"the name of a GPU must be one line of text, found {self.name!r}")
         numbers = {key: value for key, value in asdict(self).items() if key != "name"}
         for key, value in numbers.items():
             kind = int if key == "per_machine" else int | float
@@ -242,7 +244,7 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         f"Python's in a forward pass and {PYTHON_SECONDS * 1e6:g} elsewhere, "
         f"{LAUNCH_SECONDS * 1e6:g} µs for an operation that launches a kernel, "
         f"{TRITON_SECONDS * 1e6:g} µs for one of Triton's; it runs ahead of the GPU until it reads "
-        "a value; one update took that host 217 ms in one run and 413 in another",
+        "a value; steps that were alike took that host 159 to 235 ms",
         f"not measured: collectives beside it, {gpu.link_gb_per_s:g} GB/s in a machine of "
         f"{gpu.per_machine} and {gpu.network_gb_per_s:g} GB/s between machines"
         + (f"; an offloaded optimizer, {gpu.host_gb_per_s:g} GB/s" if scenario.offload else ""),
@@ -250,7 +252,7 @@ def assumptions(scenario: Scenario, gpu: Gpu) -> list[str]:
         "are taken to be launched as eager ones are, which was not measured"
         if scenario.compiled
         else "steps are eager",
-        "attention is one kernel that keeps no scores",
+        "attention is one kernel that keeps no scores, where CUDA has one for it",
     ]
     if kind == "bf16":
         lines.append("bf16: parameters are gathered and computed with in bfloat16, shards float32")

@@ -10,17 +10,25 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch._prims import rng_prims
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from unison.plan import meter as meter_module
 from unison.plan.meter import Meter
 
 
 def backend(meter: Meter) -> Callable[..., Any]:
     """Return a backend for `torch.compile` whose graphs a meter counts as Inductor's."""
+    # Where a graph breaks, what runs in between is Python's, with the meter's own functions.
+    skip = import_module("torch._dynamo.decorators").skip
+    for function in [*vars(meter_module).values(), *vars(Meter).values()]:
+        if isinstance(function, FunctionType) and function.__module__ == meter_module.__name__:
+            skip(function)
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         common = import_module("torch._dynamo.backends.common")
@@ -67,6 +75,14 @@ class FusedGraph(Interpreter):
         """Run one operation."""
         with self._meter.compiled(is_fused=n in self._fused):
             return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function; one that is computed again draws no numbers, and keeps no state."""
+        if target is rng_prims.run_and_save_rng_state:
+            return torch.get_rng_state(), args[0](*args[1:], **kwargs)
+        if target is rng_prims.run_with_rng_state:
+            return args[1](*args[2:], **kwargs)
+        return super().call_function(target, args, kwargs)
 
 
 def _run_once(graph: GraphModule, fused: set[Node], meter: Meter, args: list[Any]) -> Any:

@@ -9,6 +9,7 @@ the meta device for one rank of a world that is not there, and once on real rank
 What decides by values gets an answer where there are none: see `Meter._answer`.
 """
 
+import math
 import sys
 import weakref
 from collections import Counter
@@ -22,8 +23,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -230,7 +233,9 @@ class Meter(TorchDispatchMode):
         self.usage = Usage()
         held = [allocation for allocation, _ in self._allocations.values()]
         for each in held:
-            if not each.role and each.category not in ("per-sample gradients", "factors"):
+            if each.maker == "privacy/loss_check.py" and each.phase != HOST:
+                each.role = "records"  # a row's outputs and their gradients, as long as it trains
+            elif not each.role and each.category not in ("per-sample gradients", "factors"):
                 each.role = HOST  # the checks of a first step keep a few vectors per parameter
         self._log = [(self._place, each, each.num_bytes) for each in held]
 
@@ -284,7 +289,7 @@ class Meter(TorchDispatchMode):
                 settings = import_module("torch.fx.experimental._config")
                 stack.enter_context(settings.patch(meta_nonzero_assume_all_nonzero=True))
                 kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-                kernels.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+                kernels.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
                 if find_spec("triton") is not None:
                     stack.enter_context(self._launching_nothing())
             stack.callback(sys.setprofile, sys.getprofile())
@@ -609,8 +614,8 @@ def _is_odd(matrix: Tensor) -> bool:
     return rows * matrix.dtype.itemsize % 16 != 0
 
 
-def _fused_attention(
-    query: Tensor,
+def _attention(
+    query: Tensor,  # [batch, heads, tokens, features]
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
@@ -619,21 +624,71 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run attention as one kernel, as CPUs and GPUs do; the meta device would write it out.
+    """Run attention as the kernel that its device has for it; the meta device would write it out.
 
-    Those of GPUs take masks, dropout and shared keys too, and none keeps scores.
+    No kernel keeps scores: what they keep is their output, a number a token, and a mask.
     """
-    is_plain = attn_mask is None and not dropout_p and key.shape[1] == query.shape[1]
-    is_gpu = machine_of(query.device) == "cuda" and not (
-        attn_mask is not None and attn_mask.requires_grad
-    )
-    if query.ndim == 4 and (is_plain or is_gpu):
-        run = aten._scaled_dot_product_flash_attention_for_cpu
-        return run(query, key, value, 0.0, is_causal, scale=scale)[0]
-    math = aten._scaled_dot_product_attention_math
-    return math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    is_cuda = machine_of(query.device) == "cuda"
+    if not (_is_fused_by_cuda(*given[:4]) if is_cuda else _is_fused_by_cpu(given, enable_gqa)):
+        written_out = aten._scaled_dot_product_attention_math
+        return written_out(*given, scale=scale, enable_gqa=enable_gqa)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # each layer has its own numbers
+        lowest = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, 0.0, lowest)
+    is_trained = attn_mask is not None and attn_mask.requires_grad
+    if is_trained or query.shape[-1] != value.shape[-1]:
+        if attn_mask is not None:
+            extra = -attn_mask.shape[-1] % _ALIGNED_MASK
+            aligned = F.pad(attn_mask, (0, extra))[..., :-extra] if extra else attn_mask
+            attn_mask = aligned.expand(*query.shape[:3], key.shape[2])
+        run = aten._scaled_dot_product_efficient_attention
+        return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    extra = -query.shape[-1] % _ALIGNED_HEAD if is_cuda and query.dtype.itemsize == 2 else 0
+    if extra:
+        query, key, value = (F.pad(each, (0, extra)) for each in (query, key, value))
+    run = aten._scaled_dot_product_flash_attention_for_cpu  # the meta device has none of CUDA's
+    found = run(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return found[..., :-extra] if extra else found
+
+
+# What CUDA's kernels want the sizes of heads and the rows of masks to be multiples of; the most
+# features of a head that they take.
+_ALIGNED_HEAD, _ALIGNED_MASK = 8, 8
+_MOST_OF_CUDNN, _MOST_OF_FLASH = 128, 256
+# Torch's own kernel for float32 takes keys that heads share since then.
+_IS_SHARED_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+def _is_fused_by_cuda(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a GPU since 2022 has one kernel for it, of cuDNN's, FlashAttention's or torch's."""
+    if query.ndim != 4 or query.dtype == torch.float64:
+        return False
+    sizes = {query.shape[-1], value.shape[-1]}
+    is_half, is_shared = query.dtype.itemsize == 2, key.shape[1] != query.shape[1]
+    is_aligned = not any(size % (_ALIGNED_HEAD if is_half else 4) for size in sizes)
+    if is_aligned and (not is_shared or _IS_SHARED_WIDE):
+        return True  # torch's own takes any mask
+    if not is_half or (mask is not None and mask.requires_grad):
+        return False
+    if is_aligned and max(sizes) <= _MOST_OF_CUDNN:
+        return True
+    return mask is None and len(sizes) == 1 and max(sizes) <= _MOST_OF_FLASH
+
+
+def _is_fused_by_cpu(given: tuple[Any, ...], is_shared: bool) -> bool:
+    """Whether torch has one kernel for it on this CPU: it is asked about tensors that lie there."""
+    with _disable_current_modes():
+        own: list[Any] = [
+            torch.empty_strided(
+                each.shape, each.stride(), dtype=each.dtype, requires_grad=each.requires_grad
+            )
+            if isinstance(each, Tensor)
+            else each
+            for each in given
+        ]
+        choice = torch._fused_sdp_choice(*own, enable_gqa=is_shared)
+    return choice == SDPBackend.FLASH_ATTENTION.value
 
 
 @contextmanager

@@ -168,6 +168,12 @@ def count_trained(build: Build, lora: int = 0) -> int:
     if lora:
         with meta_init():
             add_lora(model, lora)
+    lazy = [name for name, each in model.named_parameters() if nn.parameter.is_lazy(each)]
+    if lazy:
+        raise BadInput(
+            f"{lazy[0]} of {type(model).__name__} has no shape before a first batch; build it with "
+            "its sizes (nn.Linear in the place of nn.LazyLinear)"
+        )
     count = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if count == 0:
         raise BadInput(f"{type(model).__name__} has no parameter that is trained")
@@ -205,7 +211,7 @@ def check_forward(build: Build, scenario: Scenario) -> None:
         raise BadInput(f"{type(model).__name__} returned {list(logits.shape)}; {wanted}")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception of somebody else's says, in one line."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0] if said else 'without a message'}"

@@ -187,7 +187,10 @@ class LossCheck:
         # Hooks run in the real graph only: that they change nothing is seen by comparing with it.
         is_due = tape.has_hooks or (self._rechecks and tape.number & (tape.number - 1) == 0)
         # Of one there are no others, and without values they cannot be told apart.
-        if rows.num_units > 1 and has_values():
+        if rows.num_units > 1 and not has_values():
+            if program.kind not in self._checked:
+                self._keep(program, program.outputs)
+        elif rows.num_units > 1:
             if known is None or is_due:
                 self.num_checks += 1
                 self.finish()  # the check waits for the device anyway, and this says more
@@ -235,7 +238,7 @@ class LossCheck:
     # --- the check -------------------------------------------------------------------------------
 
     def _check(self, program: Program, loss: Tensor) -> None:
-        rows, kind, roots = self._rows, program.kind, program.tape.roots
+        rows, kind = self._rows, program.kind
         try:
             base, left = self._self_check(program, loss)
         except UnsupportedOperation:
@@ -248,15 +251,24 @@ class LossCheck:
             )
         known = self._checked.get(kind)
         self._replacements(program, base, left, is_first=known is None)
-        unit: Gradients = {}
-        grads: Gradients = {}
         if left == rows:
             _size_check(program, base[0], is_mean=self._is_mean)
             if known is not None:
                 self._compare_with_before(program, *known)
-            for values, into in ((roots, unit), (base[0], grads)):
-                into |= {slot: matrix[:1].clone() for slot, matrix in rows.matrices(values)}
-        self._checked[kind] = rows.num_rows, program.numbers, unit, grads
+            self._keep(program, base[0])
+        else:
+            self._checked[kind] = rows.num_rows, program.numbers, {}, {}
+
+    def _keep(self, program: Program, grads: Gradients) -> None:
+        """Keep a record of this batch and its gradients, which a batch of another size must give.
+
+        A plan keeps them too: of large outputs they are most of what a check leaves behind.
+        """
+        unit, of_unit = (
+            {slot: matrix[:1].clone() for slot, matrix in self._rows.matrices(values)}
+            for values in (program.tape.roots, grads)
+        )
+        self._checked[program.kind] = self._rows.num_rows, program.numbers, unit, of_unit
 
     def _self_check(self, program: Program, loss: Tensor) -> tuple[Replay, RecordLayout]:
         """Replay the program unchanged, and compare with the real graph's gradients.
