@@ -366,9 +366,9 @@ def run_case(
     is_divided = case.shard == "ddp" or (case.shard == "fsdp2" and not is_ordered)
     is_divided &= case.training != "private" and dist.is_initialized()
     scale = dist.get_world_size() if is_divided else 1
-    options = {"notes": {"case": str(case)}, "activations": not case.compile}
+    notes, is_eager = {"case": str(case)}, not case.compile
     done = 0
-    with trace(file, model, optimizer, keep=keep, **options) as tracer:
+    with trace(file, model, optimizer, notes=notes, keep=keep, activations=is_eager) as tracer:
         while done < subject.steps:
             for batch in batches:
                 losses, output = subject.losses(model, batch)
