@@ -30,12 +30,7 @@ GRACE = 3.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 CLOSE_TIMEOUT = 20.0
 
-# What every rank would import for itself otherwise, at seconds each: the first optimizer step alone
-# pulls in torch._dynamo. (With it comes triton: set TRITON_INTERPRET before the first pool starts,
-# not inside a test.) No tests, whose asserts the ranks rewrite.
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.testing"]
-PRELOAD += ["numpy", "numba", "pytest", "hypothesis", "transformers.modeling_utils"]
-PRELOAD += ["dp_accounting", "unison.train", "unison.cli"]
+PRELOAD = ["tests.harness.preload"]
 
 
 @dataclass(frozen=True)

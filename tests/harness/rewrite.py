@@ -10,19 +10,30 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import Any
 
+import pytest
 from _pytest.assertion.rewrite import rewrite_asserts
 
 
 class _RewritingLoader(SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType:
-        # No byte-code cache: the plain .pyc of this file has the asserts as written, and must
-        # neither be read here nor be replaced.
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        tree = ast.parse(source, filename=path)
-        rewrite_asserts(tree, source, path)
-        return compile(tree, path, "exec", dont_inherit=True)
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+        tree = ast.parse(data, filename=path)
+        rewrite_asserts(tree, data, path)
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    # Byte code has a file of its own: the plain .pyc has the asserts as written, and must neither
+    # be read here nor be replaced.
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(_renamed(path))
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        super().set_data(_renamed(path), data, _mode=_mode)
+
+
+def _renamed(path: str) -> str:
+    stem = path.removesuffix(".pyc")
+    return path if stem == path else f"{stem}-ranks-{pytest.__version__}.pyc"
 
 
 class _Finder(MetaPathFinder):

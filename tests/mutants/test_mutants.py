@@ -1,6 +1,7 @@
 """The list of mutants fits the package, and the runner does with it what it says."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,23 @@ def add(x):
 '''
 
 
-def definition_at(line: int, text: str) -> ast.stmt:
-    """The function or class of a module that a line is in; the whole module is parsed."""
-    return next(each for each in ast.parse(text).body if line <= (each.end_lineno or 0))
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: f"{each.function}: {each.fragment}")
 def test_every_mutant_is_found_once(mutant: Mutant):
     place = place_of(mutant)
-    text = (ROOT / place.path).read_text()
-    changed = mutated(mutant, place, text)
-    before, after = (definition_at(place.line + 1, each) for each in (text, changed))
+    path = ROOT / place.path
+    text = path.read_text()
+    before = next(each for each in parsed(path).body if place.line < (each.end_lineno or 0))
+    # The changed function or class alone is parsed: what stands behind it is as long as it was.
+    num_behind = len(text.splitlines()) - (before.end_lineno or 0)
+    lines = mutated(mutant, place, text).splitlines()
+    decorators = getattr(before, "decorator_list", [])
+    first = min(each.lineno for each in (before, *decorators))
+    (after,) = ast.parse("\n".join(lines[first - 1 : len(lines) - num_behind])).body
     assert ast.dump(before) != ast.dump(after)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from tests.capture.cases.language import TRANSFORMERS
-from tests.capture.common import Case
+from tests.capture.common import Case, floats, squares
 from tests.capture.zoo import SMALL, ZOO
 from tests.harness.oracle import clipped_sum, per_sample_norms
 from tests.privacy.common import attach
@@ -123,6 +123,12 @@ def test_models_train_as_they_do_uncompiled(name):
 CLOSE = 1e-6  # of the whole clipped sum, in float32
 BLOCKS_OF = {"Wav2Vec2"}  # see BY_BLOCKS
 
+PERCEPTRON = Case(
+    lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3)),
+    floats(4, 5),
+    squares,
+)
+
 
 def check_step(case: Case, backend: str) -> list[str]:
     """A compiled step in float32 is that of the loop over samples in float64; what was compiled."""
@@ -168,9 +174,9 @@ by_inductor = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor n
 
 @by_inductor
 @pytest.mark.timeout(300)  # tens of kernels, compiled one by one
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["perceptron", *SMALL])
 def test_a_step_through_inductor(name):
-    check_step(SMALL[name], "inductor")
+    check_step(PERCEPTRON if name == "perceptron" else SMALL[name], "inductor")
 
 
 @pytest.mark.full

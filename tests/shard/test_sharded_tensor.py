@@ -272,7 +272,7 @@ def alone(world: World, name: str) -> tuple[str, float]:
         return "", 0.0
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "PATIENCE", timedelta(seconds=2))
+        patch.setattr(ranks_module, "PATIENCE", timedelta(seconds=0.5))
         with pytest.raises(NeedsWhole) as caught:
             act()
     return str(caught.value), time.monotonic() - begin

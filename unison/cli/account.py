@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -371,7 +371,7 @@ def _show(screen: Console, result: dict[str, Any]) -> None:
         rows = _sum_rows(result)
     else:
         rows = _run_rows(result) if "ledger" in result else _plan_rows(result)
-    table = _table("", "")
+    table = plain_table("", "", padding=3)
     for name, value in rows:
         table.add_row(name, value)
     screen.print(table)
@@ -510,18 +510,18 @@ def _epsilon_words(value: float | None) -> str:
     return "infinite" if value == math.inf else f"{value:.4f}"
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=any(titles))
+def plain_table(*titles: str, numbers: Container[str] = (), padding: int = 2) -> Table:
+    """Return a table without lines, in which columns of numbers stand on the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0), show_header=any(titles))
     for title in titles:
-        table.add_column(title)
+        table.add_column(title, justify="right" if title in numbers else "left")
     return table
 
 
 def _curve_table(curve: list[dict[str, Any]]) -> Table:
     """The curve as a table with bars, by PLD."""
-    table = _table("steps", "ε by PLD", "ε by RDP", "")
-    for column in table.columns[:3]:
-        column.justify = "right"
+    numbers = ("steps", "ε by PLD", "ε by RDP")
+    table = plain_table(*numbers, "", numbers=numbers, padding=3)
     largest = max((point["pld"] for point in curve if point["pld"] < math.inf), default=0)
     for point in curve:
         is_drawn = largest > 0 and point["pld"] < math.inf

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from unison.cli.account import plain_table
 from unison.errors import BadInput, UnisonError
 from unison.models import build, preset
 from unison.plan import (
@@ -320,9 +320,8 @@ def swept(text: str) -> list[int]:
 
 def show_sweep(screen: Console, plans: list[Plan], card: Gpu) -> None:
     """Print one line for each number of GPUs."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("GPUs", "tensors, GiB", "with margin", "step, s", f"{card.name}"):
-        table.add_column(title, justify="right")
+    titles = ("GPUs", "tensors, GiB", "with margin", "step, s", card.name)
+    table = plain_table(*titles, numbers=titles)
     for scenario, _, found in plans:
         table.add_row(
             str(scenario.world_size),
@@ -539,9 +538,7 @@ def show(
         f"{counted(scenario.rows, 'row')} of {counted(scenario.row_length, 'token')} on each GPU, "
         f"{counted(scenario.passes, 'pass', 'passes')} a step"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(f"memory at the peak, in {peak.place}")
-    table.add_column("GiB", justify="right")
+    table = plain_table(f"memory at the peak, in {peak.place}", "GiB", numbers=["GiB"])
     for name in CATEGORIES:
         if peak.by_category.get(name):
             table.add_row(name, f"{peak.by_category[name] / GIB:,.3f}")
@@ -551,9 +548,7 @@ def show(
         table.add_row("in the host's memory, for each GPU", f"{usage.host_bytes / GIB:,.3f}")
     screen.print(table)
     screen.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("one step")
-    table.add_column("", justify="right")
+    table = plain_table("one step", "", numbers=[""])
     for (name, size), num_bytes in sorted(usage.bytes_sent.items()):
         if size > 1:
             label = f"{name} of {size}, {link_of(size, card)}: sent by each GPU"

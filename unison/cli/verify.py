@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from unison.cli.account import for_json
+from unison.cli.account import for_json, plain_table
 from unison.errors import BadInput
 from unison.run_files import read_config, read_result
 from unison.shard import fingerprint
@@ -153,9 +153,8 @@ def _tell(
         typer.echo(json.dumps(for_json(figures), allow_nan=False))
     else:
         screen = Console()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("claim", "ranks", "trainings", "largest", "verdict"):
-            table.add_column(name, justify="right" if name == "largest" else "left")
+        titles = ("claim", "ranks", "trainings", "largest", "verdict")
+        table = plain_table(*titles, numbers=["largest"])
         for each in verdicts:
             claim, _, ranks, runs, largest, verdict = _row(each)
             style = "green" if each.holds else "bold red"
@@ -230,9 +229,8 @@ def diff(
         typer.echo(json.dumps(for_json(asdict(found) | told), allow_nan=False))
     else:
         screen = Console()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("rung", "step", "compared", "differing", "largest", ""):
-            table.add_column(name, justify="left" if name in ("rung", "") else "right")
+        numbers = ("step", "compared", "differing", "largest")
+        table = plain_table("rung", *numbers, "", numbers=numbers)
         for row in rows:
             style = "green" if row[-1] == "equal" else "bold red"
             table.add_row(*row[:-1], f"[{style}]{row[-1]}[/]")
@@ -390,8 +388,7 @@ def runs(
 
 def _comparison_table(found: RunComparison) -> Table:
     """Both runs in two columns, and how far they are apart."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("last value (of how many)")
+    table = plain_table("last value (of how many)")
     for folder in found.folders:
         table.add_column(escape(folder), justify="right", overflow="fold")
     table.add_column("difference", justify="right")

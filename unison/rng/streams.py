@@ -471,7 +471,6 @@ def normal(
     """
     check.not_negative(std=std)
     _finite(mean=mean)
-    dtype = out.dtype if out is not None else dtype
     return fill(stream, where, Distribution.NORMAL, dtype, device, out, (mean + 0.0, std))
 
 
@@ -570,7 +569,10 @@ def fill(
     floats: tuple[float, ...] = (),
     ints: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return draws of a distribution with these numbers, see `Recipe`, over a box."""
+    """Return draws of a distribution with these numbers, see `Recipe`, over a box.
+
+    `dtype` and `device` are those of `out`, where that is given.
+    """
     box = where if isinstance(where, Box) else Box.whole(where)
     if out is None:
         out = torch.empty(box.sides, dtype=dtype, device=device or "cpu")

@@ -23,7 +23,9 @@ def digest(module: nn.Module) -> str:
     must call it; one parameter is gathered at a time. Of buffers those of the first rank count.
     """
     hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
-    hashes |= _of_first_rank(module, {name: _hash(name, value) for name, value in _buffers(module)})
+    buffers = {name: _hash(name, value) for name, value in _buffers(module)}
+    if buffers:  # as in checkpoints: with the fast reducer, those of other ranks may differ
+        hashes |= _ranks_of(module).broadcast_object(buffers)
     return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
 
 
@@ -45,11 +47,6 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, value in each._buffers.items():
             if value is not None and key not in each._non_persistent_buffers_set:
                 yield canonical_name(f"{path}.{key}" if path else key), value
-
-
-def _of_first_rank(module: nn.Module, hashes: dict[str, str]) -> dict[str, str]:
-    """What the first rank has, as in checkpoints: with the fast reducer, buffers may differ."""
-    return _ranks_of(module).broadcast_object(hashes) if hashes else hashes
 
 
 def _ranks_of(module: nn.Module) -> Ranks:

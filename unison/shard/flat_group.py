@@ -195,7 +195,12 @@ def _watch(result: Any, watched: list[_BufferView]) -> Any:
         for _, group, _, _ in read:
             group.unit.reach()
         for base, group, slot, version in read:
-            if base._version != version and _reads_changed(base):
+            # Not every node reads what it was given: the gradient of a sum, or of a first layer's
+            # weight, needs no value of the parameter.
+            if (
+                base._version != version
+                and _leads_to(torch._C._current_autograd_node(), base, _STEPS_TO_LEAF)[1]
+            ):
                 group.unit.refuse_changed(group, slot)
 
     result.grad_fn.register_prehook(before_read)
@@ -205,15 +210,6 @@ def _watch(result: Any, watched: list[_BufferView]) -> Any:
             result = result.as_subclass(_BufferView)
             result.origin = each.origin
     return result
-
-
-def _reads_changed(parameter: Tensor) -> bool:
-    """Whether the backward pass that has come to a node reads a parameter that was changed.
-
-    Not every node reads what it was given: the gradient of a sum, or of a first layer's weight,
-    needs no value of the parameter.
-    """
-    return _leads_to(torch._C._current_autograd_node(), parameter, _STEPS_TO_LEAF)[1]
 
 
 def _leads_to(node: Any, parameter: Tensor, num_steps: int) -> tuple[bool, bool]:

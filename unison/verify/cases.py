@@ -42,7 +42,6 @@ from unison.shard import (
     open_weights,
     use_ordered_reduction,
 )
-from unison.verify.quantities import NUM_VALUES
 from unison.verify.trace import trace
 
 TRAININGS = ("plain", "private", "kfac")
@@ -317,12 +316,7 @@ def run_cases(job: Job) -> list[str | None]:
 
 
 def run_case(
-    case: Case,
-    subject: Subject,
-    file: Path,
-    *,
-    keep: Sequence[tuple[str, str]] = (),
-    num_values: int = NUM_VALUES,
+    case: Case, subject: Subject, file: Path, *, keep: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Train a subject in one way, on the ranks that call it, and write its trace."""
     is_ordered = case.reducer == "ordered"
@@ -372,10 +366,9 @@ def run_case(
     is_divided = case.shard == "ddp" or (case.shard == "fsdp2" and not is_ordered)
     is_divided &= case.training != "private" and dist.is_initialized()
     scale = dist.get_world_size() if is_divided else 1
-    notes = {"case": str(case)}
-    options = {"keep": keep, "num_values": num_values, "activations": not case.compile}
+    notes, is_eager = {"case": str(case)}, not case.compile
     done = 0
-    with trace(file, model, optimizer, notes=notes, **options) as tracer:
+    with trace(file, model, optimizer, notes=notes, keep=keep, activations=is_eager) as tracer:
         while done < subject.steps:
             for batch in batches:
                 losses, output = subject.losses(model, batch)
