@@ -419,7 +419,7 @@ def _epsilon_by_pld(events: Mapping[Event, int], delta: float, interval: float) 
     return float(accountant.get_epsilon(delta))
 
 
-@lru_cache(maxsize=8)  # a run asks for the ε of its one kind of step again and again
+@lru_cache(maxsize=64)  # a run asks for the ε of its one kind of step again and again
 def _pld_of_poisson(
     rate: float, z: float, interval: float, relation: "dp_accounting.NeighboringRelation"
 ) -> "PrivacyLossDistribution":
