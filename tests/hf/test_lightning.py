@@ -105,7 +105,7 @@ def fit(
         **{"max_steps": 4, "devices": 1} | settings,
     )
     loader = DataLoader(rows or TensorDataset(*data()), batch_size=batch, shuffle=True)
-    trainer.fit(model, train_dataloaders=loader, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(model, train_dataloaders=loader, ckpt_path=checkpoint, weights_only=True)
     return trainer
 
 

@@ -30,6 +30,7 @@ from tests.hf.common import (
     MAX_LENGTH,
     VOCAB,
     Gradients,
+    StopAt,
     accelerator,
     arguments,
     bert,
@@ -209,6 +210,57 @@ def test_a_sharded_model_is_saved_whole(world, tmp_path):
         alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "parts"))["parts"]
         with pytest.raises(unison.BadInput, match="sharded over 1 of 2 processes"):
             trained(unison.fully_shard(llama(), mesh=alone), "alone")
+
+
+def refuse_pickle(*args, **settings):
+    raise AssertionError("a pickle is loaded")
+
+
+def test_a_run_goes_on_and_no_pickle_is_read(tmp_path, monkeypatch):
+    def trained(name, *, stops=False, resumes=None, has_groups=False):
+        args = arguments(tmp_path / name, save_strategy="steps", save_steps=9, warmup_steps=2)
+        trainer = PrivateTrainer(
+            model=llama(attention_dropout=0.3),
+            args=args,
+            train_dataset=rows(),
+            privacy=privacy(secure_noise=False),
+            max_length=MAX_LENGTH,
+            callbacks=[StopAt(1)] if stops else [],
+        )
+        if not has_groups:
+            parameters = trainer.model.parameters()
+            trainer.optimizer = torch.optim.NAdam(parameters, lr=0.01)
+        train(trainer, resume_from_checkpoint=resumes)
+        return list(trainer.model.parameters())
+
+    whole = trained("whole")
+    trained("parts", stops=True)
+    saved = tmp_path / "parts" / "checkpoint-1"
+    pickles = {each.name for each in saved.iterdir() if each.suffix in (".pt", ".pth", ".bin")}
+    assert pickles == {"training_args.bin"}  # the Trainer writes it for people; it is not read
+    ledger = tmp_path / "parts" / "ledger.jsonl"
+    spent = ledger.read_bytes()
+    monkeypatch.setattr(torch, "load", refuse_pickle)
+    monkeypatch.setattr(torch.serialization, "load", refuse_pickle)
+
+    weights, states = saved / "model.safetensors", saved / "training_state.safetensors"
+    weights.rename(saved / "pytorch_model.bin")
+    with pytest.raises(unison.BadInput, match=r"pytorch_model.bin is a pickle"):
+        trained("parts", resumes=True)
+    (saved / "pytorch_model.bin").rename(weights)
+    with pytest.raises(unison.BadInput, match="does not fit this run"):
+        trained("parts", resumes=True, has_groups=True)
+    states.rename(saved / "kept")
+    with pytest.raises(unison.BadInput, match="an older unison wrote"):
+        trained("parts", resumes=True)
+    states.write_bytes((saved / "kept").read_bytes()[:-9])
+    with pytest.raises(unison.BadInput, match="is damaged"):
+        trained("parts", resumes=True)
+    (saved / "kept").rename(states)
+    assert ledger.read_bytes() == spent
+
+    for mine, theirs in zip(trained("parts", resumes=True), whole, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_steps_commits_and_logs_agree_and_epsilon_is_the_accountants(tmp_path):
