@@ -414,6 +414,9 @@ def test_data_that_contradict_privacy_are_refused_before_anything_is_spent(tmp_p
             )
     with pytest.raises(unison.BadInput, match=r"must be a unison\.Privacy"):
         PrivateTrainer(model=llama(), args=arguments(tmp_path), privacy={"epsilon": 3})
+    compiled = torch.compile(llama(), backend="eager")
+    with pytest.raises(unison.UnsupportedOperation, match="which columns it takes"):
+        PrivateTrainer(model=compiled, args=arguments(tmp_path), privacy=privacy())
     trainer = PrivateTrainer(
         model=llama(), args=arguments(tmp_path), train_dataset=data, privacy=privacy()
     )

@@ -118,6 +118,12 @@ class PrivateSteps:
             )
         # Before TRL makes other data sets of them.
         given = inspect.signature(super().__init__).bind_partial(*args, **settings).arguments
+        if type(given.get("model")).__name__ == "OptimizedModule":
+            raise UnsupportedOperation(
+                "the model is what torch.compile(model) returned, of which the Trainer cannot tell "
+                "which columns it takes: give it the model itself, and "
+                "TrainingArguments(torch_compile=True), or call model.compile()"
+            )
         _refuse_training_rows(given.get("eval_dataset"), given.get("train_dataset"))
         super().__init__(*args, **settings)
         self.privacy = privacy
@@ -548,7 +554,8 @@ def _require_file(path: Path) -> Path:
 
 
 def _are_sharded(model: nn.Module) -> bool:
-    return any(isinstance(each, ShardedTensor) for each in model.parameters())
+    # On one rank parameters are whole, and units are there all the same.
+    return bool(units_of(model)) or any(isinstance(p, ShardedTensor) for p in model.parameters())
 
 
 def _refuse(trainer: Any) -> None:

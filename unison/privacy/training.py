@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +33,12 @@ from unison.parallel import (
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.inputs import PublicTerms
+from unison.privacy.inputs import PublicTerms, saved_buffers
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_tape import FollowedNumber, LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import FollowedNumber, LossRecorder, memory_of, refuse_unseen
 from unison.privacy.mechanism import (
     CLIP_RULES,
     Mechanism,
@@ -193,7 +194,8 @@ class PrivateTraining:
             is_mean=loss_reduction == "mean",
             substitutes={batch_mean: local_batch_mean},
         )
-        self._recorder = LossRecorder(self._loss_check.judge)
+        self._recorder = LossRecorder(self._loss_check.judge, self._before_write)
+        self._watched = [module]  # must not hold values of records
         self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
             module,
@@ -250,6 +252,28 @@ class PrivateTraining:
         self._loss_check.begin(self._dealing.num_rows)
         self._recorder.begin(presented)
         return presented
+
+    def _before_write(self, target: Tensor) -> None:
+        """Refuse to let the user's code write values of records to what is saved with the model.
+
+        The module's own passes are looked at where they run.
+        """
+        memory = memory_of(target)
+        for watched in self._watched:
+            values = chain(watched.named_parameters(), saved_buffers(watched))
+            name = next((name for name, each in values if memory_of(each) == memory), None)
+            if not memory or name is None or self._attachment.learning.is_public(name):
+                continue
+            raise UnsupportedOperation(
+                f"values of training rows are written to {name!r}, which is saved with the model "
+                "and gets no noise. Keep them elsewhere (register_buffer(..., persistent=False) "
+                "is not saved), or say that it may be published: make_private("
+                f"public_buffers=[{name!r}])"
+            )
+
+    def watch(self, module: nn.Module) -> None:
+        """See `PrivacyEngine.watch`."""
+        self._watched.append(module)
 
     def _before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
