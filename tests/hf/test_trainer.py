@@ -47,6 +47,7 @@ from tests.hf.common import (
 )
 from tests.privacy.accounts import sampled, times
 from unison.hf import PrivateTrainer
+from unison.hf.trainer import _are_sharded
 from unison.privacy.mechanism import sensitivity_factor
 
 # TrainingArguments asks for what this machine has; nothing of it is ours.
@@ -210,6 +211,12 @@ def test_a_sharded_model_is_saved_whole(world, tmp_path):
         alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "parts"))["parts"]
         with pytest.raises(unison.BadInput, match="sharded over 1 of 2 processes"):
             trained(unison.fully_shard(llama(), mesh=alone), "alone")
+
+
+@ranks(1)
+def test_units_on_one_process_are_not_put_into_ddp(world):
+    assert _are_sharded(unison.auto_shard(llama()))
+    assert not _are_sharded(llama())
 
 
 def refuse_pickle(*args, **settings):
