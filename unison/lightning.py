@@ -8,17 +8,23 @@ trainer = lightning.Trainer(max_epochs=3, callbacks=[private])
 trainer.fit(model, train_dataloaders=loader)
 ```
 
-Lightning is given a loader that only counts steps. In `training_step` a logical batch is drawn, and
-the user's own `training_step` runs for each of its passes, so that one step of Lightning's is one
-logical batch, whatever it counts: schedules, `max_steps`, logging, checkpoints.
+Lightning is given a loader that draws a logical batch and hands out its first pass. The user's own
+`training_step` runs for each of its passes, so that one step of Lightning's is one logical batch,
+whatever it counts: schedules, `max_steps`, logging, checkpoints.
+
+Whatever hooks of training log, in the LightningModule or in a callback, may be made of single
+records, and nobody can tell: it is shown and not written, unless it is declared public.
 """
 
 import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial, update_wrapper
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
@@ -30,6 +36,7 @@ from unison.privacy import (
     PrivacyEngine,
     PrivateLoader,
     attach,
+    is_public,
     resized,
     sampling_for,
     steps_per_epoch,
@@ -74,6 +81,7 @@ class PrivacyCallback(Callback):
         self._state: Mapping[str, Any] | None = None  # of a checkpoint
         self._loader: PrivateLoader | None = None
         self._batches: Iterator[Any] = iter(())
+        self._has_told = False  # that figures of training are not written
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put a loader that counts steps in the place of the user's."""
@@ -86,7 +94,7 @@ class PrivacyCallback(Callback):
             ),
             "manual optimisation": (not pl_module.automatic_optimization, "use make_private"),
             "accumulate_grad_batches": (
-                trainer.accumulate_grad_batches != 1,
+                trainer.accumulate_grad_batches != 1 or any(map(_accumulates, trainer.callbacks)),  # type: ignore[attr-defined]
                 "give the loader a larger batch size, and the callback max_physical_batch_size",
             ),
             "precision 16-mixed": (trainer.precision == "16-mixed", "use bf16-mixed"),
@@ -104,10 +112,10 @@ class PrivacyCallback(Callback):
         size = data.batch_size * trainer.world_size  # a loader's is that of one process
         self._data = resized(data, size, drop_last=data.drop_last)
         sampling = sampling_for(self.privacy, size, len(data.dataset))  # type: ignore[arg-type]
-        source.instance = range(steps_per_epoch(sampling))
+        source.instance = _Steps(self, trainer, steps_per_epoch(sampling))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the engine, and draw the passes of a step where Lightning runs one batch."""
+        """Attach the engine, and run the passes of a step where Lightning runs one batch."""
         if len(trainer.optimizers) != 1:
             raise UnsupportedOperation(
                 f"PrivacyCallback takes one optimizer, found {len(trainer.optimizers)}: one "
@@ -124,70 +132,88 @@ class PrivacyCallback(Callback):
             ledger=self._ledger,
             **self._settings,
         )
+        self.engine.watch(pl_module)  # checkpoints hold all of it
         if self._state is not None:
             self.engine.load_state_dict(self._state)
         # The engine adds the processes' gradients up: DDP would wait for some, and none come.
         trainer.strategy.model = pl_module
-        self._begin = pl_module.on_train_batch_start
-        pl_module.on_train_batch_start = partial(self._begin_step, trainer, pl_module)  # type: ignore[method-assign]
         step = partial(self._training_step, trainer, pl_module)
         # Lightning looks at the arguments of the user's.
         pl_module.training_step = update_wrapper(step, pl_module.training_step)  # type: ignore[method-assign]
+        self._log, self._has_told = pl_module.log, False
+        pl_module.log = partial(self._log_shown, trainer)  # type: ignore[method-assign]
 
-    def _begin_step(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> int | None:
-        """Draw the first pass of a step, or end the run at the budget."""
+    def draw(self, trainer: Trainer) -> Any:
+        """Return the first pass of the next logical batch; None, and the run ends, at the budget.
+
+        Raises:
+            UnsupportedOperation: If somebody else trains, or adds several batches up.
+        """
+        if self._loader is None:
+            raise UnsupportedOperation(
+                "a loop that PrivacyCallback is no part of asks for training rows, and would train "
+                "on them without noise or ledger (LearningRateFinder and BatchSizeFinder do): "
+                "leave it out"
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise UnsupportedOperation(
+                f"accumulate_grad_batches has become {trainer.accumulate_grad_batches}, and would "
+                "add up the noise of several steps; give the loader a larger batch size, and the "
+                "callback max_physical_batch_size"
+            )
         try:
-            self._first = self._next_pass()
+            return self._next_pass()
         except BudgetSpent as error:
             trainer.should_stop = True
-            pl_module.print(f"training ends here: {error}")
-            return -1
-        return self._begin(self._first, batch_idx)
+            trainer.lightning_module.print(f"training ends here: {error}")
+            return None
 
     def _training_step(
-        self, trainer: Trainer, pl_module: LightningModule, step: Any, *args: Any
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any
     ) -> Any:
         """Run the user's step for all passes of a logical batch; return what the last one does."""
         assert self._loader is not None
-        monitors = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
-        monitored = {getattr(each, "monitor", None) for each in monitors}
-        show = pl_module.log
-
-        def log(
-            name: str,
-            value: Any,
-            prog_bar: bool = False,
-            logger: Any = None,
-            *args: Any,
-            **more: Any,
-        ) -> None:
-            if monitored & {name, f"{name}_step", f"{name}_epoch"}:
-                raise BadInput(
-                    f"a callback or schedule monitors {name!r}, which training_step logs: no ε "
-                    "covers what is chosen by it; monitor a figure of held-out rows"
+        while True:
+            output: Any = type(pl_module).training_step(pl_module, batch, *args)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise UnsupportedOperation(
+                    "training_step returned no loss, to skip a step: rows that are drawn are "
+                    "counted; return a loss for every batch"
                 )
-            show(name, value, prog_bar, False, *args, **more)
+            if not self._loader.is_open:
+                return output
+            trainer.strategy.backward(loss, None)
+            # As Lightning does with the first.
+            batch = trainer.precision_plugin.convert_input(self._next_pass())
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            trainer._logger_connector.on_batch_start(batch)
 
-        pl_module.log = log  # type: ignore[method-assign]
-        try:
-            batch = self._first
-            while True:
-                batch = trainer.strategy.batch_to_device(batch)
-                output: Any = type(pl_module).training_step(pl_module, batch, *args)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if loss is None:
-                    raise UnsupportedOperation(
-                        "training_step returned no loss, to skip a step: rows that are drawn are "
-                        "counted; return a loss for every batch"
-                    )
-                if not self._loader.is_open:
-                    return output
-                trainer.strategy.backward(loss, None)
-                batch = self._next_pass()
-        finally:
-            del pl_module.log
+    def _log_shown(
+        self,
+        trainer: Trainer,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        """`LightningModule.log`, in training without loggers."""
+        if trainer.training and not is_public(value):
+            _refuse_chosen_by(trainer, name)
+            if logger is not False and trainer.loggers and not self._has_told:
+                self._has_told = True
+                warnings.warn(
+                    f"{name!r}, and what else is logged in training, is shown and not written to "
+                    "loggers, since no ε covers figures of training rows. Log figures of held-out "
+                    "rows in validation, or self.log(name, unison.public(value)) what is public, "
+                    "as the norm of private gradients is",
+                    stacklevel=3,
+                )
+            logger = False
+        self._log(name, value, prog_bar, logger, *args, **more)
 
     def _next_pass(self) -> Any:
         assert self._loader is not None
@@ -205,12 +231,12 @@ class PrivacyCallback(Callback):
         assert self._loader is not None
         self._loader.leave()  # what comes until the next step is not followed
         release = self.engine.mechanism.release(max(0, self._loader.next_step - 1))
-        pl_module.log("noise_multiplier", release.noise_multiplier, batch_size=1)
+        self._log("noise_multiplier", release.noise_multiplier, batch_size=1)
         if trainer.is_last_batch:
             epsilon = self.engine.ledger.epsilon_if_secret(self.privacy.delta)
             # Of a seeded run ε is infinite: this is what it would be under a secret key.
             name = "epsilon" if self.privacy.secure_noise else "epsilon_if_secret"
-            pl_module.log(name, epsilon, batch_size=1)
+            self._log(name, epsilon, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of privacy; never a key."""
@@ -224,7 +250,7 @@ class PrivacyCallback(Callback):
         """Give module and optimizer back as they were."""
         if self.engine is None or self._loader is None:
             return
-        for name in ("training_step", "on_train_batch_start"):
+        for name in ("training_step", "log"):
             vars(pl_module).pop(name, None)
         self._loader.abandon()
         self.engine.detach()
@@ -236,6 +262,50 @@ class PrivacyCallback(Callback):
     ) -> None:
         """Give module and optimizer back as they were."""
         self.teardown(trainer, pl_module, "fit")
+
+
+def _accumulates(callback: Callback) -> bool:
+    is_plan = isinstance(callback, GradientAccumulationScheduler)
+    return is_plan and callback.going_to_accumulate_grad_batches()
+
+
+class _Steps:
+    """What Lightning takes for the loader of training rows: the first pass of every step.
+
+    It has a length, so that Lightning does not read ahead.
+    """
+
+    def __init__(self, callback: PrivacyCallback, trainer: Trainer, num_steps: int) -> None:
+        self._callback, self._trainer, self._num_steps = callback, trainer, num_steps
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._num_steps):
+            batch = self._callback.draw(self._trainer)
+            if batch is None:
+                return
+            yield batch
+
+
+def _refuse_chosen_by(trainer: Trainer, name: str) -> None:
+    """Refuse to let a figure of training rows choose, or name, what is kept."""
+    names = {name, f"{name}_step", f"{name}_epoch"}
+    monitors = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+    if names & {getattr(each, "monitor", None) for each in monitors}:
+        raise BadInput(
+            f"a callback or schedule monitors {name!r}, which training_step logs: no ε "
+            "covers what is chosen by it; monitor a figure of held-out rows"
+        )
+    for each in monitors:
+        filename = getattr(each, "filename", None)
+        if isinstance(filename, str) and names & set(re.findall(r"\{(.*?)[:\}]", filename)):
+            raise BadInput(
+                f"{type(each).__name__}(filename={filename!r}) would write {name!r} into the names "
+                "of files: no ε covers a figure of training rows; name files by a figure of "
+                "held-out rows"
+            )
 
 
 def _called(module: nn.Module) -> nn.Module:

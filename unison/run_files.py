@@ -4,13 +4,18 @@ Training writes them; going on with a run, `unison verify runs` and `unison acco
 Whatever is wrong with one is said as one sentence that names the file and the field.
 """
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from unison.config import Execution, MechanismConfig, Output, TrainConfig
-from unison.errors import BadInput
+from unison.errors import BadInput, CheckpointFailed
 from unison.schema import build, cut, is_a, parse, read_bytes, read_json, short
 
 CONFIG_FILE = "config.json"
@@ -21,6 +26,7 @@ ENVIRONMENT_FILE = "environment.json"
 PARAMETERS_FILE = "model.safetensors"
 CHECKPOINTS_FOLDER = "checkpoints"
 COUNTERFACTUAL_FILE = "counterfactual.json"  # marks a model that no training gave
+_TENSOR = "__tensor__"  # marks the place of one in a state that `write_state` wrote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,3 +204,71 @@ def read_result(run: Path) -> TrainResult:
     if isinstance(privacy, dict) and privacy.get("epsilon") == "inf":
         privacy["epsilon"] = math.inf
     return build(TrainResult, saved, run / RESULT_FILE)
+
+
+# ---- nested state in one file: safetensors, with the rest as JSON in their metadata --------------
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state of dictionaries, lists, plain values and tensors on the CPU.
+
+    Raises:
+        CheckpointFailed: If it could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    metadata = {"state": json.dumps(_taken_out(state, tensors))}
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise CheckpointFailed(f"{path} could not be written: {error}") from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote.
+
+    Raises:
+        BadInput: If it is no such file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state = parse((file.metadata() or {}).get("state", ""), path)
+        return _put_back(state, tensors)
+    except BadInput:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{path} is damaged: {cut(str(error))}") from None
+
+
+def _taken_out(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value with a mark in the place of each tensor, which goes into `tensors`."""
+    match value:
+        case Tensor():
+            name = str(len(tensors))
+            tensors[name] = value.detach().contiguous()
+            return {_TENSOR: name, "strides": list(value.stride())}
+        case Mapping():
+            return {key: _taken_out(each, tensors) for key, each in value.items()}
+        case list():
+            return [_taken_out(each, tensors) for each in value]
+        case _:
+            return value
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match value:
+        case dict() if _TENSOR in value:
+            found = tensors[value[_TENSOR]]
+            placed = torch.empty_strided(found.shape, value["strides"], dtype=found.dtype)
+            return placed.copy_(found)
+        case dict():
+            return {key: _put_back(each, tensors) for key, each in value.items()}
+        case list():
+            return [_put_back(each, tensors) for each in value]
+        case _:
+            return value

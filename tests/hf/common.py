@@ -198,14 +198,14 @@ def folder_of_model(folder: Path, model: Any, template: str | None = None) -> Pa
 
 
 @contextmanager
-def accelerator(rank=0, size=1, **settings):
+def accelerator(rank=0, size=1, *, is_launched=False, **settings):
     """An Accelerator of this process, or of the ranks of a test; nothing of it is left behind."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     before = dict(os.environ)
-    if size > 1:
+    if size > 1 or is_launched:  # as torchrun does, also for one process
         os.environ.update({name: str(each) for name, each in numbers.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     try:

@@ -12,7 +12,12 @@ pytest.importorskip("lightning")
 
 from dp_accounting import rdp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 
 import unison
@@ -28,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # a run of no steps
     pytest.mark.filterwarnings("ignore:noise and sampling come from a seed"),
+    pytest.mark.filterwarnings("ignore:.*is shown and not written to loggers"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -101,11 +107,10 @@ def fit(
         callbacks=[callback, *others],
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,
-        **QUIET,
-        **{"max_steps": 4, "devices": 1} | settings,
+        **QUIET | {"max_steps": 4, "devices": 1} | settings,
     )
     loader = DataLoader(rows or TensorDataset(*data()), batch_size=batch, shuffle=True)
-    trainer.fit(model, train_dataloaders=loader, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(model, train_dataloaders=loader, ckpt_path=checkpoint, weights_only=True)
     return trainer
 
 
@@ -197,9 +202,108 @@ def test_hooks_are_called_as_they_are_written(tmp_path):
     assert fit(tmp_path, Short(), max_steps=1).global_step == 1
 
 
+class Hooked(Net):
+    """Logs all over, and changes batches on their way."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.batches = [], []
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return 3 * x, y
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x - 1, y
+
+    def training_step(self, batch, batch_idx):
+        assert batch[0].dtype == torch.float64
+        self.sizes.append(len(batch[0]))
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def on_before_backward(self, loss):
+        self.log("backward", loss)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches.append(len(batch[0]))
+        self.log("end", outputs["loss"])
+        self.log("norm", unison.public(self.net[0].weight.detach().norm()))
+
+    def on_train_epoch_end(self):
+        self.log("epoch", self.trainer.callback_metrics["end"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("held_out", cross_entropy(self.net(batch[0]), batch[1]))
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(*data()), batch_size=12)
+
+
+def test_hooks_find_the_batch_and_loggers_nothing_of_it(tmp_path):
+    model, silent = Hooked(), privacy()
+    object.__setattr__(silent, "noise_multiplier", 0.0)
+    with pytest.warns(UserWarning, match="'train_loss', and what else is logged") as told:
+        trainer = fit(
+            tmp_path,
+            model,
+            silent,
+            passes=5,
+            max_steps=-1,
+            max_epochs=1,
+            precision="64-true",
+            num_sanity_val_steps=0,
+        )
+    assert sum("is shown and not" in str(each.message) for each in told) == 1
+    written = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    assert sorted(written.split(",")) == [
+        *("epoch", "epsilon_if_secret", "held_out", "noise_multiplier", "norm", "step")
+    ]
+    assert {"end", "mean_epoch", "backward"} <= trainer.callback_metrics.keys()
+    assert "log" not in vars(model)
+    assert len(model.batches) == trainer.global_step == counts(tmp_path)[1]
+    assert model.batches[0] == model.sizes[0] <= 5 < BATCH
+
+    engine, *_, private = attach(seed=SEED)
+    x, y = next(iter(private))
+    engine.detach()
+    expected = oracle.clipped_sum(make_model(), losses, (3 * x - 1, y), 0.5)
+    for name, each in model.grads.items():
+        torch.testing.assert_close(each * BATCH, expected[name], rtol=1e-6, atol=1e-7)
+
+
 class Skips(Net):
     def training_step(self, batch, batch_idx):
         return None
+
+
+class Remembers(Net):
+    """Holds a mean of losses beside its net, for checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.running.mul_(0.9).add_(loss.detach())
+        return loss
+
+
+class SecondOrder(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_a_loop_that_is_not_private_gets_no_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it saves the model meanwhile
+    model = Net()
+    model.lr = 0.1
+    with pytest.raises(unison.UnsupportedOperation, match="LearningRateFinder"):
+        fit(tmp_path, model, others=[LearningRateFinder(num_training_steps=3)])
+    assert model.num_calls == 0
 
 
 def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path):
@@ -211,6 +315,15 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path):
         fit(tmp_path, Skips())
     with pytest.raises(unison.BadInput, match="monitors 'train_loss'"):
         fit(tmp_path, Net(), others=[EarlyStopping("train_loss")])
+    with pytest.raises(unison.UnsupportedOperation, match="larger batch size"):
+        fit(tmp_path, Net(), others=[GradientAccumulationScheduler({1: 2})])
+    named = ModelCheckpoint(tmp_path / "saved", filename="{epoch}-{train_loss:.3f}")
+    with pytest.raises(unison.BadInput, match="'train_loss' into the names of files"):
+        fit(tmp_path, Net(), others=[named], enable_checkpointing=True)
+    with pytest.raises(unison.UnsupportedOperation, match="'running', which is saved"):
+        fit(tmp_path, Remembers())
+    with pytest.raises(unison.UnsupportedOperation, match=r"LBFGS\.step needs a closure"):
+        fit(tmp_path, SecondOrder())
     private = PrivacyCallback(privacy(), ledger=tmp_path / "none")
     trainer = Trainer(callbacks=[private], logger=False, **QUIET)
     loaders = {"a": DataLoader(TensorDataset(*data()))}

@@ -30,6 +30,7 @@ from tests.hf.common import (
     MAX_LENGTH,
     VOCAB,
     Gradients,
+    StopAt,
     accelerator,
     arguments,
     bert,
@@ -46,6 +47,7 @@ from tests.hf.common import (
 )
 from tests.privacy.accounts import sampled, times
 from unison.hf import PrivateTrainer
+from unison.hf.trainer import _are_sharded
 from unison.privacy.mechanism import sensitivity_factor
 
 # TrainingArguments asks for what this machine has; nothing of it is ours.
@@ -211,6 +213,63 @@ def test_a_sharded_model_is_saved_whole(world, tmp_path):
             trained(unison.fully_shard(llama(), mesh=alone), "alone")
 
 
+@ranks(1)
+def test_units_on_one_process_are_not_put_into_ddp(world):
+    assert _are_sharded(unison.auto_shard(llama()))
+    assert not _are_sharded(llama())
+
+
+def refuse_pickle(*args, **settings):
+    raise AssertionError("a pickle is loaded")
+
+
+def test_a_run_goes_on_and_no_pickle_is_read(tmp_path, monkeypatch):
+    def trained(name, *, stops=False, resumes=None, has_groups=False):
+        args = arguments(tmp_path / name, save_strategy="steps", save_steps=9, warmup_steps=2)
+        trainer = PrivateTrainer(
+            model=llama(attention_dropout=0.3),
+            args=args,
+            train_dataset=rows(),
+            privacy=privacy(secure_noise=False),
+            max_length=MAX_LENGTH,
+            callbacks=[StopAt(1)] if stops else [],
+        )
+        if not has_groups:
+            parameters = trainer.model.parameters()
+            trainer.optimizer = torch.optim.NAdam(parameters, lr=0.01)
+        train(trainer, resume_from_checkpoint=resumes)
+        return list(trainer.model.parameters())
+
+    whole = trained("whole")
+    trained("parts", stops=True)
+    saved = tmp_path / "parts" / "checkpoint-1"
+    pickles = {each.name for each in saved.iterdir() if each.suffix in (".pt", ".pth", ".bin")}
+    assert pickles == {"training_args.bin"}  # the Trainer writes it for people; it is not read
+    ledger = tmp_path / "parts" / "ledger.jsonl"
+    spent = ledger.read_bytes()
+    monkeypatch.setattr(torch, "load", refuse_pickle)
+    monkeypatch.setattr(torch.serialization, "load", refuse_pickle)
+
+    weights, states = saved / "model.safetensors", saved / "training_state.safetensors"
+    weights.rename(saved / "pytorch_model.bin")
+    with pytest.raises(unison.BadInput, match=r"pytorch_model.bin is a pickle"):
+        trained("parts", resumes=True)
+    (saved / "pytorch_model.bin").rename(weights)
+    with pytest.raises(unison.BadInput, match="does not fit this run"):
+        trained("parts", resumes=True, has_groups=True)
+    states.rename(saved / "kept")
+    with pytest.raises(unison.BadInput, match="an older unison wrote"):
+        trained("parts", resumes=True)
+    states.write_bytes((saved / "kept").read_bytes()[:-9])
+    with pytest.raises(unison.BadInput, match="is damaged"):
+        trained("parts", resumes=True)
+    (saved / "kept").rename(states)
+    assert ledger.read_bytes() == spent
+
+    for mine, theirs in zip(trained("parts", resumes=True), whole, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_steps_commits_and_logs_agree_and_epsilon_is_the_accountants(tmp_path):
     seen = Gradients()
     trainer = PrivateTrainer(
@@ -362,6 +421,9 @@ def test_data_that_contradict_privacy_are_refused_before_anything_is_spent(tmp_p
             )
     with pytest.raises(unison.BadInput, match=r"must be a unison\.Privacy"):
         PrivateTrainer(model=llama(), args=arguments(tmp_path), privacy={"epsilon": 3})
+    compiled = torch.compile(llama(), backend="eager")
+    with pytest.raises(unison.UnsupportedOperation, match="which columns it takes"):
+        PrivateTrainer(model=compiled, args=arguments(tmp_path), privacy=privacy())
     trainer = PrivateTrainer(
         model=llama(), args=arguments(tmp_path), train_dataset=data, privacy=privacy()
     )

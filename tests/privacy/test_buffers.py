@@ -1,11 +1,14 @@
 """Buffers and other state of a module: what holds values of the batch is refused, unspent."""
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import spectral_norm
 
+import unison
 from tests.privacy.common import NUM_FEATURES, attach, data, train
 from unison.errors import BadInput, UnsupportedOperation
 
@@ -280,3 +283,42 @@ def test_checks_leave_the_run_as_it_was():
         found.append([each.detach().clone() for each in module.parameters()])
     for first, second in zip(*found, strict=True):
         assert torch.equal(first, second)
+
+
+WRITES = {
+    "copy": lambda module, x: module.mu.copy_(x.detach().sum(0)),
+    "view": lambda module, x: module.mu[:2].add_(x.detach().sum(0)[:2]),
+    "number": lambda module, x: operator.setitem(module.mu, 0, x.sum().item()),
+    "data": lambda module, x: module.mu.data.lerp_(x.detach().mean(0), 0.1),
+    "out": lambda module, x: torch.sum(x.detach(), 0, out=module.mu),
+    "frozen parameter": lambda module, x: module.frozen.data.copy_(x.detach().sum(0)),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_loop_that_writes_values_of_the_batch_to_a_buffer_is_refused(how, when):
+    engine, module, optimizer, private = attach(Written("nothing"))
+    batches = iter(private)
+    x, y = next(batches)
+    if when != "before":
+        loss = cross_entropy(module(x), y)
+    if when == "after":
+        loss.backward()
+        optimizer.step()
+    with pytest.raises(UnsupportedOperation, match=r"'(mu|frozen)', which is saved with"):
+        WRITES[how](module, x)
+    assert float(module.mu.abs().sum() + module.frozen.abs().sum()) == 0
+    assert engine.ledger.num_intents == (when == "after")
+
+
+def test_a_loop_may_write_what_is_public_to_a_buffer():
+    _, module, optimizer, private = attach(Written("nothing"), public_buffers=["never"])
+    batches = iter(private)
+    x, y = next(batches)
+    cross_entropy(module(x), y).backward()
+    optimizer.step()
+    module.mu.add_(len(x)).add_(unison.public(x.sum().item())).add_(module.layer.weight.sum())
+    module.never.copy_(x.sum(0)[:2])
+    module.register_buffer("late", torch.zeros(NUM_FEATURES), persistent=False)
+    module.late.copy_(x.sum(0))

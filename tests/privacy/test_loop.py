@@ -569,3 +569,15 @@ def test_a_second_call_of_a_batch_may_not_take_gradients_either():
         module((2 * x).requires_grad_())
     module.eval()  # attributions of a model that is not being trained are nobody's business
     module(x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("made", [lambda loss: 0.1 * loss.item(), lambda loss: 0.1 * loss.detach()])
+def test_a_learning_rate_made_of_the_loss_is_refused(made):
+    _, module, optimizer, private = attach()
+    for x, y in private:
+        loss = cross_entropy(module(x), y)
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = made(loss)
+        with pytest.raises(BadInput, match="the optimizer's lr was made of numbers read from"):
+            optimizer.step()
+        break

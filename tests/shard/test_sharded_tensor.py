@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import World, assert_close, assert_same_bits, ranks, run_on_ranks
 from unison.errors import BadInput, NeedsWhole
@@ -23,6 +24,12 @@ from unison.shard import ranks as ranks_module
 from unison.shard.layout import Placement, boxes_of
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import ShardedTensor
+
+
+@ranks(2)
+def test_ddp_around_a_sharded_module_is_refused_by_name(world: World) -> None:
+    with pytest.raises(NeedsWhole, match=r"'0\.weight'.*DistributedDataParallel.*leave it out"):
+        DistributedDataParallel(fully_shard(nn.Sequential(nn.Linear(5, 3))))
 
 
 class MLP(nn.Sequential):

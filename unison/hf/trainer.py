@@ -13,11 +13,10 @@ import copy
 import inspect
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +36,15 @@ from transformers.trainer_utils import TrainOutput
 
 from unison.config import Privacy
 from unison.errors import BadInput, UnsupportedOperation
+from unison.hf.checkpoint import (
+    TRAINING_FILE,
+    load_states,
+    random_file,
+    random_state,
+    refuse_pickled_model,
+    save_states,
+    set_random_state,
+)
 from unison.models import per_sample_loss
 from unison.privacy import (
     LEDGER_FILE,
@@ -91,6 +99,7 @@ class PrivateSteps:
     model: Any
     args: Any
     optimizer: Any
+    lr_scheduler: Any
     control: Any
     state: Any
     compute_loss_func: Any
@@ -109,6 +118,12 @@ class PrivateSteps:
             )
         # Before TRL makes other data sets of them.
         given = inspect.signature(super().__init__).bind_partial(*args, **settings).arguments
+        if type(given.get("model")).__name__ == "OptimizedModule":
+            raise UnsupportedOperation(
+                "the model is what torch.compile(model) returned, of which the Trainer cannot tell "
+                "which columns it takes: give it the model itself, and "
+                "TrainingArguments(torch_compile=True), or call model.compile()"
+            )
         _refuse_training_rows(given.get("eval_dataset"), given.get("train_dataset"))
         super().__init__(*args, **settings)
         self.privacy = privacy
@@ -215,12 +230,7 @@ class PrivateSteps:
             max_physical_batch_size=self.args.per_device_train_batch_size,
         )
         if resume_from_checkpoint is not None:
-            path = Path(resume_from_checkpoint) / STATE_FILE
-            if not path.is_file():
-                raise BadInput(
-                    f"{path} is not there: the checkpoint is not that of a private run, or was "
-                    "saved with save_only_model=True, and cannot be gone on from"
-                )
+            path = _require_file(Path(resume_from_checkpoint) / STATE_FILE)
             self._engine.load_state_dict(read_json(path))
         return prepared
 
@@ -258,33 +268,73 @@ class PrivateSteps:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
 
+    # What torch would write as pickles, and read as such, is safetensors and JSON here.
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._whole_optimizer(is_saved=True):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        if self.args.should_save and self._engine is not None:
-            state = json.dumps(self._engine.state_dict())
-            (Path(output_dir) / STATE_FILE).write_text(state + "\n")
+        if self._is_sharded:
+            each_node = self.args.save_on_each_node
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's has one
+            state = full_optimizer_state_dict(self.model, optimizer, rank0_only=not each_node)
+        else:
+            state = self.optimizer.state_dict()
+        if not self.args.should_save:
+            return
+        states = {"optimizer": state, "scheduler": self.lr_scheduler.state_dict()}
+        try:
+            save_states(Path(output_dir) / TRAINING_FILE, states)
+        except BadInput as error:  # what was trained is not lost for it
+            warnings.warn(f"{output_dir} cannot be gone on from: {error}", stacklevel=2)
+        if self._engine is not None:
+            engines = json.dumps(self._engine.state_dict())
+            (Path(output_dir) / STATE_FILE).write_text(engines + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._whole_optimizer(is_saved=False):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-
-    @contextmanager
-    def _whole_optimizer(self, *, is_saved: bool) -> Iterator[None]:
-        """Let the Trainer see the state of a sharded model's optimizer as that of the whole."""
-        optimizer = self.optimizer
-        if self._is_sharded:
-            parts = self.model, getattr(optimizer, "optimizer", optimizer)  # accelerate's has one
-            each_node = self.args.save_on_each_node
-            state = full_optimizer_state_dict(*parts, rank0_only=not each_node) if is_saved else {}
-            self.optimizer = SimpleNamespace(
-                state_dict=lambda: state,
-                load_state_dict=lambda saved: load_full_optimizer_state_dict(*parts, saved),
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / TRAINING_FILE
+        if not path.is_file():
+            raise BadInput(
+                f"{path} is not there: an older unison wrote the checkpoint, or only a pickle "
+                "could hold the optimizer's state, and pickles are never loaded; begin a run with "
+                "the checkpoint's model, and add its ledger to the new one's: `unison account RUN "
+                "RUN`"
             )
-        try:
-            yield
-        finally:
-            self.optimizer = optimizer
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+
+        def use(states: dict[str, Any]) -> None:
+            if self._is_sharded:
+                load_full_optimizer_state_dict(self.model, optimizer, states["optimizer"])
+            else:
+                self.optimizer.load_state_dict(states["optimizer"])
+            self.lr_scheduler.load_state_dict(states["scheduler"])
+
+        load_states(path, use)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_states(folder / self._random_file, random_state())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        path = Path(checkpoint or "") / self._random_file
+        if checkpoint is not None and path.is_file():  # other numbers of processes have others
+            load_states(path, set_random_state)
+
+    @property
+    def _random_file(self) -> str:
+        return random_file(self.args.process_index, self.args.world_size)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: scaled gradients are refused."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        _require_file(Path(resume_from_checkpoint) / STATE_FILE)
+        refuse_pickled_model(Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        refuse_pickled_model(Path(self.state.best_model_checkpoint))
+        super()._load_best_model()  # type: ignore[misc]
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -492,8 +542,19 @@ class RowCollator:
         return torch.cat(parts)
 
 
+def _require_file(path: Path) -> Path:
+    """Refuse a checkpoint that cannot be gone on from, since this file of it is missing."""
+    if not path.is_file():
+        raise BadInput(
+            f"{path} is not there: the checkpoint is not that of a private run, or was "
+            "saved with save_only_model=True, and cannot be gone on from"
+        )
+    return path
+
+
 def _are_sharded(model: nn.Module) -> bool:
-    return any(isinstance(each, ShardedTensor) for each in model.parameters())
+    # On one rank parameters are whole, and units are there all the same.
+    return bool(units_of(model)) or any(isinstance(p, ShardedTensor) for p in model.parameters())
 
 
 def _refuse(trainer: Any) -> None:

@@ -15,7 +15,7 @@ from unison.privacy.engine import PrivacyEngine, attach
 from unison.privacy.ledger import Ledger, commit_to_data
 from unison.privacy.ledger_file import LEDGER_FILE, LedgerFile, Session, read_ledger
 from unison.privacy.loader import PrivateLoader
-from unison.privacy.loss_tape import public
+from unison.privacy.loss_tape import is_public, public
 from unison.privacy.mechanism import (
     AdaptiveClipping,
     Cosine,
@@ -65,6 +65,7 @@ __all__ = [
     "epsilon_for",
     "epsilon_if_secret",
     "epsilon_of",
+    "is_public",
     "noise_multiplier_for",
     "public",
     "read_ledger",

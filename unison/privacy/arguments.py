@@ -4,6 +4,7 @@ And what cannot be trained privately is refused: loaders, and gradients past the
 """
 
 import fnmatch
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,13 @@ def num_trainable(module: nn.Module) -> int:
 
 def check_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
     """Require the optimizer to hold the module's trainable parameters and no others."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UnsupportedOperation(
+            f"{type(optimizer).__name__}.step needs a closure, and calls it as often as it likes: "
+            "every call would release the batch again, and be spent again. Use an optimizer of "
+            "first order that steps without one, such as SGD or AdamW"
+        )
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     missing = [name for name, each in trainable.items() if id(each) not in held]
     if missing:

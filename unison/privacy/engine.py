@@ -471,6 +471,14 @@ class PrivacyEngine:
         """
         return self._attached.plan()
 
+    def watch(self, module: nn.Module) -> None:
+        """Refuse values of records in what another module saves, as in the private one.
+
+        Args:
+            module: One that holds the private module, and is saved with it.
+        """
+        self._attached.watch(module)
+
     def per_sample_norms(self) -> torch.Tensor:
         """Return the last logical batch's norms before clipping, by position in the batch.
 

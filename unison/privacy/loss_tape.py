@@ -300,6 +300,8 @@ class LossRecorder(TorchFunctionMode):
     Args:
         judge: Called with the recorder, the loss, the path to it and what is sent back in the place
             of 1, before gradients flow; it raises if the loss couples rows.
+        before_write: Called before values of records are written to a tensor that held none; it
+            raises if that is saved with a model.
 
     Attributes:
         number: Of the pass, counting from 1.
@@ -324,9 +326,9 @@ class LossRecorder(TorchFunctionMode):
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
 
-    def __init__(self, judge: Callable[..., None]) -> None:
+    def __init__(self, judge: Callable[..., None], before_write: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._judge = judge
+        self._judge, self._before_outside_write = judge, before_write
         self.number, self.has_read = 0, False
         self.is_judged = self.is_open = False
         self._is_on = self._is_left = self._is_over = False
@@ -516,7 +518,7 @@ class LossRecorder(TorchFunctionMode):
             slot = next(self._next_slot)
             if isinstance(value, Tensor):
                 self._slots[id(value)] = weakref.ref(value), slot
-                self.memory[slot] = _memory_of(value)
+                self.memory[slot] = memory_of(value)
         return slot
 
     def _stored(self, leaf: Any) -> Any:
@@ -590,11 +592,15 @@ class LossRecorder(TorchFunctionMode):
 
     def _before_write(self, target: Any) -> None:
         """Copy roots before they are overwritten; register a constant that data is written into."""
-        if not isinstance(target, Tensor) or not self.is_open:
+        if not isinstance(target, Tensor):
             return
-        memory = _memory_of(target)
+        if self.slot_of(target) in (None, EARLIER):
+            self._before_outside_write(target)
+        if not self.is_open:
+            return
+        memory = memory_of(target)
         for slot, value in self.roots.items():
-            if _memory_of(value) == memory:
+            if memory_of(value) == memory:
                 copies = [each.detach().clone() for each in unpacked(value)]
                 self.roots[slot] = packed(value, copies)
         if self.slot_of(target) is None:
@@ -606,7 +612,7 @@ class LossRecorder(TorchFunctionMode):
             )
 
 
-def _memory_of(value: Tensor) -> int:
+def memory_of(value: Tensor) -> int:
     """Where the memory of a tensor begins, which views of it share; the first granule's."""
     first = unpacked(value)[0]
     try:
@@ -718,6 +724,11 @@ def public(value: float) -> float:
         value: The number.
     """
     return PublicNumber(float(value))
+
+
+def is_public(value: Any) -> bool:
+    """Whether a number was declared public."""
+    return isinstance(value, PublicNumber)
 
 
 def _plain(leaf: Any) -> Any:

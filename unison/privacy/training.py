@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +33,12 @@ from unison.parallel import (
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.inputs import PublicTerms
+from unison.privacy.inputs import PublicTerms, saved_buffers
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.loss_check import LossCheck
-from unison.privacy.loss_tape import FollowedNumber, LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import FollowedNumber, LossRecorder, memory_of, refuse_unseen
 from unison.privacy.mechanism import (
     CLIP_RULES,
     Mechanism,
@@ -194,7 +195,8 @@ class PrivateTraining:
             is_mean=loss_reduction == "mean",
             substitutes={batch_mean: local_batch_mean},
         )
-        self.recorder = LossRecorder(self._loss_check.judge)
+        self.recorder = LossRecorder(self._loss_check.judge, self._before_write)
+        self._watched = [module]  # must not hold values of records
         self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
             module,
@@ -250,6 +252,28 @@ class PrivateTraining:
         self._loss_check.begin(self._dealing.num_rows)
         self.recorder.begin(presented)
         return presented
+
+    def _before_write(self, target: Tensor) -> None:
+        """Refuse to let the user's code write values of records to what is saved with the model.
+
+        The module's own passes are looked at where they run.
+        """
+        memory = memory_of(target)
+        for watched in self._watched:
+            values = chain(watched.named_parameters(), saved_buffers(watched))
+            name = next((name for name, each in values if memory_of(each) == memory), None)
+            if not memory or name is None or self._attachment.learning.is_public(name):
+                continue
+            raise UnsupportedOperation(
+                f"values of training rows are written to {name!r}, which is saved with the model "
+                "and gets no noise. Keep them elsewhere (register_buffer(..., persistent=False) "
+                "is not saved), or say that it may be published: make_private("
+                f"public_buffers=[{name!r}])"
+            )
+
+    def watch(self, module: nn.Module) -> None:
+        """See `PrivacyEngine.watch`."""
+        self._watched.append(module)
 
     def before_draw(self, step: int) -> None:
         """A logical batch is about to be handed out; nothing of it has been used."""
@@ -488,7 +512,7 @@ class PrivateTraining:
         require_given(self._parameters, self._given)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                if isinstance(value, FollowedNumber):
+                if isinstance(value, FollowedNumber) or self._recorder.slot_of(value) is not None:
                     raise BadInput(
                         f"the optimizer's {name} was made of numbers read from private batches, "
                         "which no noise covers; use a schedule, or unison.public(value) if it is "

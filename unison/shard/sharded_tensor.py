@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 from torch.utils._pytree import tree_iter
@@ -278,9 +279,22 @@ def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     if torch.Tag.nondeterministic_seeded in func.tags:
         remedy = "each rank would draw for itself: draw before sharding, or under unison.meta_init"
+    elif _is_called_by(DistributedDataParallel):
+        remedy = (
+            "DistributedDataParallel would sum gradients that the module sums itself: leave it out "
+            "(accelerate and transformers' Trainer put it there; unison.hf.PrivateTrainer does not)"
+        )
     else:
         remedy = READING
     raise NeedsWhole(f"{name} needs all of {shard.placement}; {remedy}")
+
+
+def _is_called_by(kind: type) -> bool:
+    """Whether code of the file that a class is written in is running, further out."""
+    file, frame = sys.modules[kind.__module__].__file__, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---- element by element --------------------------------------------------------------------------

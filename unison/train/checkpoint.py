@@ -23,9 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from unison.config import MAX_LOCAL_RANKS, MechanismConfig, TrainConfig
 from unison.errors import BadInput, UnisonError
@@ -36,12 +34,13 @@ from unison.run_files import (
     ENVIRONMENT_FILE,
     RESULT_FILE,
     read_config,
+    read_state,
+    write_state,
 )
-from unison.schema import build, cut, is_a, parse, read_json, short
+from unison.schema import build, cut, is_a, read_json, short
 from unison.shard import (
     ALONE,
     MANIFEST_FILE,
-    CheckpointFailed,
     RankLost,
     load_checkpoint,
     read_manifest,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from unison.train.loop import Run
 
 CURVATURE_FILE = "curvature.safetensors"  # of a checkpoint: what K-FAC has learned
-_TENSOR = "__tensor__"  # marks the place of one in such a state
 
 
 @dataclass(kw_only=True)
@@ -301,74 +299,6 @@ def require_like(own: Any, found: Any, source: object, field: str) -> None:
             pass
         case _:
             build(type(own), found, source, field=field)
-
-
-# ---- nested state in one file: safetensors, with the rest as JSON in their metadata --------------
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state of dictionaries, lists, plain values and tensors on the CPU.
-
-    Raises:
-        CheckpointFailed: If it could not be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    metadata = {"state": json.dumps(_taken_out(state, tensors))}
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:  # what it makes of a full disk
-        raise CheckpointFailed(f"{path} could not be written: {error}") from error
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote.
-
-    Raises:
-        BadInput: If it is no such file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            state = parse((file.metadata() or {}).get("state", ""), path)
-        return _put_back(state, tensors)
-    except BadInput:
-        raise
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{path} is damaged: {cut(str(error))}") from None
-
-
-def _taken_out(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value with a mark in the place of each tensor, which goes into `tensors`."""
-    match value:
-        case Tensor():
-            name = str(len(tensors))
-            tensors[name] = value.detach().contiguous()
-            return {_TENSOR: name, "strides": list(value.stride())}
-        case Mapping():
-            return {key: _taken_out(each, tensors) for key, each in value.items()}
-        case list():
-            return [_taken_out(each, tensors) for each in value]
-        case _:
-            return value
-
-
-def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    match value:
-        case dict() if _TENSOR in value:
-            found = tensors[value[_TENSOR]]
-            placed = torch.empty_strided(found.shape, value["strides"], dtype=found.dtype)
-            return placed.copy_(found)
-        case dict():
-            return {key: _put_back(each, tensors) for key, each in value.items()}
-        case list():
-            return [_put_back(each, tensors) for each in value]
-        case _:
-            return value
 
 
 # ---- going on ------------------------------------------------------------------------------------
