@@ -1,6 +1,7 @@
 """Lightning's automatic optimisation with private steps."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -227,10 +228,11 @@ class Hooked(Net):
     def on_before_backward(self, loss):
         self.log("backward", loss)
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
+    def on_train_batch_end(self, outputs: Any, batch, batch_idx):
         self.batches.append(len(batch[0]))
         self.log("end", outputs["loss"])
-        self.log("norm", unison.public(self.net[0].weight.detach().norm()))
+        weight = next(self.net.parameters())
+        self.log("norm", unison.public(weight.detach().norm()))
 
     def on_train_epoch_end(self):
         self.log("epoch", self.trainer.callback_metrics["end"])
@@ -281,6 +283,8 @@ class Skips(Net):
 
 class Remembers(Net):
     """Holds a mean of losses beside its net, for checkpoints."""
+
+    running: torch.Tensor
 
     def __init__(self):
         super().__init__()

@@ -512,7 +512,7 @@ class PrivateTraining:
         require_given(self._parameters, self._given)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                if isinstance(value, FollowedNumber) or self._recorder.slot_of(value) is not None:
+                if isinstance(value, FollowedNumber) or self.recorder.slot_of(value) is not None:
                     raise BadInput(
                         f"the optimizer's {name} was made of numbers read from private batches, "
                         "which no noise covers; use a schedule, or unison.public(value) if it is "
