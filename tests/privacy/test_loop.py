@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +24,7 @@ from tests.privacy.common import (
     NUM_CLASSES,
     NUM_FEATURES,
     attach,
+    data,
     loader,
     make_model,
     step_of,
@@ -581,3 +582,45 @@ def test_a_learning_rate_made_of_the_loss_is_refused(made):
         with pytest.raises(BadInput, match="the optimizer's lr was made of numbers read from"):
             optimizer.step()
         break
+
+
+# ---- gradients that are nothing but rounding -----------------------------------------------------
+
+
+def _divergence(z: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:  # of each row
+    return (reference.softmax(-1) * (reference.log_softmax(-1) - z.log_softmax(-1))).sum(-1)
+
+
+AGAINST_A_COPY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "divergence": lambda z, t: kl_div(
+        z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"
+    ),
+    "soft labels": lambda z, t: cross_entropy(z, t.softmax(-1)),
+    "by hand": lambda z, t: _divergence(z, t).mean(),
+    "squares": lambda z, t: (z - t).square().mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", AGAINST_A_COPY)
+def test_a_module_may_be_compared_with_its_copy(name, dtype):
+    """Before the first step the two are equal, and what is left of their gradients is rounding."""
+    model = make_model().to(dtype)
+    x, y = data()
+    rows = DataLoader(TensorDataset(x.to(dtype), y), batch_size=12)
+    reference = copy.deepcopy(model).requires_grad_(False)
+    _, module, optimizer, private = attach(model, data_loader=rows)
+    for x, _ in private:
+        optimizer.zero_grad()
+        AGAINST_A_COPY[name](module(x), reference(x)).backward()
+        optimizer.step()
+
+
+def test_rows_that_are_counted_are_seen_in_rounding_too():
+    model = make_model()
+    reference = copy.deepcopy(model).requires_grad_(False)
+    _, module, _, private = attach(model)
+    x, _ = next(iter(private))
+    each = _divergence(module(x), reference(x))
+    with pytest.raises(UnsupportedOperation, match="changes by neither 1 nor"):
+        (each.sum() / torch.ones_like(each).sum().sqrt()).backward()

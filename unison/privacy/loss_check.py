@@ -97,6 +97,7 @@ REMEDY = (
 )
 FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
+ROUNDING = 16  # units of the usual gradient's largest element
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
@@ -252,7 +253,7 @@ class LossCheck:
         known = self._checked.get(kind)
         self._replacements(program, base, left, is_first=known is None)
         if left == rows:
-            _size_check(program, base[0], is_mean=self._is_mean)
+            self._size_check(program, base[0])
             if known is not None:
                 self._compare_with_before(program, *known)
             self._keep(program, base[0])
@@ -401,6 +402,46 @@ class LossCheck:
                     break
         return left.like(value, torch.where(kept.to(device)[:, None], matrix, new))
 
+    def _size_check(self, program: Program, before: Gradients) -> None:
+        """Leave one record out: gradients change by a mean's factor, or those of a sum do not."""
+        rows = self._rows
+        left = replace(rows, num_units=rows.num_units - 1)
+        if program.is_granular:
+            return  # granules have one shape
+        try:
+            now = program.replay(program.first_records(left), left)[0]
+        except Exception:  # sizes are written into the program; steps of other sizes will tell
+            return
+        factor, first = rows.num_units / left.num_units, _without_last(rows, before)
+        wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
+        usual = self._turned(program) if wrong is not None else None
+        if usual is not None and _is_rounding(first, usual[1]):
+            values = program.first_records(left)
+            for slot, own in _without_last(rows, usual[0]).items():
+                values[slot] = rows.like(usual[0][slot], own)
+            now, first = program.replay(values, left)[0], _without_last(rows, usual[1])
+            wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
+        if wrong is not None:
+            _refuse(*wrong)
+
+    def _turned(self, program: Program) -> tuple[Gradients, Gradients] | None:
+        """Outputs of the module that belong to the next record each, and their gradients.
+
+        They say how large gradients of this loss are. Where its terms cancel, as those of a module
+        and its copy do before the first step, what a batch gives is rounding, which says nothing.
+        None if the loss takes no such values.
+        """
+        roots, rows = program.tape.roots, self._rows
+        outputs = {slot: roots[slot] for slot in program.outputs}
+        values = {
+            slot: rows.like(outputs[slot], matrix.roll(1, 0))
+            for slot, matrix in rows.matrices(outputs)
+        }
+        try:
+            return values, program.replay(values)[0]
+        except Exception:
+            return None
+
     def _compare_with_before(
         self,
         program: Program,
@@ -435,7 +476,11 @@ class LossCheck:
         except Exception:  # the record's values do not go together with this batch's
             return
         first = {slot: rows.matrix(now[slot])[:1] for slot in grads}
-        _require_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
+        wrong = _wrong_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
+        if wrong is not None:
+            usual = self._turned(program)
+            if usual is None or not _is_rounding(first, usual[1]):
+                _refuse(*wrong)
 
 
 # --- what every pass is asked ---------------------------------------------------------------------
@@ -629,40 +674,46 @@ def _blame(
     return "see the loss"
 
 
-def _size_check(program: Program, before: Gradients, *, is_mean: bool) -> None:
-    """Leave one record out: gradients change by the factor of a mean, or those of a sum do not."""
-    rows = program.rows
-    left = replace(rows, num_units=rows.num_units - 1)
-    if program.is_granular:
-        return  # granules have one shape
-    try:
-        now, _, _ = program.replay(program.first_records(left), left)
-    except Exception:  # sizes are written into the program; steps of other sizes will tell
-        return
-    first = {slot: grad[: left.num_units] for slot, grad in rows.matrices(before)}
-    factor = rows.num_units / left.num_units
-    _require_factor(dict(left.matrices(now)), first, factor, is_mean=is_mean)
+def _without_last(rows: RecordLayout, values: Gradients) -> Gradients:
+    """All records but the last one of what holds some, as matrices."""
+    return {slot: matrix[: rows.num_units - 1] for slot, matrix in rows.matrices(values)}
 
 
-def _require_factor(now: Gradients, before: Gradients, factor: float, *, is_mean: bool) -> None:
+def _wrong_factor(
+    now: Gradients, before: Gradients, factor: float, *, is_mean: bool
+) -> tuple[str, str] | None:
+    """What is wrong if gradients do not change as said with the number of rows, and the remedy."""
+
     def changes_by(factor: float) -> bool:
         # Losses are often made in float32, whatever the module's dtype is.
         return all(_is_close(now[slot], grad * factor, 1e-4) for slot, grad in before.items())
 
     if changes_by(factor if is_mean else 1.0):
-        return
+        return None
     if changes_by(1.0 if is_mean else factor):
         found, said = ("sum", "mean") if is_mean else ("mean", "sum")
-        _refuse(
+        return (
             f"the loss is a {found} over rows and was said to be a {said}, so that a row's "
             "gradient would be multiplied by a number of others",
             f"Send back the {said} of the rows' losses, or say make_private("
             f"loss_reduction={found!r})",
         )
-    _refuse(
+    return (
         "with another number of rows the gradient of a row changes by neither 1 nor "
         f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
         REMEDY,
+    )
+
+
+def _is_rounding(grads: Gradients, usual: Gradients) -> bool:
+    """Whether gradients are no larger than what rounding leaves of usual ones."""
+
+    def largest(value: Tensor) -> float:
+        return max(float(whole(each).abs().max()) for each in unpacked(value))
+
+    return all(
+        largest(grad) <= ROUNDING * torch.finfo(usual[slot].dtype).eps * largest(usual[slot])
+        for slot, grad in grads.items()
     )
 
 
