@@ -6,6 +6,7 @@ division ── `.grad` ── the user's optimizer.step() ── commit in the 
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -195,7 +196,11 @@ class PrivateTraining:
             is_mean=loss_reduction == "mean",
             substitutes={batch_mean: local_batch_mean},
         )
-        self.recorder = LossRecorder(self._loss_check.judge, self._before_write)
+        # Of the recorder, which must not keep this object: what is detached is freed at once.
+        before_write = weakref.WeakMethod(self._before_write)
+        self.recorder = LossRecorder(
+            self._loss_check.judge, lambda target: (own := before_write()) and own(target)
+        )
         self._watched = [module]  # must not hold values of records
         self._public_terms = PublicTerms(owner, self._loss_check)
         self._attachment = Attachment(
