@@ -112,6 +112,7 @@ def test_a_plan_holds_the_arithmetic_of_zero(plan):
     assert found["peak"]["bytes"]["parameters"] == pytest.approx(share + tables, rel=0.01)
     assert found["peak"]["bytes"]["optimizer"] == pytest.approx(2 * share, rel=0.02)
     assert found["estimate"]["fits"]
+    assert found["fits_on"] == {"h200": True, "h100": True, "a100-80": True}
     assert {each["collective"] for each in found["bytes_sent"]} >= {"all-gather", "reduce-scatter"}
     multiplied = found["parameters"] - 258 * 128  # an embedding is looked up
     assert found["flops"] == pytest.approx(6 * multiplied * 32, rel=0.05)  # and attention
@@ -125,6 +126,7 @@ def test_a_private_plan_says_what_is_spent(plan):
     assert "private, full, fp32, 2 rows of 16 tokens on each GPU, 4 passes a step" in out
     for part in ("313 steps", "noise multiplier σ", "4.0000", "GPU-hours", "fits", "not measured"):
         assert part in out
+    assert "the same step fits the 139 GiB of h200, fits the 79 GiB of a100-80" in out
 
 
 def test_a_model_of_ones_own(plan, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from unison.errors import BadInput, UnisonError
 from unison.models import build, preset
 from unison.plan import (
     CATEGORIES,
+    GPUS,
     Estimate,
     Gpu,
     PrivateBudget,
@@ -462,6 +463,11 @@ def from_transformers(path: Path) -> tuple[Callable[[], nn.Module], int, int | N
 # ---- what is shown -------------------------------------------------------------------------------
 
 
+def fits_on(found: Estimate) -> dict[str, bool]:
+    """Whether the same step fits each of the GPUs that have names."""
+    return {each.name: found.needed_bytes <= each.memory_gib * GIB for each in GPUS.values()}
+
+
 def figures(
     usage: Usage,
     scenario: Scenario,
@@ -484,6 +490,7 @@ def figures(
         "flops": usage.flops,
         "gpu": asdict(card),
         "estimate": asdict(found) | {"fits": found.fits},
+        "fits_on": fits_on(found),
         "budget": None if spending is None else private_figures(spending, scenario, found),
         "assumptions": assumptions(scenario, card),
     }
@@ -580,5 +587,11 @@ def show(
         f"{card.name}",
         style="bold green" if found.fits else "bold red",
     )
+    others = [
+        f"{'fits' if is_enough else 'does not fit'} the {GPUS[name].memory_gib:g} GiB of {name}"
+        for name, is_enough in fits_on(found).items()
+        if GPUS[name] != card
+    ]
+    screen.print(f"the same step {', '.join(others)}")
     for line in assumptions(scenario, card):
         screen.print(f"  {line}", style="dim")
