@@ -113,6 +113,14 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a module's `state_dict` holds, by name."""
+    for path, each in module.named_modules():
+        for key, value in each._buffers.items():
+            if value is not None and key not in each._non_persistent_buffers_set:
+                yield (f"{path}.{key}" if path else key), value
+
+
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
     """Whether a tensor is a distributed one."""
     tensor = sys.modules.get("torch.distributed.tensor")

@@ -486,14 +486,6 @@ def buffer_versions(modules: Sequence[tuple[str, nn.Module]]) -> BufferVersions:
     }
 
 
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a module's `state_dict` holds, by name."""
-    for path, each in module.named_modules():
-        for key, value in each._buffers.items():
-            if value is not None and key not in each._non_persistent_buffers_set:
-                yield (f"{path}.{key}" if path else key), value
-
-
 def refuse_written(
     modules: Sequence[tuple[str, nn.Module]],
     before: BufferVersions,

@@ -25,6 +25,7 @@ module (`unison.capture.separation`); how many labels count is a matter of every
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -419,8 +420,10 @@ class LossCheck:
             values = program.first_records(left)
             for slot, own in _without_last(rows, usual[0]).items():
                 values[slot] = rows.like(usual[0][slot], own)
-            now, first = program.replay(values, left)[0], _without_last(rows, usual[1])
-            wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
+            with suppress(Exception):  # what cannot be run with these values stays refused
+                now, first = program.replay(values, left)[0], _without_last(rows, usual[1])
+                now = dict(left.matrices(now))
+                wrong = _wrong_factor(now, first, factor, is_mean=self._is_mean)
         if wrong is not None:
             _refuse(*wrong)
 
@@ -439,7 +442,7 @@ class LossCheck:
         }
         try:
             return values, program.replay(values)[0]
-        except Exception:
+        except Exception:  # an operation of the user's does not take them; the caller refuses then
             return None
 
     def _compare_with_before(
@@ -709,7 +712,8 @@ def _is_rounding(grads: Gradients, usual: Gradients) -> bool:
     """Whether gradients are no larger than what rounding leaves of usual ones."""
 
     def largest(value: Tensor) -> float:
-        return max(float(whole(each).abs().max()) for each in unpacked(value))
+        parts = (whole(each) for each in unpacked(value))
+        return max((float(each.abs().max()) for each in parts if each.numel()), default=0.0)
 
     return all(
         largest(grad) <= ROUNDING * torch.finfo(usual[slot].dtype).eps * largest(usual[slot])

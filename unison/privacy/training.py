@@ -34,7 +34,7 @@ from unison.parallel import (
 from unison.privacy.attachment import Attachment, RunningPass
 from unison.privacy.calibration import BudgetGuard
 from unison.privacy.graph import GraphedPass, LossOf
-from unison.privacy.inputs import PublicTerms, saved_buffers
+from unison.privacy.inputs import PublicTerms
 from unison.privacy.learning import ClippingSettings
 from unison.privacy.ledger import Ledger
 from unison.privacy.loader import PrivateLoader
@@ -64,7 +64,7 @@ from unison.privacy.sampling import (
     local_batch_mean,
 )
 from unison.rng import Key, NoiseClock
-from unison.torch_internals import is_recording
+from unison.torch_internals import is_recording, saved_buffers
 
 
 def refuse_second_trainer(trainable: Mapping[str, nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unison.shard.ranks import Ranks
 from unison.shard.sharded_tensor import local_part, show_shards, whole
 from unison.shard.unit import units_of
-from unison.torch_internals import canonical_name
+from unison.torch_internals import canonical_name, saved_buffers
 
 
 def digest(module: nn.Module) -> str:
@@ -23,7 +23,8 @@ def digest(module: nn.Module) -> str:
     must call it; one parameter is gathered at a time. Of buffers those of the first rank count.
     """
     hashes = {name: _hash(name, value) for name, value in full_parameters(module)}
-    buffers = {name: _hash(name, value) for name, value in _buffers(module)}
+    named = ((canonical_name(name), value) for name, value in saved_buffers(module))
+    buffers = {name: _hash(name, value) for name, value in named}
     if buffers:  # as in checkpoints: with the fast reducer, those of other ranks may differ
         hashes |= _ranks_of(module).broadcast_object(buffers)
     return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
@@ -39,14 +40,6 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         name = canonical_name(path)
         full = whole(value, name)
         yield name, full.clone() if local_part(value) is value else full
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (canonical name, buffer) of those that are part of `state_dict()`."""
-    for path, each in module.named_modules():
-        for key, value in each._buffers.items():
-            if value is not None and key not in each._non_persistent_buffers_set:
-                yield canonical_name(f"{path}.{key}" if path else key), value
 
 
 def _ranks_of(module: nn.Module) -> Ranks:
