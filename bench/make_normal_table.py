@@ -5,9 +5,10 @@
     python -m bench.make_normal_table --bounds   # what docs/rng.md proves, from the file's numbers
 
 A table of the inverse maps x with tail probability p = x / 2^bits to |z| with P(Z > |z|) = p. The
-exponent of x and its next `SUB_BITS` bits pick a segment; the rest of the mantissa, measured from
+exponent of x and its next `sub_bits` bits pick a segment; the rest of the mantissa, measured from
 the middle of the segment, is the variable of a polynomial. Coefficients come from interpolation at
-Chebyshev nodes in 40 decimal digits and are written as hexadecimal floats, so they are exact.
+Chebyshev nodes in 40 decimal digits and are written as hexadecimal floats, so they are exact. A
+segment of the coarse table ends with how far off it may be, of which docs/rng.md speaks.
 
 The table of the tail holds Taylor coefficients of T(z) = P(Z > z), each as the float64 nearest to
 it and the float64 nearest to what is left.
@@ -22,13 +23,11 @@ from typing import Any
 import torch
 
 from unison.kernels.random import (
-    FAR_UPPER,
-    NEAR,
+    COARSE,
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
     SECURE,
-    SUB_BITS,
     TABLE_FILE,
     TAIL_STEPS,
     TableShape,
@@ -36,6 +35,7 @@ from unison.kernels.random import (
 )
 
 UNIT = 2.0**-53  # what rounding to float64 changes, at most, relative to the number
+FAR = 12  # octave below which 40 bits say nothing worth a bound
 
 
 def tail_quantile(p: Any) -> Any:
@@ -54,10 +54,11 @@ def segment_coefficients(shape: TableShape, octave: int, part: int) -> list[floa
     import mpmath as mp
 
     octave += shape.first_octave
-    if octave >= shape.bits - 1:  # x = 2^(bits-1) exactly, reached by rounding only: p = 1/2
+    # x = 2^(bits-1) exactly, which is reached by rounding only, is p = 1/2.
+    if octave >= shape.bits - 1 or (shape is COARSE and octave < FAR):
         return [0.0] * shape.num_coefficients
     n = shape.num_coefficients
-    half = mp.mpf(2) ** -(SUB_BITS + 1)
+    half = mp.mpf(2) ** -(shape.sub_bits + 1)
     middle = 1 + (2 * part + 1) * half
     nodes = [half * mp.cos((2 * i + 1) * mp.pi / (2 * n)) for i in range(n)]
     values = [tail_quantile((middle + u) * mp.mpf(2) ** (octave - shape.bits)) for u in nodes]
@@ -69,12 +70,14 @@ def table_lines(shape: TableShape) -> list[str]:
     """Return one line of hexadecimal floats per segment."""
     import mpmath as mp
 
+    def line(segment: int) -> str:
+        numbers = segment_coefficients(shape, *divmod(segment, 1 << shape.sub_bits))
+        if shape is COARSE:
+            numbers += [reach(segment, numbers)]
+        return " ".join(each.hex() for each in numbers)
+
     with mp.workdps(40):
-        return [
-            " ".join(c.hex() for c in segment_coefficients(shape, octave, part))
-            for octave in range(shape.num_octaves)
-            for part in range(1 << SUB_BITS)
-        ]
+        return [line(segment) for segment in range(shape.num_segments)]
 
 
 def tail_coefficients(t: Any, count: int) -> list[Any]:
@@ -111,7 +114,13 @@ def tail_lines() -> list[str]:
 
 @cache
 def inverse_error(shape: TableShape, segment: int) -> Any:
-    """Return a bound of the error of |z| in one segment, as the table and float64 compute it.
+    """Return a bound of the error of |z| in one segment, as the table and float64 compute it."""
+    row = inverse_table(shape, torch.device("cpu"))[:, segment].tolist()
+    return polynomial_error(shape, segment, row)
+
+
+def polynomial_error(shape: TableShape, segment: int, row: list[float]) -> Any:
+    """Return a bound of the error of |z| that a segment's polynomial makes in float64.
 
     The n-th derivative of the quantile is P_n(z) / density^n but for its sign, with P_1 = 1 and
     P_{n+1} = P_n' + n z P_n: coefficients are positive, so P_n grows with z, while the Mills ratio
@@ -119,8 +128,8 @@ def inverse_error(shape: TableShape, segment: int) -> Any:
     """
     import mpmath as mp
 
-    n, half = shape.num_coefficients, mp.mpf(2) ** -(SUB_BITS + 1)
-    octave, part = divmod(segment, 1 << SUB_BITS)
+    n, half = shape.num_coefficients, mp.mpf(2) ** -(shape.sub_bits + 1)
+    octave, part = divmod(segment, 1 << shape.sub_bits)
     if octave + shape.first_octave >= shape.bits - 1:
         return mp.mpf(0)  # the one value there has |z| = 0 exactly
     low = 1 + 2 * part * half
@@ -134,26 +143,38 @@ def inverse_error(shape: TableShape, segment: int) -> Any:
     derivative = mp.polyval(polynomial[::-1], most) * (mills / low) ** n
     interpolated = 2 * (half / 2) ** n * derivative / mp.factorial(n)
     # Horner's scheme rounds a coefficient when it is stored, when it is added, and twice for each
-    # power of u.
-    row = inverse_table(shape, torch.device("cpu"))[:, segment].tolist()
+    # power of u; less where products and sums are fused.
     rounded = sum((2 * i + 2) * abs(mp.mpf(c)) * half**i for i, c in enumerate(row))
     return interpolated + rounded * UNIT * (1 + mp.mpf(2) ** -40)
 
 
-def near_error() -> Any:
-    """Return a bound of |scaled - scale · Q(p)| / scale where no more than 63 bits are looked at.
+def reach(segment: int, row: list[float]) -> float:
+    """Return a bound of |scaled - scale · Q(p)| / scale, where 40 bits of p are looked at.
 
-    That is the table's error, of which the argument was rounded to float64 and lacks bits below
-    2^-64, and a rounded product. `NEAR` must be more.
+    That is the polynomial's error, a unit of 2^-41 for the bits that are not looked at, where Q is
+    steepest, and a rounded product; infinity far in the tail.
     """
     import mpmath as mp
 
-    first = (FAR_UPPER.bit_length() - 1 + 32 - SECURE.first_octave) << SUB_BITS
-    farthest = tail_quantile(mp.mpf(FAR_UPPER) * 2**32 / mp.mpf(2) ** 64)
-    table_error = max(inverse_error(SECURE, each) for each in range(first, SECURE.num_segments))
-    mills = _tail(mp.mpf(0)) / _density(mp.mpf(0))
-    coarse = (1 + mp.mpf(2) ** -20) / (mp.mpf(2) ** 64 * _density(farthest))
-    return table_error + mills * UNIT + coarse + farthest * UNIT
+    octave, part = divmod(segment, 1 << COARSE.sub_bits)
+    if octave + COARSE.first_octave < FAR:
+        return float("inf")
+    begin = 1 + mp.mpf(part) / (1 << COARSE.sub_bits)
+    farthest = tail_quantile(begin * mp.mpf(2) ** (octave + COARSE.first_octave - COARSE.bits))
+    unit = mp.mpf(2) ** -COARSE.bits / _density(farthest)
+    total = polynomial_error(COARSE, segment, row) + unit + 2 * farthest * UNIT
+    return float(total * (1 + mp.mpf(2) ** -20))
+
+
+def open_share(scale: float) -> float:
+    """Return a bound of how many secure normals are open: a share of all."""
+    table = inverse_table(COARSE, torch.device("cpu"))
+    total = 0.0
+    for segment in range(COARSE.num_segments):
+        octave = (segment >> COARSE.sub_bits) + COARSE.first_octave
+        mass = 2.0 ** (octave - COARSE.sub_bits - COARSE.bits + 1)
+        total += mass * min(1.0, 2 * scale * reach(segment, table[:, segment].tolist()))
+    return total
 
 
 def draw_distance(scale: float) -> Any:
@@ -178,7 +199,7 @@ def draw_distance(scale: float) -> Any:
         tail = 21 * UNIT**2 * tail + 2 * sum(sizes[n:])
         slope = UNIT * sum((m + 1) * size for m, size in enumerate(steep[:n])) + 2 * sum(steep[n:])
         newton = change * (slope / _density(end) + 5 * UNIT) + 12 * UNIT**2
-        bits = mp.mpf(2) ** -116 + 4 * UNIT**2 * _tail(begin)
+        bits = mp.mpf(2) ** -106 + 4 * UNIT**2 * _tail(begin)
         total += tail + _density(begin) * newton + bits
     boundaries = mp.mpf(scale) / TAIL_STEPS + 2  # in each of the segments, at most
     return 4 * boundaries * total + mp.mpf(2) ** (SECURE.first_octave - 63)
@@ -205,14 +226,15 @@ def main() -> None:
         import mpmath as mp
 
         with mp.workdps(40):
-            print(f"error of z in spacings per scale: {float(near_error()):.3g}, below {NEAR:.3g}")
             for bits in (20, 31):
-                distance = draw_distance(2.0**bits)
+                distance, share = draw_distance(2.0**bits), open_share(2.0**bits)
                 print(f"distance of a draw, scale 2^{bits}: 2^{float(mp.log(distance, 2)):.2f}")
+                print(f"share of open values, scale 2^{bits}: 2^{float(mp.log(share, 2)):.2f}")
         return
     lines = []
-    for shape in (ORDINARY, SECURE):
-        lines += [f"{shape.name} {shape.num_segments} {shape.num_coefficients}"]
+    for shape in (ORDINARY, COARSE, SECURE):
+        num_columns = shape.num_coefficients + (shape is COARSE)
+        lines += [f"{shape.name} {shape.num_segments} {num_columns}"]
         lines += table_lines(shape)
     lines += [f"tail {NUM_TAILS} {2 * NUM_TAIL_COEFFICIENTS}", *tail_lines()]
     text = "".join(line + "\n" for line in lines)

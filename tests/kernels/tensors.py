@@ -28,11 +28,11 @@ def weights_of(num_tensors: int, batch: int) -> Tensor:
     return torch.rand(num_tensors, batch, generator=gen) + 0.1
 
 
-def recipes_of(num_tensors: int, std: float = 0.7, near: float | None = None) -> Tensor:
-    """Recipes of noise; a nearness has more of it decided exactly, and changes no value."""
+def recipes_of(num_tensors: int, std: float = 0.7, distance: float | None = None) -> Tensor:
+    """Recipes of noise; a small distance has more decided exactly, and changes no value."""
     key, floats = Key.from_seed(3), secure_floats(std, noise_spacing(std))
-    if near is not None:
-        floats = (*floats[:2], near)
+    if distance is not None:
+        floats = (*floats[:2], distance)
     return torch.stack(
         [
             Recipe(

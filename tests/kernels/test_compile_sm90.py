@@ -45,21 +45,22 @@ def many_cases():
     plain, at_once = {"enable_fp_fusion": False}, {"AT_ONCE": k._SAMPLES_AT_ONCE}
     for aligned in (True, False):
         yield f"squares {aligned}", k.squares_kernel, {"num_warps": 8}, {}, {
-            "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
+            "VALUE": tl.bfloat16, "ALIGNED": aligned, "TILE": k._SQUARE_TILE}
         yield f"moments {aligned}", k.moments_kernel, {"num_warps": 8}, {
             "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
-            "scale2": "fp32"}, {"HAS_FLAG": True, "ALIGNED": aligned, "TILE": k._COMBINE_TILE}
-        for name, is_noisy in (("sum", False), ("noisy", True)):
-            yield f"release {name} {aligned}", k.release_kernel, {
-                "num_warps": 1 if is_noisy else 8, **plain}, {}, {
-                "NOISY": is_noisy, "DTYPE": tl.bfloat16, "ADD": False,
-                "ALIGNED": aligned,
-                "TILE": k._NOISY_TILE if is_noisy else k._COMBINE_TILE, **at_once}
+            "scale2": "fp32"}, {"VALUE": tl.bfloat16, "HAS_FLAG": True, "ALIGNED": aligned,
+            "TILE": k._COMBINE_TILE}
+        yield f"release sum {aligned}", k.release_kernel, {"num_warps": 8, **plain}, {}, {
+            "VALUE": tl.bfloat16, "DTYPE": tl.bfloat16, "ADD": False, "ALIGNED": aligned,
+            "TILE": k._COMBINE_TILE, **at_once}
+        yield f"release noisy {aligned}", k.noisy_kernel, {"num_warps": 1, **plain}, {}, {
+            "VALUE": tl.int32, "DTYPE": tl.bfloat16, "ALIGNED": aligned,
+            "TILE": k._NOISY_TILE, **at_once}
     yield "add", k.release_kernel, {"num_warps": 8, **plain}, {}, {
-        "NOISY": False, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
+        "VALUE": tl.float32, "DTYPE": tl.float32, "ADD": True, "ALIGNED": True,
         "TILE": k._COMBINE_TILE, **at_once}
     yield "add integers", k.release_kernel, {"num_warps": 8, **plain}, {}, {
-        "NOISY": False, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
+        "VALUE": tl.float32, "DTYPE": tl.int32, "ADD": True, "ALIGNED": True,
         "TILE": k._COMBINE_TILE, **at_once}
     yield "total", k.total_kernel, {"num_warps": 4}, {"out": "*fp64"}, {"BLOCK": 256}
 
@@ -169,7 +170,9 @@ def test_all_kernels_compile(names, count):
         assert counts["atomic"] == 0, name
         assert counts["shared"] <= 227 << 10, name
         if name.startswith("release"):
-            assert counts["fused"] == 0, name  # it rounds once where the definition rounds twice
+            # They round once where the definition rounds twice. The first look at noise has eight
+            # for each of a thread's twelve elements, which its bound allows for.
+            assert counts["fused"] == (96 if "noisy" in name else 0), name
         if name.endswith(("True", "False")) and name.startswith(("squares", "release")):
             assert (counts["wide"] > 0) == name.endswith("True"), name
         if "*bf16" in name or name.startswith("factored"):

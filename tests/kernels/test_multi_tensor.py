@@ -213,7 +213,7 @@ def test_release_equals_the_reference(shapes, starts):
     values, weights = draw(2, shapes), weights_of(3, 2)
     found, expected = outs_like(values), outs_like(values)
     with as_on_cuda():
-        noise = (recipes_of(3, near=0.002), starts)  # some values are open
+        noise = (recipes_of(3, distance=0.498), starts)  # some values are open
         multi_tensor.release(values, weights, noise, 8.0, found)
     noise = (recipes_of(3), starts)
     multi_tensor.release_reference(values, weights, noise, 8.0, expected)

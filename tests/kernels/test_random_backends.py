@@ -11,7 +11,6 @@ from unison.errors import BadInput
 from unison.kernels import random
 from unison.kernels.random import (
     OUTPUT_DTYPES,
-    SECURE,
     Cipher,
     Distribution,
     Recipe,
@@ -26,13 +25,14 @@ NUMBERS: dict[Distribution, tuple[tuple[float, ...], tuple[int, ...]]] = {
     Distribution.UNIFORM53: ((-1.0, 2.5, -1.0, 1.375), ()),
     Distribution.NORMAL: ((0.1, 1.3), ()),
     Distribution.TRUNCATED: ((0.1, 1.3, -2.0, 2.0), (123456789, 3123456789)),
-    # One value in a thousand is decided exactly; with the usual nearness it is one in a million.
-    Distribution.SECURE_NORMAL: ((0.7 * 2.0**20, 2.0**-20, 0.0005), ()),
+    # One value in a thousand is decided exactly; usually it is one in a hundred thousand.
+    Distribution.SECURE_NORMAL: ((0.7 * 2.0**20, 2.0**-20, 0.4995), ()),
     Distribution.BERNOULLI: ((), (2**60,)),
     Distribution.INTEGERS: ((), (-5, 2**62 + 12345)),
 }
 CASES = [(cipher, kind, dtype) for kind in Distribution for cipher in Cipher
-         for dtype in OUTPUT_DTYPES[kind]]  # fmt: skip
+         for dtype in OUTPUT_DTYPES[kind]
+         if cipher is Cipher.CHACHA20 or kind is not Distribution.SECURE_NORMAL]  # fmt: skip
 ROWS = [([0], 5003), ([5 + (1 << 40)], 2050), ([3, 1 << 34, 77], 123), ([9, 4, 1 << 50], 1)]
 
 
@@ -60,33 +60,28 @@ def test_numba_equals_reference(cipher, kind, dtype):
         assert torch.equal(drawn("numba", recipe, dtype, starts, run), expected)
 
 
-# Elements of `recipe_of`'s streams that the table alone would get wrong on the finest grid: near to
-# the middle of two values and, the second, so far in the tail that 63 bits are too few.
-OPEN_ONES = [
-    (Cipher.PHILOX, 1279830),
-    (Cipher.PHILOX, 4891333075),
-    (Cipher.CHACHA20, 2536487),
-]
+# Elements of `recipe_of`'s stream that the table alone gets wrong on the finest grid: near to the
+# middle of two values and, the last, so far in the tail that 40 bits say nothing.
+OPEN_ONES = (653, 1158, 4367197)
 
 
-def fine_recipe(cipher: Cipher, near: float | None = None) -> Recipe:
-    """The finest grid, with the usual nearness unless another one is given."""
+def fine_recipe(distance: float | None = None) -> Recipe:
+    """The finest grid, with the usual distance unless another one is given."""
     scale, spacing, usual = secure_floats(1.0, 2.0**-31)
-    floats = (scale, spacing, usual if near is None else near)
-    return replace(recipe_of(cipher, Distribution.SECURE_NORMAL), floats=floats)
+    floats = (scale, spacing, usual if distance is None else distance)
+    return replace(recipe_of(Cipher.CHACHA20, Distribution.SECURE_NORMAL), floats=floats)
 
 
-@pytest.mark.parametrize(("cipher", "element"), OPEN_ONES)
-def test_open_values_are_decided_exactly(cipher, element):
-    recipe, starts = fine_recipe(cipher), [element - 10]
+@pytest.mark.parametrize("element", OPEN_ONES)
+def test_open_values_are_decided_exactly(element):
+    recipe, starts = fine_recipe(), [element - 10]
     expected = drawn("reference", recipe, torch.float64, starts, 2000)
     words = random.element_words(recipe, torch.tensor([element]), 1)
-    v = ((words[0] & 0x7FFFFFFF) << 32) | words[1] | 1
-    by_table = (random.inverse_tail(v, SECURE) * 2.0**31).round() * 2.0**-31
-    assert float(by_table) != float(expected[10].abs())
+    by_table, _ = random.coarse_steps((words[0] << 8) | (words[1] & 0xFF), 2.0**31, 0.5)
+    assert float(by_table) * 2.0**-31 != float(expected[10].abs())
     # Many are open in the second case, all of them, too many for a list, in the last.
-    for near in (None, 0.003, 1.0):
-        found = drawn("numba", fine_recipe(cipher, near), torch.float64, starts, 2000)
+    for distance in (None, 0.48, -1.0):
+        found = drawn("numba", fine_recipe(distance), torch.float64, starts, 2000)
         assert torch.equal(found, expected)
 
 
@@ -125,8 +120,8 @@ def test_half_precision_is_float32_rounded_once_more():
 @pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
 @interpreted
 def test_triton_equals_reference_in_the_interpreter(is_full):
-    for cipher, element in OPEN_ONES:
-        recipe = fine_recipe(cipher)
+    for element in OPEN_ONES:
+        recipe = fine_recipe()
         expected = drawn("reference", recipe, torch.float64, [element - 3], 7)
         assert torch.equal(drawn("triton", recipe, torch.float64, [element - 3], 7), expected)
     seen = set()
@@ -150,8 +145,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from unison.kernels.random import Cipher, Distribution, Recipe
 from unison.kernels import random_triton as kernels
-for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24),
-                     (Cipher.PHILOX, Distribution.SECURE_NORMAL)]:
+for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distribution.UNIFORM24)]:
     recipe = Recipe(cipher, tuple(range(cipher.num_key_words)), kind, (1.0, 1.0, 1.0))
     constants = kernels.compile_options(recipe, 1 << 20, True)
     options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
@@ -166,7 +160,7 @@ for cipher, kind in [(Cipher.PHILOX, Distribution.NORMAL), (Cipher.PHILOX, Distr
 
 def test_triton_compiles_without_fused_multiply_adds():
     lines = printed_by(COMPILED).splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 2
     for line in lines:
         _, num_fused, num_products = line.split()
         assert int(num_fused) == 0
@@ -186,12 +180,12 @@ def test_triton_equals_reference_on_the_gpu(cipher, kind, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("cipher", "element"), OPEN_ONES)
-def test_open_values_are_decided_exactly_on_the_gpu(cipher, element):
-    expected = drawn("reference", fine_recipe(cipher), torch.float64, [element - 10], 2000)
-    for near in (None, 0.3):
+@pytest.mark.parametrize("element", OPEN_ONES)
+def test_open_values_are_decided_exactly_on_the_gpu(element):
+    expected = drawn("reference", fine_recipe(), torch.float64, [element - 10], 2000)
+    for distance in (None, 0.2):
         out = torch.empty(2000, dtype=torch.float64, device="cuda")
-        fill_rows(out, fine_recipe(cipher, near), torch.tensor([element - 10]), 2000)
+        fill_rows(out, fine_recipe(distance), torch.tensor([element - 10]), 2000)
         assert torch.equal(out.cpu(), expected)
 
 

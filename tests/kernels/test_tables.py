@@ -7,7 +7,8 @@ from scipy.special import ndtri
 from bench.make_normal_table import (
     draw_distance,
     inverse_error,
-    near_error,
+    open_share,
+    reach,
     segment_coefficients,
     table_lines,
     tail_coefficients,
@@ -15,16 +16,16 @@ from bench.make_normal_table import (
     tail_quantile,
 )
 from unison.kernels.random import (
-    NEAR,
+    COARSE,
     NUM_TAIL_COEFFICIENTS,
     NUM_TAILS,
     ORDINARY,
     SECURE,
-    SUB_BITS,
     TABLE_FILE,
     TAIL_STEPS,
     inverse_table,
     inverse_tail,
+    reach_table,
     tail_table,
 )
 from unison.rng.streams import DRAW_DISTANCE
@@ -32,14 +33,14 @@ from unison.rng.streams import DRAW_DISTANCE
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("shape", [ORDINARY, SECURE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [ORDINARY, COARSE, SECURE], ids=lambda shape: shape.name)
 def test_file_is_what_the_script_computes(shape):
     stored = inverse_table(shape, CPU)
     with mpmath.workdps(40):
         for octave in (0, shape.num_octaves // 2, shape.num_octaves - 2, shape.num_octaves - 1):
             for part in (0, 5):
                 fresh = segment_coefficients(shape, octave, part)
-                assert stored[:, (octave << SUB_BITS) + part].tolist() == fresh
+                assert stored[:, (octave << shape.sub_bits) + part].tolist() == fresh
 
 
 def test_pairs_of_the_tail_are_its_coefficients():
@@ -54,8 +55,10 @@ def test_pairs_of_the_tail_are_its_coefficients():
 @pytest.mark.full
 def test_whole_file_is_what_the_script_computes():
     lines = TABLE_FILE.read_text(encoding="ascii").splitlines()
-    secure_at = 2 + ORDINARY.num_segments
-    assert lines[1 : secure_at - 1] == table_lines(ORDINARY)
+    coarse_at = 2 + ORDINARY.num_segments
+    secure_at = coarse_at + 1 + COARSE.num_segments
+    assert lines[1 : coarse_at - 1] == table_lines(ORDINARY)
+    assert lines[coarse_at : secure_at - 1] == table_lines(COARSE)
     assert lines[secure_at : secure_at + SECURE.num_segments] == table_lines(SECURE)
     assert lines[secure_at + SECURE.num_segments + 1 :] == tail_lines()
 
@@ -85,7 +88,7 @@ def test_errors_of_the_inverse_keep_to_their_bound(step):
     worst = 0.0
     with mpmath.workdps(40):
         for segment in range(0, SECURE.num_segments - 8, step):
-            octave, part = divmod(segment, 1 << SUB_BITS)
+            octave, part = divmod(segment, 1 << SECURE.sub_bits)
             places = [0.0, 2.0**-49, 0.0123, 1 / 16, 0.1, 1 / 8 - 2.0**-52]
             xs = [(1 + part / 8 + u) * 2.0 ** (octave + SECURE.first_octave) for u in places]
             found = inverse_tail(torch.tensor(xs, dtype=torch.float64), SECURE).tolist()
@@ -97,9 +100,34 @@ def test_errors_of_the_inverse_keep_to_their_bound(step):
     assert worst > 0.1  # not a bound of something else
 
 
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.full)])
+def test_the_coarse_table_is_off_by_no_more_than_it_says(step):
+    """Any x of a cell against any p of it, at both ends; the table says it of every segment."""
+    table, worst = reach_table(CPU), 0.0
+    with mpmath.workdps(40):
+        for segment in range(0, COARSE.num_segments, step):
+            octave, part = divmod(segment, 1 << COARSE.sub_bits)
+            octave += COARSE.first_octave
+            if octave < 12:
+                assert table[segment] == np.inf
+                continue
+            fresh = reach(segment, inverse_table(COARSE, CPU)[:, segment].tolist())
+            assert float(table[segment]) == fresh
+            first = int((16 + part) * 2.0 ** (octave - 4))
+            last = int((17 + part) * 2.0 ** (octave - 4)) - 1
+            for w in (first, (first + last) // 2, last):
+                xs = [w + 2.0**-13, w + 0.5, w + 1 - 2.0**-13]
+                found = inverse_tail(torch.tensor(xs, dtype=torch.float64), COARSE).tolist()
+                ends = [tail_quantile(mpmath.mpf(w + k) / 2**COARSE.bits) for k in (0, 1)]
+                error = max(abs(z - end) for z in found for end in ends)
+                assert error <= fresh, (w, float(error), fresh)
+                worst = max(worst, float(error) / fresh)
+    assert worst > 0.5  # not a bound of something else
+
+
 def test_the_claimed_bounds_are_those_of_the_tables():
     with mpmath.workdps(40):
         assert max(inverse_error(SECURE, i) for i in range(SECURE.num_segments)) < 4.3e-15
-        assert near_error() < 4.9e-14 < NEAR / 4
         assert DRAW_DISTANCE / 4 < draw_distance(2.0**20) < DRAW_DISTANCE
         assert draw_distance(2.0**31) < DRAW_DISTANCE * 2**11
+        assert open_share(2.0**20) < 2.0**-16

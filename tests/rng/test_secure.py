@@ -10,7 +10,7 @@ import torch
 from bench.make_normal_table import tail_quantile
 from unison.errors import BadInput
 from unison.kernels import random as kernels
-from unison.kernels.random import SECURE, Distribution, Recipe, fill_rows, secure_floats
+from unison.kernels.random import Distribution, Recipe, fill_rows, secure_floats
 from unison.rng import (
     Cipher,
     Key,
@@ -40,7 +40,7 @@ def test_noise_is_on_the_grid_in_both_dtypes(std):
 
 
 def test_largest_noise_fits_float32():
-    words = torch.zeros(4, 1, dtype=torch.int64)
+    words = torch.zeros(3, 1, dtype=torch.int64)
     largest = float(exact_steps(words, 2.0**20))
     assert largest == round(2.0**20 * float(tail_quantile(2.0**-80)))
     assert largest <= MAX_MAGNITUDE * 2.0**20 < 2.0**24
@@ -59,19 +59,19 @@ def test_finer_grids_need_float64():
 
 
 def exact_steps(words: torch.Tensor, scale: float) -> torch.Tensor:
-    """Decide each of 4 words [4, ...]: 31 bits, 32 bits, and two words of which 52 bits count."""
-    return kernels.exact_steps(words[0], words[1], words[2:], scale)
+    """Decide each of 3 words [3, ...]: 40 bits, and twice 32."""
+    return kernels.exact_steps(words[0], words[1:], scale)
 
 
 def words_of(p: Any) -> tuple[int, ...]:
     """Return the words whose p is the nearest to a given one."""
-    bits = int(mpmath.floor(p * 2**116))
-    return bits >> 84, bits >> 52 & 0xFFFFFFFF, bits >> 20 & 0xFFFFFFFF, (bits & 0xFFFFF) << 12
+    bits = int(mpmath.floor(p * 2**105))
+    return bits >> 64, bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
 
 
 def p_of(words: tuple[int, ...]) -> Any:
-    bits = (words[0] << 84) | (words[1] << 52) | (words[2] << 20) | (words[3] >> 12)
-    return (bits + mpmath.mpf("0.5")) / mpmath.mpf(2) ** 116
+    bits = (words[0] << 64) | (words[1] << 32) | words[2]
+    return (bits + mpmath.mpf("0.5")) / mpmath.mpf(2) ** 105
 
 
 def rounded(p: Any, scale: float) -> int:
@@ -94,14 +94,17 @@ def test_the_upper_tail_is_known_to_102_bits():
 
 @pytest.mark.parametrize("scale", [2.0**20, 0.7 * 2.0**20, 3.0, 2.0**30])
 def test_boundaries_between_cells_are_where_they_should_be(scale):
-    """A hair to either side of them, which 63 bits cannot tell apart: from 0 to 10 σ."""
-    generator = random.Random(1)
+    """A hair to either side of them, which 40 bits cannot tell apart: from 0 to 10 σ.
+
+    To 9 σ on a fine grid, of which 104 bits do not have every cell beyond.
+    """
+    generator, farthest = random.Random(1), 10.1 if scale < 2.0**30 else 9.0
     with mpmath.workdps(60):
-        cells = {math.floor(generator.uniform(0, 10.1) * scale) for _ in range(60)} | {0}
+        cells = {math.floor(generator.uniform(0, farthest) * scale) for _ in range(60)} | {0}
         drawn, expected = [], []
         for cell in cells:
             boundary = mpmath.erfc((cell + mpmath.mpf("0.5")) / scale / mpmath.sqrt(2)) / 2
-            hair = boundary * mpmath.mpf(2) ** -92 + mpmath.mpf(2) ** -115
+            hair = boundary * mpmath.mpf(2) ** -92 + mpmath.mpf(2) ** -104
             for side, steps in ((hair, cell), (-hair, cell + 1)):
                 drawn.append(words_of(boundary + side))
                 assert rounded(p_of(drawn[-1]), scale) == steps
@@ -111,24 +114,24 @@ def test_boundaries_between_cells_are_where_they_should_be(scale):
 
 def test_any_words_are_decided_as_defined():
     generator, scale = random.Random(2), 0.7 * 2.0**20
-    drawn = [tuple(generator.getrandbits(each) for each in (31, 32, 32, 32)) for _ in range(60)]
-    for zeros in range(1, 50):  # into the tail, where the first words say little or nothing
-        bits = generator.getrandbits(115 - zeros)
-        if bits >> 36:
-            drawn.append(words_of(mpmath.ldexp(bits, -116)))
-    drawn += [(0x7FFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), (1 << 30, 0, 0, 0)]
+    drawn = [tuple(generator.getrandbits(each) for each in (40, 32, 32)) for _ in range(60)]
+    for zeros in range(1, 50):  # into the tail, where the first bits say little or nothing
+        bits = generator.getrandbits(104 - zeros)
+        if bits >> 25:
+            drawn.append(words_of(mpmath.ldexp(bits, -105)))
+    drawn += [((1 << 40) - 1, 0xFFFFFFFF, 0xFFFFFFFF), (1 << 39, 0, 0)]
     with mpmath.workdps(60):
         expected = [rounded(p_of(each), scale) for each in drawn]
     assert exact_steps(torch.tensor(drawn).T, scale).tolist() == expected
 
 
 def test_every_cell_beyond_8_sigma_can_be_drawn():
-    """63 bits alone leave most of them out."""
+    """40 bits alone have none of them."""
     scale, first = 2.0**20, round(8.3 * 2.0**20)
     with mpmath.workdps(40):
         middles = [mpmath.erfc(k / scale / mpmath.sqrt(2)) / 2 for k in range(first, first + 200)]
         drawn = [words_of(p) for p in middles]
-    assert len({each[:2] for each in drawn}) <= 3
+    assert {each[0] for each in drawn} == {0}
     assert exact_steps(torch.tensor(drawn).T, scale).tolist() == [*range(first, first + 200)]
 
 
@@ -137,16 +140,16 @@ def test_deciding_all_values_exactly_changes_none(std, spacing):
     recipe = Recipe(
         STREAM.cipher, STREAM.words, Distribution.SECURE_NORMAL, secure_floats(std, spacing)
     )
-    all_open = dataclasses.replace(recipe, floats=(*recipe.floats[:2], 1.0))
+    all_open = dataclasses.replace(recipe, floats=(*recipe.floats[:2], -1.0))
     found = [torch.empty(20_000, dtype=torch.float64) for _ in range(2)]
     for each, out in zip((recipe, all_open), found, strict=True):
         kernels.fill_reference(out, each, torch.tensor([5]), out.numel())
     assert torch.equal(*found)
 
 
-# Elements of streams whose value is open by itself, as one in a million is: near to the middle of
-# two grid points, or in the tail.
-NEAR_ONES, FAR_ONES = (6583212, 7705295, 12656603), (1983218, 2588697, 3430158)
+# Elements of a stream whose value is open by itself, as one in a hundred thousand is: near to the
+# middle of two grid points, or in the tail, where 40 bits say nothing.
+NEAR_ONES, FAR_ONES = (185924, 356377, 365401), (1700439, 4367197, 6731508)
 
 
 @pytest.mark.parametrize("element", [*NEAR_ONES, *FAR_ONES])
@@ -154,18 +157,32 @@ def test_values_that_are_open_by_themselves(element):
     key = tuple((i * 2654435761) % 2**32 for i in range(1, 11))
     floats = secure_floats(0.7, 2.0**-20)
     recipe = Recipe(Cipher.CHACHA20, key, Distribution.SECURE_NORMAL, floats)
-    start = torch.tensor([element])
-    w0, w1 = kernels.element_words(recipe, start, 1).view(-1).tolist()
-    more = kernels.element_words(recipe, start, 1, 1 << 62).view(-1).tolist()
-    upper = w0 & 0x7FFFFFFF
-    scaled = float(kernels.inverse_tail(torch.tensor((upper << 32) | w1), SECURE)) * floats[0]
-    assert abs(abs(scaled - round(scaled)) - 0.5) < floats[2] or upper < 1 << 10
-    assert (upper < 1 << 10) == (element in FAR_ONES)
+    block = kernels.chacha20_blocks(torch.tensor(element // 12), key).tolist()
+    place = element % 12
+    nine = block[12 + place % 4] >> (23 - 9 * (place // 4)) & 0x1FF
+    w = (block[place] << 8) | (nine & 0xFF)
+    more = kernels.chacha20_blocks(torch.tensor((1 << 62) + element), key).tolist()[:2]
+    _, is_open = kernels.coarse_steps(torch.tensor([w]), floats[0], floats[2])
+    assert bool(is_open)
+    assert (w < 1 << 20) == (element in FAR_ONES)
     with mpmath.workdps(60):
-        expected = rounded(p_of((upper, w1, *more)), floats[0]) * (-1 if w0 >> 31 else 1)
+        expected = rounded(p_of((w, *more)), floats[0]) * (-1 if nine >> 8 else 1)
     out = torch.empty(1, dtype=torch.float64)
-    fill_rows(out, recipe, start, 1)
+    fill_rows(out, recipe, torch.tensor([element]), 1)
     assert float(out) / floats[1] == expected
+
+
+def test_no_two_elements_share_a_bit():
+    """Each has a word and nine bits of its own; of each of the last four words five are unused."""
+    seen = {}
+    for word in range(16):
+        for bit in range(32):
+            marked = torch.zeros(16, dtype=torch.int64)
+            marked[word] = 1 << bit
+            for at in kernels._secure_words(marked).nonzero().tolist():
+                seen.setdefault((word, bit), []).append(tuple(at))
+    assert 16 * 32 - len(seen) == 4 * 5
+    assert all(len(places) == 1 for places in seen.values())
 
 
 # ---- the grid ----------------------------------------------------------------------------------

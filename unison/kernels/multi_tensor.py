@@ -121,20 +121,14 @@ def weighted_sum_reference(x: Tensor, weights: Tensor, out: Tensor) -> None:
 
 # --- many parameters ------------------------------------------------------------------------------
 
-HALF, SINGLE, INTEGER, LONG = range(4)  # kinds of values
-KINDS = {
-    torch.bfloat16: HALF,
-    torch.float32: SINGLE,
-    torch.int32: INTEGER,
-    torch.int64: LONG,
-}
+VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
 
 def is_fast(values: Sequence[Tensor]) -> bool:
-    """Return whether the kernels take tensors: on CUDA, a dtype in KINDS, samples contiguous."""
+    """Return whether the kernels take tensors: on CUDA, of VALUE_DTYPES, samples contiguous."""
     if not values or not all(map(is_on_gpu, values)) or not has_triton():
         return False
-    return all(each.dtype in KINDS and is_dense(each) for each in values)
+    return all(each.dtype in VALUE_DTYPES and is_dense(each) for each in values)
 
 
 def is_dense(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ float64, samples one after the other.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unison.kernels import multi_tensor, random
+from unison.kernels import random
 from unison.kernels.available import on_device_of
-from unison.kernels.multi_tensor import KINDS, NoiseDraw, on_device, tile_map
-from unison.kernels.random_triton import _chacha, _weave8, secure_steps
+from unison.kernels.multi_tensor import NoiseDraw, on_device, tile_map
+from unison.kernels.random_triton import decided_steps, secure_steps, secure_words
 
 # Columns of the table, all int64.
-VALUES, STRIDE, NUMEL, OUT, FIRST, KIND, SAMPLES, SECOND = (tl.constexpr(i) for i in range(8))
-WIDTH = tl.constexpr(8)
-HALF, SINGLE = tl.constexpr(multi_tensor.HALF), tl.constexpr(multi_tensor.SINGLE)
-INTEGER = tl.constexpr(multi_tensor.INTEGER)
+VALUES, STRIDE, NUMEL, OUT, FIRST, SAMPLES, SECOND = (tl.constexpr(i) for i in range(7))
+WIDTH = tl.constexpr(7)
 RECIPE, FLOATS_AT = tl.constexpr(random.RECIPE_LENGTH), tl.constexpr(random.FLOATS_AT)
-MAGIC = tl.constexpr(random.ROUND_MAGIC)
+MAGIC, PER_BLOCK = tl.constexpr(random.ROUND_MAGIC), tl.constexpr(random.SECURE_PER_BLOCK)
 
 
 @triton.jit
@@ -58,28 +57,24 @@ def _pointer(row, column, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _values(row, sample, at, mask, ALIGNED: tl.constexpr):
+def _values(row, sample, at, mask, VALUE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return elements of one sample's gradient, float32."""
     first = sample * _number(row, STRIDE, ALIGNED)
-    if tl.load(row + KIND) == SINGLE:
-        singles = _pointer(row, VALUES, tl.float32, ALIGNED) + first
-        value = tl.load(singles + at, mask=mask, other=0.0)
-    else:
-        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED) + first
-        value = tl.load(halves + at, mask=mask, other=0.0).to(tl.float32)
-    return value
+    values = _pointer(row, VALUES, VALUE, ALIGNED) + first
+    return tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def squares_kernel(
-    table, tensors, first_tiles, out, num_tiles, ALIGNED: tl.constexpr, TILE: tl.constexpr
-):
+    table, tensors, first_tiles, out, num_tiles,
+    VALUE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Σ x² of one tile of one sample: out [samples, tiles]."""
     program, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tensor = tl.load(tensors + program)
     row = table + tensor * WIDTH
     at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
-    x = _values(row, sample, at, at < _number(row, NUMEL, ALIGNED), ALIGNED)
+    x = _values(row, sample, at, at < _number(row, NUMEL, ALIGNED), VALUE, ALIGNED)
     tl.store(out + sample * num_tiles + program, tl.sum(x * x))
 
 
@@ -95,17 +90,6 @@ def total_kernel(parts, first_tiles, out, num_tensors, num_tiles, BLOCK: tl.cons
         part = tl.load(parts + sample * num_tiles + at, mask=at < end, other=0.0)
         total += part.to(tl.float64)
     tl.store(out + tensor * tl.num_programs(1) + sample, tl.sum(total))
-
-
-@triton.jit
-def _noise(recipe, tile, coefficients, TILE: tl.constexpr):
-    """Return a tile of noise in spacings, float64; the tile begins at a block of the cipher."""
-    first = tile * (TILE // 8)
-    block = first + tl.arange(0, TILE // 8)
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, recipe)
-    upper = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
-    lower = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
-    return secure_steps(upper, lower, first, recipe, coefficients, True)
 
 
 @triton.jit
@@ -137,44 +121,36 @@ def _weighted(
 
 
 @triton.jit
+def _clipped(
+    row, weights, at, mask,
+    VALUE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the clipped sum Σ_b c_b X_b, float64."""
+    values = _pointer(row, VALUES, VALUE, ALIGNED)
+    if (tl.int32 == VALUE) or (tl.int64 == VALUE):  # a sum in units of its weight
+        total = _share(values, tl.load(weights), at, mask, TILE)
+    else:
+        stride, samples = _number(row, STRIDE, ALIGNED), tl.load(row + SAMPLES).to(tl.int32)
+        total = _weighted(values, stride, samples, weights, at, mask, TILE, AT_ONCE)
+    return total
+
+
+@triton.jit
 def release_kernel(
     table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
-    NOISY: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the clipped sum Σ_b c_b X_b, and what becomes of it.
+    """One tile of the clipped sum, times `factor`.
 
-    Without noise it is the sum, times `factor`: one over the divisor, or over the spacing of a grid
-    on which it is rounded to an integer. With noise it is rounded to the noise's grid, the noise is
-    added exactly, in float64, and the result is rounded to float32 and divided ([Note: finalise] in
-    unison/privacy/noise.py).
+    That is one over the divisor, or over the spacing of a grid on which it is rounded to integers.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors + program)
     row = table + tensor * WIDTH
-    tile = program - tl.load(first_tiles + tensor)
-    begin = tl.load(row + FIRST)
-    at = tile * TILE + tl.arange(0, TILE)
-    if NOISY and not ALIGNED:
-        at -= begin % TILE
+    at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
     mask = at < _number(row, NUMEL, ALIGNED)
-    if NOISY and not ALIGNED:
-        mask = mask & (at >= 0)
-    stride, own_weights = _number(row, STRIDE, ALIGNED), weights + tensor * batch
-    samples = tl.load(row + SAMPLES).to(tl.int32)
-    kind = tl.load(row + KIND)
-    if kind == HALF:
-        halves = _pointer(row, VALUES, tl.bfloat16, ALIGNED)
-        total = _weighted(halves, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
-    elif kind == SINGLE:
-        singles = _pointer(row, VALUES, tl.float32, ALIGNED)
-        total = _weighted(singles, stride, samples, own_weights, at, mask, TILE, AT_ONCE)
-    elif kind == INTEGER:  # a sum in units of its weight
-        integers = _pointer(row, VALUES, tl.int32, ALIGNED)
-        total = _share(integers, tl.load(own_weights), at, mask, TILE)
-    else:
-        longs = _pointer(row, VALUES, tl.int64, ALIGNED)
-        total = _share(longs, tl.load(own_weights), at, mask, TILE)
+    total = _clipped(row, weights + tensor * batch, at, mask, VALUE, ALIGNED, TILE, AT_ONCE)
     out = _pointer(row, OUT, DTYPE, ALIGNED)
     if (tl.int32 == DTYPE) or (tl.int64 == DTYPE):
         made = ((total * factor + MAGIC) - MAGIC).to(DTYPE)
@@ -183,15 +159,6 @@ def release_kernel(
     else:
         if ADD:
             total += tl.load(out + at, mask=mask, other=0.0).to(tl.float64)
-        if NOISY:
-            recipe = recipes + tensor * RECIPE
-            spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
-            steps = _noise(recipe, begin // TILE + tile, coefficients, TILE)
-            # A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number
-            # rounds the sum to the grid. Taken off the noise, which is on the grid, it is gone from
-            # the total, exactly.
-            magic = MAGIC * spacing
-            total = (total + magic) + (steps * spacing - magic)
         if tl.float64 != DTYPE:
             total = total.to(tl.float32)
         made = (total * factor).to(DTYPE)
@@ -199,9 +166,102 @@ def release_kernel(
 
 
 @triton.jit
+def _noisy(total, steps, spacing, factor, DTYPE: tl.constexpr):
+    """Return a sum, rounded to the noise's grid, with its noise, times `factor`.
+
+    A float64 near 1.5 · 2^52 spacings is a multiple of the spacing: adding that number rounds the
+    sum to the grid. Taken off the noise, which is on the grid, it is gone from the total, exactly.
+    """
+    magic = MAGIC * spacing
+    total = (total + magic) + (steps * spacing - magic)
+    if tl.float64 != DTYPE:
+        total = total.to(tl.float32)
+    return (total * factor).to(DTYPE)
+
+
+@triton.jit
+def _decide(
+    candidates, begin, first, row, weights, recipe, coefficients, factor,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Write those elements again whose noise is open, one after the other.
+
+    Args:
+        candidates: Which they are, and -1 for those that are not.
+        begin: Where their tile begins, in this tensor.
+        first: The same in the stream of noise.
+        row: Of the table.
+        weights: Of the tensor's samples.
+        recipe: Of its noise.
+        coefficients: See `decided_steps`.
+        factor: See `noisy_kernel`, as all others.
+        VALUE: Of the sums.
+        DTYPE: Of the output.
+        AT_ONCE: See `_weighted`.
+    """
+    spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+    last = tl.max(candidates, 0)
+    while last >= 0:
+        at = begin + last + tl.arange(0, 1)
+        total = _clipped(row, weights, at, at >= 0, VALUE, False, 1, AT_ONCE)
+        steps = decided_steps(first + last, recipe, coefficients)
+        out = _pointer(row, OUT, DTYPE, False)
+        tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE))
+        last = tl.max(tl.where(candidates < last, candidates, -1), 0)
+
+
+@triton.jit
+def noisy_kernel(
+    table, recipes, tensors, first_tiles, weights, coefficients, batch, factor,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the clipped sum with noise, times `factor`: one over the divisor.
+
+    The sum is rounded to the noise's grid, the noise is added exactly, in float64, and the result
+    is rounded to float32 and divided ([Note: finalise] in unison/privacy/noise.py). A block of the
+    cipher makes twelve elements, and a thread has four of them at a time.
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(tensors + program)
+    row = table + tensor * WIDTH
+    weights += tensor * batch
+    recipe, begin = recipes + tensor * RECIPE, _number(row, FIRST, ALIGNED)
+    tile = program - tl.load(first_tiles + tensor)
+    block = (begin // TILE + tile) * (TILE // PER_BLOCK)
+    w0, w1, w2, shared = secure_words(block + tl.arange(0, TILE // PER_BLOCK), recipe)
+    lane = tl.arange(0, TILE // 3)
+    place = (lane // 4) * PER_BLOCK + lane % 4
+    begin = tile * TILE - begin % TILE
+    numel = _number(row, NUMEL, ALIGNED)
+    spacing = tl.load(recipe + FLOATS_AT + 1).to(tl.float64, bitcast=True)
+    out = _pointer(row, OUT, DTYPE, ALIGNED)
+    open0, open1, open2 = place, place, place
+    for i in tl.static_range(3):
+        at = begin + 4 * i + place
+        mask = (at >= 0) & (at < numel)
+        total = _clipped(row, weights, at, mask, VALUE, ALIGNED, TILE // 3, AT_ONCE)
+        words = w0 if i == 0 else (w1 if i == 1 else w2)
+        steps, is_open = secure_steps(words, shared << (9 * i), recipe, coefficients)
+        tl.store(out + at, _noisy(total, steps, spacing, factor, DTYPE), mask=mask)
+        candidates = tl.where(is_open & mask, place, -1)
+        open0 = candidates if i == 0 else open0
+        open1 = candidates if i == 1 else open1
+        open2 = candidates if i == 2 else open2
+    if tl.max(tl.maximum(tl.maximum(open0, open1), open2), 0) >= 0:
+        tl.debug_barrier()  # what is decided here is written after what is written above
+        for i in tl.static_range(3):
+            candidates = open0 if i == 0 else (open1 if i == 1 else open2)
+            _decide(
+                candidates, begin + 4 * i, block * PER_BLOCK + 4 * i, row, weights, recipe,
+                coefficients, factor, VALUE, DTYPE, AT_ONCE,
+            )  # fmt: skip
+
+
+@triton.jit
 def moments_kernel(
     table, tensors, first_tiles, squares, is_held, beta1, beta2, scale1, scale2, eps,
-    HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    VALUE: tl.constexpr, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of Adam's averages, and Σ s² of its step s = m̂ / (√v̂ + ε), which is not written.
 
@@ -212,7 +272,7 @@ def moments_kernel(
     row = table + tensor * WIDTH
     at = (program - tl.load(first_tiles + tensor)) * TILE + tl.arange(0, TILE)
     mask = at < _number(row, NUMEL, ALIGNED)
-    g = _values(row, tl.zeros((), tl.int64), at, mask, ALIGNED)
+    g = _values(row, tl.zeros((), tl.int64), at, mask, VALUE, ALIGNED)
     means = _pointer(row, OUT, tl.float32, ALIGNED) + at
     variances = _pointer(row, SECOND, tl.float32, ALIGNED) + at
     m, v = tl.load(means, mask=mask, other=0.0), tl.load(variances, mask=mask, other=0.0)
@@ -237,7 +297,7 @@ _DTYPES = {
     torch.int64: tl.int64,
 }
 _SQUARE_TILE, _COMBINE_TILE = 8192, 4096
-_NOISY_TILE = 256  # by single warps, which are faster than blocks of four by 5 %
+_NOISY_TILE = 384  # one block of the cipher to each thread of a single warp
 _SAMPLES_AT_ONCE = 4
 
 
@@ -247,8 +307,8 @@ def _launches(
     starts: Sequence[int] | None = None,
     size: int = 1,
     second: Sequence[Tensor] | None = None,
-) -> Iterator[tuple[Tensor | None, bool, torch.dtype | None, tuple[int, ...], Tensor]]:
-    """Cut many tensors into launches: outputs of one dtype, as aligned as the loads are wide.
+) -> Iterator[tuple[Tensor | None, dict[str, Any], tuple[int, ...], Tensor]]:
+    """Cut many tensors into launches: of one dtype each, and as aligned as the loads are wide.
 
     Args:
         values: X [samples, ...] of each.
@@ -258,14 +318,14 @@ def _launches(
         second: Where further results go, if anywhere.
 
     Yields:
-        Which of all tensors they are, or None for all; whether they are aligned; the outputs'
-        dtype; elements of each sample, with those skipped before its first tile; and the table.
+        Which of all tensors they are, or None for all; what a kernel is compiled for (VALUE,
+        ALIGNED and, with outputs, DTYPE); elements of each sample, with those skipped before its
+        first tile; and the table.
     """
     table = np.zeros((len(values), WIDTH.value), np.int64)
     table[:, VALUES] = [each.data_ptr() for each in values]
     table[:, STRIDE] = [each.stride(0) if len(each) > 1 else 0 for each in values]
     table[:, NUMEL] = [math.prod(each.shape[1:]) for each in values]
-    table[:, KIND] = [KINDS[each.dtype] for each in values]
     table[:, SAMPLES] = [len(each) for each in values]
     if outs is not None:
         table[:, OUT] = [each.data_ptr() for each in outs]
@@ -273,25 +333,29 @@ def _launches(
         table[:, SECOND] = [each.data_ptr() for each in second]
     if starts is not None:
         table[:, FIRST] = starts
-    is_aligned = (table[:, NUMEL] % 8 == 0) & (table[:, STRIDE] % 8 == 0) & (table[:, FIRST] == 0)
+    is_aligned = (table[:, NUMEL] | table[:, STRIDE] | table[:, FIRST]) % 8 == 0
     for column in (VALUES, OUT, SECOND):
         is_aligned &= table[:, column] % 16 == 0
-    dtypes = [None] * len(values) if outs is None else [each.dtype for each in outs]
+    made = values if outs is None else outs
+    dtypes = [(a.dtype, b.dtype) for a, b in zip(values, made, strict=True)]
     kinds = list(zip(dtypes, is_aligned.tolist(), strict=True))
     device = values[0].device
-    for dtype, aligned in dict.fromkeys(kinds):
-        which = [i for i, kind in enumerate(kinds) if kind == (dtype, aligned)]
+    for (dtype, out_dtype), aligned in dict.fromkeys(kinds):
+        which = [i for i, kind in enumerate(kinds) if kind == ((dtype, out_dtype), aligned)]
+        constants = {"VALUE": _DTYPES[dtype], "ALIGNED": aligned}
+        if outs is not None:
+            constants["DTYPE"] = _DTYPES[out_dtype]
         index = None if len(which) == len(values) else on_device(which, device)
         rows = table[which]
         numels = tuple((rows[:, NUMEL] + rows[:, FIRST] % size).tolist())
-        yield index, aligned, dtype, numels, on_device(torch.from_numpy(rows), device)
+        yield index, constants, numels, on_device(torch.from_numpy(rows), device)
 
 
 def squares(values: Sequence[Tensor]) -> Tensor:
     """See `multi_tensor.squares`."""
     device, batch = values[0].device, values[0].shape[0]
     out = torch.empty(len(values), batch, dtype=torch.float64, device=device)
-    for index, is_aligned, _, numels, table in _launches(values) if batch else ():
+    for index, constants, numels, table in _launches(values) if batch else ():
         num = len(numels)
         tensors, first = tile_map(numels, _SQUARE_TILE, device)
         num_tiles = len(tensors)
@@ -300,7 +364,7 @@ def squares(values: Sequence[Tensor]) -> Tensor:
         with on_device_of(out):
             squares_kernel[(num_tiles, batch)](
                 table, tensors, first, parts, num_tiles,
-                ALIGNED=is_aligned, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
+                **constants, TILE=_SQUARE_TILE, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
             total_kernel[(num, batch)](
                 parts, first, totals, num, num_tiles,
@@ -325,19 +389,24 @@ def release(
     device, batch = values[0].device, weights.shape[1]
     size = _COMBINE_TILE if noise is None else _NOISY_TILE
     all_recipes, starts = (weights, None) if noise is None else noise
-    for index, is_aligned, dtype, numels, table in _launches(values, outs, starts, size):
+    for index, constants, numels, table in _launches(values, outs, starts, size):
         tensors, first = tile_map(numels, size, device)
         recipes = all_recipes if noise is None or index is None else all_recipes[index]
-        assert dtype is not None
+        given = (
+            table, recipes, tensors, first, weights if index is None else weights[index],
+            random.kernel_table(random.COARSE, device), batch, 1.0 / divisor,
+        )  # fmt: skip
+        options = constants | {"AT_ONCE": max(1, min(batch, _SAMPLES_AT_ONCE)), "TILE": size}
         with on_device_of(weights):
-            release_kernel[(len(tensors),)](
-                table, recipes, tensors, first, weights if index is None else weights[index],
-                random.kernel_table(random.SECURE, device), batch, 1.0 / divisor,
-                NOISY=noise is not None, DTYPE=_DTYPES[dtype], ADD=add,
-                ALIGNED=is_aligned, TILE=size,
-                AT_ONCE=max(1, min(batch, _SAMPLES_AT_ONCE)),
-                num_warps=8 if noise is None else 1, enable_fp_fusion=False,
-            )  # fmt: skip
+            if noise is None:
+                release_kernel[(len(tensors),)](
+                    *given, **options, ADD=add, num_warps=8, enable_fp_fusion=False
+                )
+            else:
+                # What the compiler would take for itself leaves room for fewer warps.
+                noisy_kernel[(len(tensors),)](
+                    *given, **options, num_warps=1, maxnreg=72, enable_fp_fusion=False
+                )
         if noise is not None and index is not None:
             recipes.zero_()  # a copy: the key does not stay behind in device memory
 
@@ -354,7 +423,7 @@ def moments(
     """See `multi_tensor.moments`."""
     values, (beta1, beta2) = [each.reshape(1, -1) for each in gradients], betas
     device, out = values[0].device, means[0].new_empty(len(values), 1, dtype=torch.float64)
-    for index, is_aligned, _, numels, table in _launches(values, means, second=variances):
+    for index, constants, numels, table in _launches(values, means, second=variances):
         tensors, first = tile_map(numels, _COMBINE_TILE, device)
         parts = torch.empty(1, len(tensors), device=device)
         totals = out if index is None else out.new_empty(len(numels), 1)
@@ -362,7 +431,8 @@ def moments(
             moments_kernel[(len(tensors),)](
                 table, tensors, first, parts, parts if is_held is None else is_held, beta1, beta2,
                 1 / (1 - beta1**count), 1 / (1 - beta2**count), eps,
-                HAS_FLAG=is_held is not None, ALIGNED=is_aligned, TILE=_COMBINE_TILE,
+                VALUE=constants["VALUE"], ALIGNED=constants["ALIGNED"],
+                HAS_FLAG=is_held is not None, TILE=_COMBINE_TILE,
                 num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
             total_kernel[(len(numels), 1)](

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unison.kernels import random
-from unison.kernels.random import ORDINARY, SECURE, Cipher, Distribution, Network, Recipe
+from unison.kernels.random import COARSE, ORDINARY, Cipher, Distribution, Network, Recipe
 
 MIN_PER_THREAD = 1 << 15  # elements below which another thread costs more than it saves
 
@@ -75,8 +75,7 @@ _R16, _R12, _R8, _R7, _R20, _R24, _R25 = _ROTATES
 _UNIFORM24, _UNIFORM53 = int(Distribution.UNIFORM24), int(Distribution.UNIFORM53)
 _NORMAL, _TRUNCATED = int(Distribution.NORMAL), int(Distribution.TRUNCATED)
 _SECURE_NORMAL = int(Distribution.SECURE_NORMAL)
-_ORDINARY_OFFSET, _SECURE_OFFSET = ORDINARY.segment_offset, SECURE.segment_offset
-_FAR = random.FAR_UPPER << 32
+_PER_BLOCK = random.SECURE_PER_BLOCK
 
 
 @jit
@@ -176,33 +175,54 @@ def _chacha_words(words, first, num_blocks, state, x):
 
 
 @jit
-def _inverse_tails(tile, v, coefficients, offset, n):
-    """Write |z| for each v: see `random.inverse_tail`."""
-    degree = coefficients.shape[0] - 1
+def _inverse_tails(tile, v, is_secure, tables, reach, n):
+    """Write |z| for each v: see `random.inverse_tail`; if secure, how far it may be off, too."""
+    # Which is compiled once and kept on disk, so that numbers which may change are arguments.
+    ordinary, coarse, numbers, middles = tables
+    coefficients = coarse if is_secure else ordinary
+    degree, shift, offset = numbers[1] if is_secure else numbers[0]
+    middle = middles[1] if is_secure else middles[0]
+    behind = 0.5 if is_secure else 0.0
+    mask = (np.int64(1) << shift) - 1
     bits = tile.view(np.int64)
     segment = np.empty(TILE, np.int64)
     u = np.empty(TILE, np.float64)
     u_bits = u.view(np.int64)
     for i in range(n):
-        tile[i] = np.float64(v[i])
+        tile[i] = np.float64(v[i]) + behind
     for i in range(n):
-        segment[i] = (bits[i] >> random.SEGMENT_SHIFT) - offset
-        u_bits[i] = (bits[i] & random.FRACTION_MASK) | random.ONE_BITS
+        segment[i] = (bits[i] >> shift) - offset
+        u_bits[i] = (bits[i] & mask) | random.ONE_BITS
     top = coefficients[degree]
     for i in range(n):
-        u[i] = u[i] - random.MIDDLE
+        u[i] = u[i] - middle
         tile[i] = top[segment[i]]
     for d in range(degree - 1, -1, -1):
         row = coefficients[d]
         for i in range(n):
             tile[i] = tile[i] * u[i] + row[segment[i]]
+    if is_secure:
+        row = coefficients[degree + 1]
+        for i in range(n):
+            reach[i] = row[segment[i]]
+
+
+@jit
+def _secure_words(v, is_negative, words, num_blocks):
+    """Write 40 bits and the sign of each element of blocks: see `random.element_words`."""
+    for j in range(num_blocks):
+        for i in range(_PER_BLOCK):
+            nine = np.int64(words[16 * j + _PER_BLOCK + i % 4]) >> (23 - 9 * (i // 4))
+            v[_PER_BLOCK * j + i] = (np.int64(words[16 * j + i]) << 8) | (nine & 0xFF)
+            is_negative[_PER_BLOCK * j + i] = (nine >> 8) & 1
 
 
 @jit
 def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_negative):
     """Write the float64 values of n elements whose words begin at words[at].
 
-    Returns how many are open, to be decided exactly: secure normals, whose v[i] is -1 from then on.
+    Secure normals have v and signs instead of words. Returns how many of them are open, to be
+    decided exactly: their v[i] is -1 from then on.
     """
     if distribution == _UNIFORM24:
         for i in range(n):
@@ -223,17 +243,11 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
             rank = ints[0] + ((w * upper_n + ((w * lower_n) >> 16)) >> 16)
             is_negative[i] = rank < (1 << 31)
             v[i] = ((rank if rank < (1 << 31) else random.MASK32 - rank) << 1) | 1
-    else:  # _SECURE_NORMAL
-        for i in range(n):
-            w = np.int64(words[at + 2 * i])
-            v[i] = ((w & 0x7FFFFFFF) << 32) | np.int64(words[at + 2 * i + 1]) | 1
-            is_negative[i] = w >> 31
 
+    reach = np.empty(TILE, np.float64)
     is_normal = distribution != _UNIFORM24 and distribution != _UNIFORM53
     if is_normal:  # one call site: the function is inlined, and compiled again, at each
-        is_secure = distribution == _SECURE_NORMAL
-        offset = _SECURE_OFFSET if is_secure else _ORDINARY_OFFSET
-        _inverse_tails(tile, v, tables[1] if is_secure else tables[0], offset, n)
+        _inverse_tails(tile, v, distribution == _SECURE_NORMAL, tables, reach, n)
         for i in range(n):
             tile[i] = -tile[i] if is_negative[i] else tile[i]
     num_open = 0
@@ -241,7 +255,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
         for i in range(n):
             scaled = tile[i] * floats[0]
             steps = scaled + random.ROUND_MAGIC - random.ROUND_MAGIC
-            is_open = (abs(scaled - steps) > 0.5 - floats[2]) | (v[i] < _FAR)
+            is_open = abs(scaled - steps) > floats[2] - reach[i] * floats[0]
             v[i] = -1 if is_open else v[i]
             num_open += is_open
             tile[i] = steps * floats[1]
@@ -256,7 +270,7 @@ def _draw_floats(tile, words, at, n, distribution, floats, ints, tables, v, is_n
 
 @jit
 def _fill_tiles(
-    outs, opens, starts, run, area, cipher, distribution, width, key, floats, ints, tables
+    outs, opens, starts, run, area, cipher, distribution, per_block, key, floats, ints, tables
 ):
     """Fill rows area[0]:area[1], columns area[2]:area[3] of the output [num_rows * run].
 
@@ -267,11 +281,11 @@ def _fill_tiles(
     room, after their number.
     """
     out_float32, out_float64, out_uint8 = outs
-    per_block = (4 if cipher == _PHILOX else 16) // width
-    words = np.empty(TILE * width + 32, np.uint32)
+    words_per_block = 4 if cipher == _PHILOX else 16
+    words = np.empty((TILE // per_block + 2) * words_per_block, np.uint32)
     values = np.empty(TILE, np.float64)
-    v = np.empty(TILE, np.int64)
-    is_negative = np.empty(TILE, np.int64)
+    v = np.empty(TILE + 2 * _PER_BLOCK, np.int64)
+    is_negative = np.empty(TILE + 2 * _PER_BLOCK, np.int64)
     state = np.empty(16 * LANES, np.uint32)
     x = np.empty(16 * LANES, np.uint32)
     if cipher != _PHILOX:
@@ -292,18 +306,23 @@ def _fill_tiles(
                 _philox_words(words, _U(block), num_blocks, key)
             else:
                 _chacha_words(words, _U(block), num_blocks, state, x)
-            at, to = offset * width, row * run + column
+            at, to = offset * (words_per_block // per_block), row * run + column
+            skipped = 0
+            if distribution == _SECURE_NORMAL:
+                _secure_words(v, is_negative, words, num_blocks)
+                skipped = offset
             if len(out_uint8):  # BERNOULLI
                 for i in range(n):
                     upper, lower = np.int64(words[at + 2 * i]), np.int64(words[at + 2 * i + 1])
                     out_uint8[to + i] = ((upper << 31) | (lower >> 1)) <= ints[0]
                 continue
             num_open = _draw_floats(
-                values, words, at, n, distribution, floats, ints, tables, v, is_negative
-            )
+                values, words, at, n, distribution, floats, ints, tables,
+                v[skipped:], is_negative[skipped:],
+            )  # fmt: skip
             if num_open:
                 for i in range(n):
-                    if v[i] == -1:
+                    if v[skipped + i] == -1:
                         opens[0] += 1
                         if opens[0] < len(opens):
                             opens[opens[0]] = to + i
@@ -335,18 +354,24 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
         for dtype in (np.float32, np.float64, np.uint8)
     )
     cpu = torch.device("cpu")
+    coarse, shapes = random.kernel_table(COARSE, cpu)[: random.SECURE_AT], (ORDINARY, COARSE)
     rest = (
         int(recipe.cipher),
         int(recipe.distribution),
-        recipe.distribution.num_words,
+        recipe.per_block,
         np.array(recipe.key, np.int64),
         np.array(recipe.floats or (0.0,), np.float64),
         np.array(recipe.ints or (0,), np.int64),
-        (random.inverse_table(ORDINARY, cpu).numpy(), random.inverse_table(SECURE, cpu).numpy()),
+        (
+            random.inverse_table(ORDINARY, cpu).numpy(),
+            coarse.view(-1, COARSE.num_segments).numpy(),
+            np.array([(s.num_coefficients - 1, s.segment_shift, s.segment_offset) for s in shapes]),
+            np.array([shape.middle for shape in shapes]),
+        ),
     )
     first_elements = starts.numpy()
     areas = _cut(len(first_elements), run, num_pieces(out.numel()))
-    opens = [np.zeros(_ROOM + (out.numel() >> 6), np.int64) for _ in areas]
+    opens = [np.zeros(_ROOM + (out.numel() >> 4), np.int64) for _ in areas]
     pieces = zip(opens, areas, strict=True)
     run_pieces(
         _fill_tiles, [(outs, each, first_elements, run, area, *rest) for each, area in pieces]
@@ -356,7 +381,7 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
 
 
 def _decide(out: Tensor, recipe: Recipe, starts: Tensor, run: int, opens: list[np.ndarray]) -> None:
-    """Let the reference draw the secure normals that are open: one in a million.
+    """Let the reference draw the secure normals that are open: one in a hundred thousand.
 
     To compile what decides them would take twice as long as all the rest.
     """

@@ -56,7 +56,8 @@ class Distribution(IntEnum):
     """How the words of an element become its value.
 
     Attributes:
-        num_words: 32-bit words that one element consumes; none straddles two blocks.
+        num_words: 32-bit words that one element consumes; none straddles two blocks. A secure
+            normal takes nine bits of another word, too: see `Recipe.per_block`.
     """
 
     WORDS = 0, 1
@@ -64,7 +65,7 @@ class Distribution(IntEnum):
     UNIFORM53 = 2, 2
     NORMAL = 3, 1
     TRUNCATED = 4, 1
-    SECURE_NORMAL = 5, 2
+    SECURE_NORMAL = 5, 1
     BERNOULLI = 6, 2
     INTEGERS = 7, 4
 
@@ -90,12 +91,13 @@ OUTPUT_DTYPES = {
     Distribution.INTEGERS: (torch.int64,),
 }
 
-# Secure normals that are this near to the middle of two grid points, in standard deviations, or so
-# far in the tail that their first 63 bits are too coarse, are decided by more bits and exactly:
-# 2^-20 of them at the usual spacing (docs/rng.md, "How a value is decided").
-NEAR = 2.0**-42
-FAR_UPPER = 1 << 10  # the upper 31 of the 63 bits are less: P(|Z| > |z|) < 2^-21
-MORE_BLOCKS = 1 << 62  # their further bits lie in blocks from here on; no element's own is there
+# A block of 16 words makes 12 secure normals. Each has a word of its own and, of the last four
+# words, nine bits: a sign, and eight that follow those of the word. Where these 40 bits say too
+# little, 2^-16 of all at the usual spacing, more are drawn and the value is decided exactly
+# (docs/rng.md, "How a value is decided").
+SECURE_PER_BLOCK = 12
+MORE_BLOCKS = 1 << 62  # one block of further bits an element, from here on; none is another's own
+MIDDLE_LESS = 0.5 - 2.0**-40  # half a spacing, less what its comparison is rounded by
 
 NUM_KEY, NUM_FLOATS, NUM_INTS = 10, 4, 2
 KEY_AT = 2
@@ -107,10 +109,11 @@ RECIPE_LENGTH = INTS_AT + NUM_INTS
 def secure_floats(std: float, spacing: float) -> tuple[float, float, float]:
     """Return the floats of a SECURE_NORMAL recipe.
 
-    The third says how near to the middle of two multiples a value must be, in spacings, to be
-    decided exactly. More than NEAR changes no value; tests use it to have many decided so.
+    The third says how far from a multiple a value may be, in spacings and with all that its first
+    bits leave open, and not be decided exactly. Less of it changes no value; tests have many
+    decided so.
     """
-    return std / spacing, spacing, std / spacing * NEAR
+    return std / spacing, spacing, MIDDLE_LESS
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,7 +127,7 @@ class Recipe:
     | UNIFORM24, UNIFORM53 | low, high - low, least and greatest allowed result | |
     | NORMAL | mean, standard deviation | |
     | TRUNCATED | mean, standard deviation, least and greatest result | first rank, count of ranks |
-    | SECURE_NORMAL | standard deviation / spacing, spacing, nearness (see `secure_floats`) | |
+    | SECURE_NORMAL | standard deviation / spacing, spacing, a distance (see `secure_floats`) | |
     | BERNOULLI | | greatest 63-bit draw that counts as success, -1 for none |
     | INTEGERS | | low, high - low |
     """
@@ -135,10 +138,18 @@ class Recipe:
     floats: tuple[float, ...] = ()
     ints: tuple[int, ...] = ()
 
+    @property
+    def per_block(self) -> int:
+        """How many elements a block of the cipher makes."""
+        if self.distribution is Distribution.SECURE_NORMAL:
+            return SECURE_PER_BLOCK
+        return self.cipher.words_per_block // self.distribution.num_words
+
     def pack(self) -> Tensor:  # int64 [RECIPE_LENGTH], CPU
         """Return the recipe as a tensor."""
-        is_secure = self.distribution is Distribution.SECURE_NORMAL  # it would not be without
-        assert not is_secure or any(self.floats[2:]), "floats come from secure_floats"
+        if self.distribution is Distribution.SECURE_NORMAL:  # it would not be secure without
+            assert self.cipher is Cipher.CHACHA20
+            assert self.floats[2] <= MIDDLE_LESS, "floats come from secure_floats"
         assert len(self.key) == self.cipher.num_key_words
         key = [*self.key, *[0] * (NUM_KEY - len(self.key))]
         floats = struct.pack("<4d", *self.floats, *[0.0] * (NUM_FLOATS - len(self.floats)))
@@ -253,24 +264,20 @@ def chacha20_blocks(block: Tensor, key: Sequence[int]) -> Tensor:
 # every machine reads the same bits.
 #
 # The inverse, for a float64 x with tail probability p = x / 2^bits:
-# * the exponent of x is the octave, the next `SUB_BITS` bits the part of the octave;
+# * the exponent of x is the octave, the next `sub_bits` bits the part of the octave;
 # * `u` = the mantissa of x with those bits cleared, minus the middle of the part, exactly;
 # * `|z| = ((c_n · u + c_{n-1}) · u + ...) + c_0`, each product and each sum rounded on its own.
 #
 # The tail, T(z) = P(Z > z), for what secure draws decide exactly: Taylor coefficients around each
 # multiple of 1 / `TAIL_STEPS`, as pairs of float64 whose sum is the coefficient to 2^-106.
 
-SUB_BITS = 3
 TABLE_FILE = Path(__file__).with_name("normal_table.txt")
 
 # [Note: u, the place within a segment]
-# x = 2^e · (1 + s/8 + f) with f in [0, 1/8). Clearing the exponent and the three bits of s and
-# setting the exponent of 1.0 gives 1 + f; subtracting 1 + 1/16 leaves u in [-1/16, 1/16). Both
-# numbers are multiples of 2^-52 below 2, so the difference is exact.
-SEGMENT_SHIFT = 52 - SUB_BITS
-FRACTION_MASK = (1 << SEGMENT_SHIFT) - 1
+# For 8 segments, x = 2^e · (1 + s/8 + f) with f in [0, 1/8). Clearing the exponent and the three
+# bits of s and setting the exponent of 1.0 gives 1 + f; subtracting 1 + 1/16 leaves u in
+# [-1/16, 1/16). Both numbers are multiples of 2^-52 below 2, so the difference is exact.
 ONE_BITS = 1023 << 52
-MIDDLE = 1.0 + 2.0 ** -(SUB_BITS + 1)
 
 
 @dataclass(frozen=True)
@@ -282,59 +289,93 @@ class TableShape:
     num_octaves: int
     num_coefficients: int
     first_octave: int = 0  # x is at least 2^first_octave
+    sub_bits: int = 3  # an octave has 2^sub_bits segments
 
     @cached_property
     def num_segments(self) -> int:
         """Number of polynomials."""
-        return self.num_octaves << SUB_BITS
+        return self.num_octaves << self.sub_bits
 
     @cached_property
     def segment_offset(self) -> int:
         """Number of segments below x = 2^first_octave, counted from the exponent's bits."""
-        return (1023 + self.first_octave) << SUB_BITS
+        return (1023 + self.first_octave) << self.sub_bits
+
+    @cached_property
+    def segment_shift(self) -> int:
+        """Number of a float64's bits behind those that say which segment it is in."""
+        return 52 - self.sub_bits
+
+    @cached_property
+    def fraction_mask(self) -> int:
+        """Those bits."""
+        return (1 << self.segment_shift) - 1
+
+    @cached_property
+    def middle(self) -> float:
+        """The middle of a segment that begins at 1."""
+        return 1.0 + 2.0 ** -(self.sub_bits + 1)
 
 
 # One 32-bit word: a sign and 31 bits of v. Largest error of |z| about 1e-10.
 ORDINARY = TableShape(name="ordinary", bits=33, num_octaves=32, num_coefficients=6)
-# Two words: a sign and 63 bits, and what decides exactly (docs/rng.md) has more. Largest error of
-# |z| about 4e-15. The last octave holds the single value 2^63, to which x can round up.
+# The first 40 bits of a secure normal, and any others behind them, down to 2^-13. One more number
+# of each segment says how far |z| may be off: for the polynomial, about 2e-12, and for those bits.
+COARSE = TableShape(
+    name="coarse", bits=41, num_octaves=53, num_coefficients=6, first_octave=-13, sub_bits=4
+)
+# 104 bits, for what is decided exactly. Largest error of |z| about 4e-15. The last octave holds the
+# single value 2^63, to which x can round up.
 SECURE = TableShape(name="secure", bits=64, num_octaves=80, num_coefficients=9, first_octave=-16)
 
 TAIL_STEPS = 4
 NUM_TAILS, NUM_TAIL_COEFFICIENTS = 42, 32  # |z| <= 10.25, one step past the quantile of 2^-80
-SECURE_LENGTH = SECURE.num_segments * SECURE.num_coefficients
+# Where the parts of the one table are that kernels of secure normals get.
+REACH_AT = COARSE.num_segments * COARSE.num_coefficients
+SECURE_AT = REACH_AT + COARSE.num_segments
+TAILS_AT = SECURE_AT + SECURE.num_segments * SECURE.num_coefficients
 
 
 @cache
 def _tables() -> dict[str, Tensor]:
     lines = TABLE_FILE.read_text(encoding="ascii").splitlines()
-    sizes = [(each.name, each.num_segments, each.num_coefficients) for each in (ORDINARY, SECURE)]
+    sizes = [
+        (ORDINARY, ORDINARY.num_coefficients),
+        (COARSE, COARSE.num_coefficients + 1),
+        (SECURE, SECURE.num_coefficients),
+    ]
+    parts = [(shape.name, shape.num_segments, width) for shape, width in sizes]
     tables = {}
     at = 0
-    for name, num_rows, num_columns in [*sizes, ("tail", NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS)]:
+    for name, num_rows, num_columns in [*parts, ("tail", NUM_TAILS, 2 * NUM_TAIL_COEFFICIENTS)]:
         header = f"{name} {num_rows} {num_columns}"
         assert lines[at] == header, f"{TABLE_FILE.name}: expected {header!r}, found {lines[at]!r}"
         rows = lines[at + 1 : at + 1 + num_rows]
         values = [[float.fromhex(word) for word in row.split()] for row in rows]
         # Coefficient-major, so that one gather of a warp touches few cache lines.
-        tables[name] = torch.tensor(values, dtype=torch.float64).t().contiguous()
+        tables[name] = torch.tensor(values, dtype=torch.float64).t().reshape(-1)
         at += 1 + num_rows
     assert at == len(lines), f"{TABLE_FILE.name} has {len(lines) - at} lines too many"
-    # Side by side: kernels that draw secure normals get one address.
-    both = torch.cat((tables["secure"].view(-1), tables.pop("tail").view(-1)))
-    return {**tables, "secure": both}
+    return tables
 
 
 @cache
 def inverse_table(shape: TableShape, device: torch.device) -> Tensor:
     """Return the coefficients on `device`: float64 [num_coefficients, num_segments]."""
+    begin = SECURE_AT if shape is SECURE else 0
     numel = shape.num_coefficients * shape.num_segments
-    return kernel_table(shape, device)[:numel].view(shape.num_coefficients, shape.num_segments)
+    table = kernel_table(shape, device)[begin : begin + numel]
+    return table.view(shape.num_coefficients, shape.num_segments)
+
+
+def reach_table(device: torch.device) -> Tensor:
+    """Return how far off COARSE may be in each of its segments: float64 [num_segments]."""
+    return kernel_table(COARSE, device)[REACH_AT:SECURE_AT]
 
 
 def tail_table(device: torch.device) -> Tensor:
     """Return the tail's coefficients: float64 [NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS]."""
-    tail = kernel_table(SECURE, device)[SECURE_LENGTH:]
+    tail = kernel_table(SECURE, device)[TAILS_AT:]
     return tail.view(NUM_TAIL_COEFFICIENTS, 2, NUM_TAILS)
 
 
@@ -342,9 +383,15 @@ def tail_table(device: torch.device) -> Tensor:
 def kernel_table(shape: TableShape, device: torch.device) -> Tensor:
     """Return all that draws by a shape look up, one after the other.
 
-    That is `inverse_table` and, for SECURE, `tail_table`.
+    Kernels of secure normals get one address: it is the same table for COARSE and SECURE.
     """
-    coefficients = _tables()[shape.name].view(-1).to(device)
+    tables = _tables()
+    if shape is ORDINARY:
+        coefficients = tables["ordinary"].to(device)
+    elif shape is SECURE:
+        return kernel_table(COARSE, device)
+    else:
+        coefficients = torch.cat([tables[name] for name in ("coarse", "secure", "tail")]).to(device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # later uses may be on other streams
     return coefficients
@@ -382,20 +429,25 @@ def fill_reference(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> Non
             piece = part[:, column : column + columns]
             begin = starts[row : row + rows_at_once] + column
             words = element_words(recipe, begin, piece.shape[1])
-            more_words = partial(element_words, recipe, begin, piece.shape[1], MORE_BLOCKS)
+            more_words = partial(_more_words, recipe, begin, piece.shape[1])
             piece.copy_(draw(recipe, words, out.dtype, more_words))
 
 
-def element_words(recipe: Recipe, starts: Tensor, run: int, first_block: int = 0) -> Tensor:
-    """Return the words of each element: int64 [num_words, num_rows, run]."""
-    width = recipe.distribution.num_words
-    per_block = recipe.cipher.words_per_block // width
+def element_words(recipe: Recipe, starts: Tensor, run: int) -> Tensor:
+    """Return the words of each element: int64 [num_words, num_rows, run].
+
+    Secure normals have two: a word, and the nine bits that they have of another.
+    """
+    per_block = recipe.per_block
     # Block and place within it, never element · width: that product would overflow near 2^63.
     num_blocks = (run + 2 * per_block - 2) // per_block
     blocks = starts[:, None] // per_block + torch.arange(num_blocks, device=starts.device)
-    blocks += first_block
     cipher = philox_blocks if recipe.cipher is Cipher.PHILOX else chacha20_blocks
-    words = cipher(blocks, recipe.key).reshape(len(starts), num_blocks * per_block, width)
+    words = cipher(blocks, recipe.key)
+    if recipe.distribution is Distribution.SECURE_NORMAL:
+        words = _secure_words(words)
+    words = words.reshape(len(starts), num_blocks * per_block, -1)
+    width = words.shape[-1]
     if len(starts) == 1:
         offset = int(starts[0]) % per_block
         words = words[:, offset : offset + run]
@@ -405,15 +457,29 @@ def element_words(recipe: Recipe, starts: Tensor, run: int, first_block: int = 0
     return words.movedim(-1, 0)
 
 
+def _secure_words(words: Tensor) -> Tensor:
+    """Return a word and nine bits of each element of blocks: [..., 16] -> [..., 12, 2]."""
+    own, shared = words[..., :SECURE_PER_BLOCK], words[..., SECURE_PER_BLOCK:]
+    nines = torch.stack([(shared >> (23 - 9 * i)) & 0x1FF for i in range(3)], dim=-2)
+    return torch.stack((own, nines.flatten(-2)), dim=-1)
+
+
+def _more_words(recipe: Recipe, starts: Tensor, run: int, which: Tensor) -> Tensor:
+    """Return two further words of each element that a mask [num_rows, run] chooses: [2, chosen]."""
+    elements = starts[:, None] + torch.arange(run, device=starts.device)
+    blocks = chacha20_blocks(MORE_BLOCKS + elements[which], recipe.key)
+    return blocks[..., :2].movedim(-1, 0)
+
+
 def draw(
     recipe: Recipe,
     words: Tensor,
     dtype: torch.dtype,
-    more_words: Callable[[], Tensor] | None = None,
+    more_words: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Turn the words of elements into values of `dtype`: [num_words, ...] -> [...].
 
-    `more_words` returns as many further words, for the few secure normals that need them.
+    `more_words` returns further words of the few secure normals that need them.
     """
     floats, ints = recipe.floats, recipe.ints
     match recipe.distribution:
@@ -432,15 +498,12 @@ def draw(
             rank = ints[0] + scale_word(words[0], ints[1])
             value = (normal_of_rank(rank) * floats[1] + floats[0]).clamp(floats[2], floats[3])
         case Distribution.SECURE_NORMAL:
-            upper, lower = words[0] & 0x7FFFFFFF, words[1]
-            scaled = inverse_tail((upper << 32) | lower | 1, SECURE) * floats[0]
-            steps = scaled + ROUND_MAGIC - ROUND_MAGIC
-            is_open = ((scaled - steps).abs() > 0.5 - floats[2]) | (upper < FAR_UPPER)
+            w = (words[0] << 8) | (words[1] & 0xFF)
+            steps, is_open = coarse_steps(w, floats[0], floats[2])
             if bool(is_open.any()):
                 assert more_words is not None
-                more = more_words()[:, is_open]
-                steps[is_open] = exact_steps(upper[is_open], lower[is_open], more, floats[0])
-            steps = torch.where(words[0] >> 31 == 1, -steps, steps) + 0.0  # no -0.0
+                steps[is_open] = exact_steps(w[is_open], more_words(is_open), floats[0])
+            steps = torch.where(words[1] >> 8 == 1, -steps, steps) + 0.0  # no -0.0
             value = steps * floats[1]
         case Distribution.BERNOULLI:
             return ((words[0] << 31) | (words[1] >> 1)) <= ints[0]
@@ -455,26 +518,41 @@ def inverse_tail(v: Tensor, shape: TableShape) -> Tensor:
     """Return |z| with P(Z > |z|) = v / 2^bits, float64; `v` is positive, int64 or float64."""
     coefficients = inverse_table(shape, v.device)
     bits = v.double().view(torch.int64)
-    segment = (bits >> SEGMENT_SHIFT) - shape.segment_offset
-    u = ((bits & FRACTION_MASK) | ONE_BITS).view(torch.float64) - MIDDLE
+    segment = (bits >> shape.segment_shift) - shape.segment_offset
+    u = ((bits & shape.fraction_mask) | ONE_BITS).view(torch.float64) - shape.middle
     z = coefficients[-1][segment]
     for coefficient in coefficients[:-1].flip(0):
         z = z * u + coefficient[segment]
     return z
 
 
-def exact_steps(upper: Tensor, lower: Tensor, more: Tensor, scale: float) -> Tensor:
+def coarse_steps(w: Tensor, scale: float, distance: float) -> tuple[Tensor, Tensor]:
+    """Return scale · Q(p) rounded to an integer, and where that may be wrong.
+
+    Args:
+        w: The first 40 bits of p · 2^41.
+        scale: The standard deviation in spacings.
+        distance: See `secure_floats`.
+    """
+    x = w.double() + 0.5
+    segment = (x.view(torch.int64) >> COARSE.segment_shift) - COARSE.segment_offset
+    scaled = inverse_tail(x, COARSE) * scale
+    steps = scaled + ROUND_MAGIC - ROUND_MAGIC
+    return steps, (scaled - steps).abs() > distance - reach_table(w.device)[segment] * scale
+
+
+def exact_steps(w: Tensor, more: Tensor, scale: float) -> Tensor:
     """Return scale · Q(p), Q the upper quantile, rounded to the nearest integer: docs/rng.md.
 
     Args:
-        upper: The first 31 bits of p · 2^64 [...].
-        lower: The 32 bits after them.
-        more: Two words [2, ...], of which the first 52 bits come after the point.
+        w: The first 40 bits of p · 2^41 [...].
+        more: Two words [2, ...], the 64 bits after them.
         scale: The standard deviation in spacings.
     """
-    # p · 2^64 as the sum of two floats, the second less than half a unit of the first.
-    after = ((more[0] << 20) | (more[1] >> 12)).double() * 2.0**-52 + 2.0**-53
-    top, low = upper.double() * 2.0**32, lower.double()
+    # p · 2^64 as the sum of two floats, the second less than half a unit of the first: 63 bits
+    # before the point, 41 after it.
+    after = (((more[0] & 0x1FF) << 32) | more[1]).double() * 2.0**-41 + 2.0**-42
+    top, low = w.double() * 2.0**23, (more[0] >> 9).double()
     whole = top + low
     rest = ((top - whole) + low) + after
     x = whole + rest

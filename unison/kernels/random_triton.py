@@ -3,7 +3,8 @@
 One program handles a tile of cipher blocks of one row and all their words. Words are interleaved in
 registers, so that a thread owns consecutive elements and stores them wide. The kernels are compiled
 with `enable_fp_fusion=False`: a fused multiply-add rounds once where the definition rounds twice,
-and would change one float32 in about 10^8.
+and would change one float32 in about 10^8. Secure normals are fused where it says so: their bits do
+not come from roundings.
 
 Every number travels in one small tensor. As scalar arguments, 32-bit key words would make Triton
 compile variants by their divisibility, and Python floats would arrive as float32.
@@ -22,27 +23,42 @@ from torch import Tensor
 
 from unison.kernels import random
 from unison.kernels.available import on_device_of
-from unison.kernels.random import ORDINARY, SECURE, Cipher, Distribution, Recipe, kernel_table
+from unison.kernels.random import (
+    COARSE,
+    ORDINARY,
+    SECURE,
+    Cipher,
+    Distribution,
+    Recipe,
+    kernel_table,
+)
 
 PM0, PM1 = tl.constexpr(random.PHILOX_M0), tl.constexpr(random.PHILOX_M1)
 PW0, PW1 = tl.constexpr(random.PHILOX_W0), tl.constexpr(random.PHILOX_W1)
 C0, C1, C2, C3 = (tl.constexpr(c) for c in random.CHACHA_CONSTANTS)
 FLOATS_AT, INTS_AT = tl.constexpr(random.FLOATS_AT), tl.constexpr(random.INTS_AT)
-SHIFT = tl.constexpr(random.SEGMENT_SHIFT)
+SHIFT, FRACTION = tl.constexpr(SECURE.segment_shift), tl.constexpr(SECURE.fraction_mask)
+ONE, MID = tl.constexpr(random.ONE_BITS), tl.constexpr(SECURE.middle)  # ORDINARY's, too
 ORDINARY_OFFSET = tl.constexpr(ORDINARY.segment_offset)
 SECURE_OFFSET = tl.constexpr(SECURE.segment_offset)
 ORDINARY_SEGMENTS = tl.constexpr(ORDINARY.num_segments)
 ORDINARY_DEGREE = tl.constexpr(ORDINARY.num_coefficients - 1)
 SECURE_SEGMENTS = tl.constexpr(SECURE.num_segments)
 SECURE_DEGREE = tl.constexpr(SECURE.num_coefficients - 1)
-LEAST, TAILS_AT = tl.constexpr(2.0**SECURE.first_octave), tl.constexpr(random.SECURE_LENGTH)
+COARSE_SHIFT, COARSE_MID = tl.constexpr(COARSE.segment_shift), tl.constexpr(COARSE.middle)
+COARSE_FRACTION = tl.constexpr(COARSE.fraction_mask)
+# What x is multiplied with is in its exponent, and so in its segment.
+COARSE_OFFSET = tl.constexpr(COARSE.segment_offset - ((COARSE.bits - 1) << COARSE.sub_bits))
+COARSE_SEGMENTS = tl.constexpr(COARSE.num_segments)
+COARSE_DEGREE = tl.constexpr(COARSE.num_coefficients - 1)
+REACH_AT, SECURE_AT = tl.constexpr(random.REACH_AT), tl.constexpr(random.SECURE_AT)
+LEAST, TAILS_AT = tl.constexpr(2.0**SECURE.first_octave), tl.constexpr(random.TAILS_AT)
 TAILS = tl.constexpr(random.NUM_TAILS)
 TAIL_DEGREE = tl.constexpr(random.NUM_TAIL_COEFFICIENTS - 1)
 TAILS_PER_UNIT, CUT = tl.constexpr(float(random.TAIL_STEPS)), tl.constexpr(random.SPLIT)
-FAR, MORE = tl.constexpr(random.FAR_UPPER), tl.constexpr(random.MORE_BLOCKS)
-FRACTION, ONE = tl.constexpr(random.FRACTION_MASK), tl.constexpr(random.ONE_BITS)
-MID, MAGIC = tl.constexpr(random.MIDDLE), tl.constexpr(random.ROUND_MAGIC)
-UNIFORM24, UNIFORM53, NORMAL, TRUNCATED, SECURE_NORMAL, BERNOULLI = (
+MORE, MAGIC = tl.constexpr(random.MORE_BLOCKS), tl.constexpr(random.ROUND_MAGIC)
+PER_BLOCK = tl.constexpr(random.SECURE_PER_BLOCK)
+UNIFORM24, UNIFORM53, NORMAL, TRUNCATED, _, BERNOULLI = (
     tl.constexpr(int(each)) for each in list(Distribution)[1:7]
 )
 
@@ -170,11 +186,6 @@ def _ordinary(v, coefficients):
 
 
 @triton.jit
-def _secure(x, coefficients):
-    return _inverse_tail(x, coefficients, SECURE_SEGMENTS, SECURE_DEGREE, SECURE_OFFSET)
-
-
-@triton.jit
 def _product(a, b):
     """Return a · b rounded, and what is lost by it, exactly: see `random`."""
     product = a * b
@@ -185,17 +196,18 @@ def _product(a, b):
 
 
 @triton.jit
-def _exact_steps(upper, lower, more0, more1, scale, coefficients):
+def _exact_steps(w, more0, more1, scale, coefficients):
     """Return scale · Q(p), rounded to an integer: see `random.exact_steps`; words are int64."""
-    after = ((more0 << 20) | (more1 >> 12)).to(tl.float64) * 2.0**-52 + 2.0**-53
-    top, low = upper.to(tl.float64) * 4294967296.0, lower.to(tl.float64)
+    after = (((more0 & 0x1FF) << 32) | more1).to(tl.float64) * 2.0**-41 + 2.0**-42
+    top, low = w.to(tl.float64) * 8388608.0, (more0 >> 9).to(tl.float64)
     whole = top + low
     rest = ((top - whole) + low) + after
     x = whole + rest
     rest = rest - (x - whole)
     rest = tl.where(x < LEAST, 0.0, rest)
     x = tl.where(x < LEAST, LEAST, x)
-    z = _secure(x, coefficients)
+    secure = coefficients + SECURE_AT
+    z = _inverse_tail(x, secure, SECURE_SEGMENTS, SECURE_DEGREE, SECURE_OFFSET)
     nearest = (z * TAILS_PER_UNIT + MAGIC) - MAGIC
     h = z - nearest * (1 / TAILS_PER_UNIT)
     pair = coefficients + TAILS_AT + 2 * TAIL_DEGREE * TAILS + nearest.to(tl.int32)
@@ -225,68 +237,70 @@ def _exact_steps(upper, lower, more0, more1, scale, coefficients):
 
 
 @triton.jit
-def _pick8(lane, a, b, c, d, e, f, g, h):
-    left = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
-    right = tl.where(lane < 6, tl.where(lane == 4, e, f), tl.where(lane == 6, g, h))
-    return tl.where(lane < 4, left, right).to(tl.int64)
-
-
-@triton.jit
-def _words_of_one(block, lane, numbers, CHACHA: tl.constexpr):
-    """Return the two words of one element, by its block and its place in it."""
-    if CHACHA:
-        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
-            block, numbers, UNROLLED=False
-        )
-        a = _pick8(lane, w0, w2, w4, w6, w8, w10, w12, w14)
-        b = _pick8(lane, w1, w3, w5, w7, w9, w11, w13, w15)
-    else:
-        w0, w1, w2, w3 = _philox(block, numbers)
-        a = tl.where(lane == 0, w0, w2).to(tl.int64)
-        b = tl.where(lane == 0, w1, w3).to(tl.int64)
-    return a, b
+def _pick4(lane, a, b, c, d):
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 
 
 @triton.jit(noinline=True)
-def _decided(block, lane, numbers, coefficients, CHACHA: tl.constexpr):
-    own0, own1 = _words_of_one(block, lane, numbers, CHACHA)
-    more0, more1 = _words_of_one(block + MORE, lane, numbers, CHACHA)
-    scale = _real(numbers, 0)
-    exact = _exact_steps(own0 & 0x7FFFFFFF, own1, more0, more1, scale, coefficients)
-    return tl.where((own0 >> 31) == 1, -exact, exact) + 0.0  # no -0.0
+def decided_steps(element, numbers, coefficients):
+    """Return secure noise in spacings of one element, by its number in the stream: exactly."""
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
+        element // PER_BLOCK, numbers, UNROLLED=False
+    )
+    part, lane = element % PER_BLOCK // 4, element % 4
+    first, second = _pick4(lane, w0, w1, w2, w3), _pick4(lane, w4, w5, w6, w7)
+    word = _pick4(part, first, second, _pick4(lane, w8, w9, w10, w11), first).to(tl.int64)
+    nine = (_pick4(lane, w12, w13, w14, w15) >> (23 - 9 * part)).to(tl.int64)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
+        element + MORE, numbers, UNROLLED=False
+    )
+    w = (word << 8) | (nine & 0xFF)
+    exact = _exact_steps(w, w0.to(tl.int64), w1.to(tl.int64), _real(numbers, 0), coefficients)
+    return tl.where((nine >> 8 & 1) == 1, -exact, exact) + 0.0  # no -0.0
 
 
 @triton.jit
-def secure_steps(w0, w1, first, numbers, coefficients, CHACHA: tl.constexpr):
-    """Return secure noise in spacings: integers, float64.
+def secure_steps(words, nines, numbers, coefficients):
+    """Return secure noise in spacings, integers in float64, and where it is open instead.
 
-    Those few that are open are decided one at a time, in scalars, and from the key on: a tile of
-    them, or the words of all others kept for them, would take the registers of the rest.
+    The few that are open are for `decided_steps`, one at a time, in scalars, and when all others
+    are written: else they would take the others' registers.
 
     Args:
-        w0: First words of consecutive elements, all those of some blocks.
-        w1: Second words.
-        first: The number of the first block.
+        words: The words of elements, four of each block.
+        nines: Words of which the first nine bits are those elements' own.
         numbers: The recipe.
-        coefficients: `kernel_table(SECURE)`.
-        CHACHA: Whether that is the cipher.
+        coefficients: `kernel_table(COARSE)`.
     """
-    PER_BLOCK: tl.constexpr = 8 if CHACHA else 2
+    # x · 2^-40: behind the 40 bits stand any others, which are not looked at, and a 1.
+    upper = (words >> 12) | 0x3FF00000
+    lower = (words << 20) | (nines << 1 >> 12)
+    one = ((upper.to(tl.uint64) << 32) | lower.to(tl.uint64)).to(tl.float64, bitcast=True)
+    bits = (one - (1.0 - 2.0**-53)).to(tl.uint64, bitcast=True)
+    table = coefficients - COARSE_OFFSET + (bits >> COARSE_SHIFT).to(tl.uint32)
+    u = ((bits & COARSE_FRACTION) | ONE).to(tl.float64, bitcast=True) - COARSE_MID
+    z = tl.load(table + COARSE_DEGREE * COARSE_SEGMENTS)
+    for d in tl.static_range(COARSE_DEGREE):
+        z = tl.fma(z, u, tl.load(table + (COARSE_DEGREE - 1 - d) * COARSE_SEGMENTS))
+    # The bound of z's error holds however often it is rounded, so fused is as good.
+    sign = (nines & 0x80000000).to(tl.int64) << 32
+    z = (z.to(tl.int64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
     scale = _real(numbers, 0)
-    upper = (w0 & 0x7FFFFFFF).to(tl.int64)
-    z = _secure(((upper << 32) | w1.to(tl.int64) | 1).to(tl.float64), coefficients)
-    scaled = tl.where((w0 >> 31) == 1, -z, z) * scale
-    steps = (scaled + MAGIC) - MAGIC
-    is_open = (tl.abs(scaled - steps) > 0.5 - _real(numbers, 2)) | (upper < FAR)
-    steps = tl.where(is_open, float("nan"), steps)
-    column = tl.arange(0, w0.shape[0])
-    last = tl.max(tl.where(is_open, column, -1), 0)
-    while last >= 0:
-        block, lane = first + last // PER_BLOCK, last % PER_BLOCK
-        exact = _decided(block, lane, numbers, coefficients, CHACHA)
-        steps = tl.where(column == last, exact, steps)
-        last = tl.max(tl.where((steps != steps) & (column < last), column, -1), 0)
-    return steps
+    steps = tl.fma(z, scale, MAGIC) - MAGIC
+    distance = tl.fma(-scale, tl.load(table + REACH_AT), _real(numbers, 2))
+    return steps, tl.abs(tl.fma(z, scale, -steps)) > distance
+
+
+@triton.jit
+def secure_words(block, numbers):
+    """Return three times four words of each block, side by side, and four that all three share."""
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(block, numbers)
+    return (
+        _weave4(w0, w1, w2, w3),
+        _weave4(w4, w5, w6, w7),
+        _weave4(w8, w9, w10, w11),
+        _weave4(w12, w13, w14, w15),
+    )
 
 
 @triton.jit
@@ -313,17 +327,15 @@ def _draw1(w, numbers, coefficients, DIST: tl.constexpr):
 
 
 @triton.jit
-def _draw2(w0, w1, first, numbers, coefficients, DIST: tl.constexpr, CHACHA: tl.constexpr):
-    """Values of elements that consume two words; `first` is the number of their first block."""
+def _draw2(w0, w1, numbers, DIST: tl.constexpr):
+    """Values of elements that consume two words."""
     upper = w0.to(tl.int64)
     lower = w1.to(tl.int64)
     if DIST == UNIFORM53:
         x = ((upper << 21) | (lower >> 11)).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
         x = x * _real(numbers, 1) + _real(numbers, 0)
         return tl.minimum(tl.maximum(x, _real(numbers, 2)), _real(numbers, 3))
-    elif DIST == SECURE_NORMAL:  # noqa: RET505
-        return secure_steps(w0, w1, first, numbers, coefficients, CHACHA) * _real(numbers, 1)
-    else:
+    else:  # noqa: RET505
         tl.static_assert(DIST == BERNOULLI)
         return ((upper << 31) | (lower >> 1)) <= tl.load(numbers + INTS_AT)
 
@@ -347,8 +359,7 @@ def _fill(
     tile = (tl.program_id(0) % tiles_per_row).to(tl.int64)
     PER_BLOCK: tl.constexpr = (16 if CHACHA else 4) // WIDTH
     start = tl.load(starts + row)
-    first = start // PER_BLOCK + tile * TILE
-    block = first + tl.arange(0, TILE)
+    block = start // PER_BLOCK + tile * TILE + tl.arange(0, TILE)
     if CHACHA:
         w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _chacha(
             block, numbers
@@ -362,7 +373,7 @@ def _fill(
         else:
             a = _weave8(w0, w2, w4, w6, w8, w10, w12, w14)
             b = _weave8(w1, w3, w5, w7, w9, w11, w13, w15)
-            value = _draw2(a, b, first, numbers, coefficients, DIST, CHACHA)
+            value = _draw2(a, b, numbers, DIST)
     else:
         w0, w1, w2, w3 = _philox(block, numbers)
         if WIDTH == 1:
@@ -370,7 +381,7 @@ def _fill(
             value = _draw1(w, numbers, coefficients, DIST)
         else:
             a, b = tl.interleave(w0, w2), tl.interleave(w1, w3)
-            value = _draw2(a, b, first, numbers, coefficients, DIST, CHACHA)
+            value = _draw2(a, b, numbers, DIST)
     column = tile * (TILE * PER_BLOCK) + tl.arange(0, TILE * PER_BLOCK)
     if not ALIGNED:
         column -= start % PER_BLOCK
@@ -378,6 +389,49 @@ def _fill(
         value = value.to(tl.float32)
     mask = (column >= 0) & (column < run)
     tl.store(out + row.to(tl.int64) * run + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fill_secure(
+    out, numbers, starts, coefficients, run, tiles_per_row,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fill one tile of one row with secure normals; `ALIGNED` says that rows begin at fours."""
+    row = tl.program_id(0) // tiles_per_row
+    tile = (tl.program_id(0) % tiles_per_row).to(tl.int64)
+    start = tl.load(starts + row)
+    first = start // PER_BLOCK + tile * TILE
+    w0, w1, w2, shared = secure_words(first + tl.arange(0, TILE), numbers)
+    lane = tl.arange(0, 4 * TILE)
+    place = (lane // 4) * PER_BLOCK + lane % 4
+    begin = tile * (TILE * PER_BLOCK)
+    if ALIGNED:
+        begin -= start % PER_BLOCK // 4 * 4  # the compiler believes arithmetic
+    else:
+        begin -= start % PER_BLOCK
+    out += row.to(tl.int64) * run
+    spacing = _real(numbers, 1)
+    open0, open1, open2 = place, place, place
+    for i in tl.static_range(3):
+        words = w0 if i == 0 else (w1 if i == 1 else w2)
+        steps, is_open = secure_steps(words, shared << (9 * i), numbers, coefficients)
+        column = begin + 4 * i + place
+        mask = (column >= 0) & (column < run)
+        tl.store(out + column, (steps * spacing).to(out.dtype.element_ty), mask=mask)
+        candidates = tl.where(is_open & mask, place, -1)
+        open0 = candidates if i == 0 else open0
+        open1 = candidates if i == 1 else open1
+        open2 = candidates if i == 2 else open2
+    if tl.max(tl.maximum(tl.maximum(open0, open1), open2), 0) >= 0:
+        tl.debug_barrier()  # what is decided here is written after what is written above
+        for i in tl.static_range(3):
+            candidates = open0 if i == 0 else (open1 if i == 1 else open2)
+            last = tl.max(candidates, 0)
+            while last >= 0:
+                element = first * PER_BLOCK + 4 * i + last
+                value = decided_steps(element, numbers, coefficients) * spacing
+                tl.store(out + begin + 4 * i + last, value.to(out.dtype.element_ty))
+                last = tl.max(tl.where(candidates < last, candidates, -1), 0)
 
 
 # Cipher blocks in a tile and warps, by cipher: one ChaCha20 block, or two Philox blocks, a thread.
@@ -391,30 +445,29 @@ LAUNCH: dict[Cipher, dict[str, int]] = {
 
 def compile_options(recipe: Recipe, run: int, is_aligned: bool) -> dict[str, Any]:
     """Return the constants and launch options of the kernel for a recipe."""
-    options = dict(LAUNCH[recipe.cipher])
-    width = recipe.distribution.num_words
-    blocks_in_row = -(-run * width // recipe.cipher.words_per_block) + (not is_aligned)
+    options: dict[str, Any] = dict(LAUNCH[recipe.cipher])
+    blocks_in_row = -(-run // recipe.per_block) + (not is_aligned)
     while options["TILE"] > 32 and options["TILE"] >= 2 * blocks_in_row:
         options["TILE"] //= 2  # short rows: no more threads than blocks, but a full warp
     options["num_warps"] = max(1, min(options["num_warps"], options["TILE"] // 32))
-    return {
+    options |= {"ALIGNED": is_aligned, "enable_fp_fusion": False}
+    if recipe.distribution is Distribution.SECURE_NORMAL:
+        return options
+    return options | {
         "CHACHA": recipe.cipher is Cipher.CHACHA20,
         "DIST": int(recipe.distribution),
-        "WIDTH": width,
-        "ALIGNED": is_aligned,
-        "enable_fp_fusion": False,
-        **options,
+        "WIDTH": recipe.distribution.num_words,
     }
 
 
 def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
     """Fill `out` as the reference does; `starts` lives on the CPU, where its alignment shows."""
-    per_block = recipe.cipher.words_per_block // recipe.distribution.num_words
-    is_aligned = bool((starts % per_block == 0).all())
+    per_block, is_secure = recipe.per_block, recipe.distribution is Distribution.SECURE_NORMAL
+    is_aligned = bool((starts % (4 if is_secure else per_block) == 0).all())
     options = compile_options(recipe, run, is_aligned)
-    num_blocks = (run + (0 if is_aligned else per_block - 1) + per_block - 1) // per_block
-    tiles_per_row = -(-num_blocks // options["TILE"])
-    shape = SECURE if recipe.distribution is Distribution.SECURE_NORMAL else ORDINARY
+    num_skipped = int((starts % per_block).max())
+    tiles_per_row = -(-(run + num_skipped) // (per_block * options["TILE"]))
+    kernel, shape = (_fill_secure, COARSE) if is_secure else (_fill, ORDINARY)
     flat = out.view(-1)
     rows_at_once = max(1, (2**31 - 1) // tiles_per_row)  # a grid has fewer than 2^31 programs
     with on_device_of(out):
@@ -428,7 +481,7 @@ def fill(out: Tensor, recipe: Recipe, starts: Tensor, run: int) -> None:
         for row in range(0, len(starts), rows_at_once):
             begin = starts[row : row + rows_at_once].to(out.device, non_blocking=True)
             part = flat[row * run : (row + len(begin)) * run]
-            _fill[(len(begin) * tiles_per_row,)](
+            kernel[(len(begin) * tiles_per_row,)](
                 part, numbers, begin, coefficients, run, tiles_per_row, **options
             )
         numbers.zero_()  # in stream order: the key does not stay behind in device memory

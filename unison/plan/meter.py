@@ -581,6 +581,7 @@ _READS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.allclose}
 _TABLES = {
     "squares_kernel": ("values",),
     "release_kernel": ("values", "outs"),
+    "noisy_kernel": ("values", "outs"),
     "_gram_kernel": ("lefts", "rights"),
     "_weighted_kernel": ("lefts", "rights", "outs"),
 }
