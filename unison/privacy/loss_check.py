@@ -177,6 +177,13 @@ class LossCheck:
                 "Keep no tensors or numbers made of private batches between steps; if the value is "
                 "public, detach it and declare a number with unison.public(value)",
             )
+        for each in path.values():
+            if tape.hidden and tape.meets_hidden(each.leaves):
+                _refuse(
+                    f"{each} brings what torch.func or a backward pass of its own made of the "
+                    "batch into the loss, so that rows may meet in it",
+                    "Make the loss of the module's outputs and of the batch, by torch functions",
+                )
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
                 self._refuse_uneven(path[place], labels, ignored, weight)
