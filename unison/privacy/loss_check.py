@@ -177,6 +177,29 @@ class LossCheck:
                 "Keep no tensors or numbers made of private batches between steps; if the value is "
                 "public, detach it and declare a number with unison.public(value)",
             )
+        if (
+            tape.batch
+            and not tape.inputs
+            and tape.batch.isdisjoint(ref for each in path.values() for ref in each.refs)
+        ):
+            _refuse(
+                "neither what the module was given nor the loss is made of the batch that the "
+                "loader handed out last: these rows were not drawn for this step, and the ledger "
+                "would say otherwise",
+                "Train on the batches of the loader that make_private returned for this module; "
+                "for anything else call module.eval() or use torch.no_grad()",
+            )
+        mixed: set[int] = set()  # what holds more than rows of this batch, as they are
+        for each in tape.operations:
+            is_hidden = tape.hidden and tape.meets_hidden(each.leaves)
+            if EARLIER in each.refs or is_hidden or not mixed.isdisjoint(each.refs):
+                mixed.update(each.outs)
+        if not mixed.isdisjoint(tape.inputs):
+            _refuse(
+                "what the module is given is made of an earlier step's data, or of what torch.func "
+                "or a backward pass of its own made of the batch, so that other rows change it",
+                "Make it of this batch by torch functions, or in the data set or in collate_fn",
+            )
         for each in path.values():
             if tape.hidden and tape.meets_hidden(each.leaves):
                 _refuse(

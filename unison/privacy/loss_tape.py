@@ -318,6 +318,7 @@ class LossRecorder(TorchFunctionMode):
             was handed to the user.
         edges: Where the gradients of the module's outputs arrive, by slot, one per granule; empty
             if it takes none.
+        batch: Slots of the batch; empty if it is not made of tensors alone.
         reads: Values that left torch: by which function, before which operation, and where.
         items: Values that were read or printed, and are followed as far as Python's arithmetic
             goes.
@@ -369,9 +370,12 @@ class LossRecorder(TorchFunctionMode):
         self.memory: dict[int, int] = {}
         self.is_open, self.is_judged, self.has_hooks = True, False, False
         self._num_suspended, self._is_left, self._is_over = 0, False, False
-        for leaf in tree_leaves(batch):
+        leaves = tree_leaves(batch)
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self.roots[self._slot_for(leaf)] = leaf
+        # What is made of texts, or of what else is no tensor, is not known as the batch's.
+        self.batch = set(self.roots) if len(self.roots) == len(leaves) else set()
         self._switch(is_on=True)
 
     def remove(self) -> None:
