@@ -20,21 +20,20 @@ makes, cannot be run again: they are *hidden*. They are known by their memory, a
 made of them, so that they neither enter a loss nor are written to what is trained or saved.
 """
 
-import dis
 import itertools
 import operator
 import sys
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import cache, lru_cache
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -73,86 +72,6 @@ def _line_of(frame: FrameType) -> str | None:
     if file.startswith(NOT_THE_USERS):
         return None
     return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-
-
-def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
-    """Whether user code between a read and `backward` may depend on the truth of what was read.
-
-    Args:
-        read: Where all frames were when a value left torch.
-        backward: Where they are when gradients are to flow.
-    """
-    common = 0
-    for (frame, code, offset, _), then in zip(read, backward, strict=False):
-        if frame != then[0] or code is not then[1]:
-            break
-        common += 1
-        if offset != then[2]:  # it has run on: what it called then has returned since
-            break
-    # Functions of the user's that have returned since: to their ends.
-    for _, code, offset, line in read[common:]:
-        if line is not None and _has_jump(code, offset, None):
-            return True
-    if not common:
-        return True
-    # Of all frames that both share, the innermost one alone has run on between them. Where that is
-    # a loop of ours, as in unison.train, no code of the user's has.
-    _, code, offset, _ = read[common - 1]
-    if code.co_filename.startswith(OURS):
-        return False
-    return _has_jump(code, offset, backward[common - 1][2])
-
-
-@lru_cache(maxsize=256)
-def _instructions(code: CodeType) -> dict[int, dis.Instruction]:
-    return {each.offset: each for each in dis.get_instructions(code)}
-
-
-@lru_cache(maxsize=256)
-def _has_jump(code: CodeType, start: int, stop: int | None) -> bool:
-    """Whether a conditional jump can be reached from an offset without passing another."""
-    instructions = _instructions(code)
-    order = sorted(instructions)
-    # A frame that calls Python code stands in the inline cache behind the call, or at the call
-    # itself where a debugger or Dynamo evaluates frames: it is the same instruction.
-    start = order[bisect_right(order, start) - 1]
-    stop = None if stop is None else order[bisect_right(order, stop) - 1]
-    following = dict(itertools.pairwise(order))
-    waiting, seen = [following.get(start)], set()
-    while waiting:
-        offset = waiting.pop()
-        if offset is None or offset == stop or offset in seen:
-            continue
-        seen.add(offset)
-        name, target = instructions[offset].opname, instructions[offset].argval
-        if "JUMP" in name and "IF" in name:
-            ways = [way for way in (target, following.get(offset)) if not _raises(code, way)]
-            if len(ways) > 1:
-                return True
-            waiting.extend(ways)  # an assertion: whoever does not go on sends nothing back
-            continue
-        if name.startswith(("RETURN", "RERAISE", "RAISE")):
-            continue
-        if "JUMP" in name or name in ("FOR_ITER", "SEND"):
-            waiting.append(target)
-        if "JUMP" not in name:
-            waiting.append(following.get(offset))
-    return False
-
-
-@lru_cache(maxsize=256)
-def _raises(code: CodeType, start: int | None) -> bool:
-    """Whether code ends in an exception from here on, whatever happens."""
-    instructions = _instructions(code)
-    for offset in sorted(instructions):
-        if start is None or offset < start:
-            continue
-        name = instructions[offset].opname
-        if name.startswith(("RAISE", "RERAISE")):
-            return True
-        if "JUMP" in name or name.startswith("RETURN") or name in ("FOR_ITER", "SEND"):
-            return False
-    return False
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -553,7 +472,8 @@ class LossRecorder(TorchFunctionMode):
     ) -> Any:
         """Run a function; if it touches data, write it down unless the tape has ended."""
         given = leaves_in((args, kwargs))
-        is_inside = _transform() is not None  # of torch.func, whose values cannot be written down
+        # What torch.func wraps cannot be written down.
+        is_inside = torch._C._are_functorch_transforms_active()
         is_hidden = (self.hidden or is_inside) and self.meets_hidden(given)
         is_followed = any(
             self.slot_of(leaf) is not None for leaf in given if isinstance(leaf, _FOLLOWED)
@@ -645,7 +565,7 @@ class LossRecorder(TorchFunctionMode):
 
     def meets_hidden(self, given: Sequence[Any]) -> bool:
         """Whether any of these values was made of data in a way that is not on the tape."""
-        is_inside = _transform() is not None
+        is_inside = torch._C._are_functorch_transforms_active()
         for leaf in given:
             if isinstance(leaf, Tensor):
                 own = innermost(leaf)
@@ -695,13 +615,10 @@ class LossRecorder(TorchFunctionMode):
         return result
 
 
-_transform = torch._C._functorch.peek_interpreter_stack
-
-
 def innermost(value: Tensor) -> Tensor:
     """What torch.func's wrappers hold, or the values of a sparse tensor."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
     return value._values() if value.layout is torch.sparse_coo else value
 
 
