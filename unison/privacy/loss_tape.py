@@ -491,6 +491,7 @@ class LossRecorder(TorchFunctionMode):
         if is_hidden:
             self._hide(args[0] if handling is Handling.WRITE else result)
         if handling is Handling.READ:
+            _refuse_scheduler()
             self.has_read = True
             if self.is_open:
                 where = positions(sys._getframe(1))
@@ -697,6 +698,24 @@ def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, An
     return run
 
 
+def _as_float(self: Any) -> float:
+    _refuse_scheduler()
+    return float(_plain(self))
+
+
+def _refuse_scheduler() -> None:
+    """Refuse a scheduler that asks values of private batches for the learning rate."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):  # torch's own, and those of a mode
+        if frame is not None and frame.f_globals.get("__name__") == "torch.optim.lr_scheduler":
+            raise BadInput(
+                f"{type(frame.f_locals.get('self')).__name__} was given a number that was read "
+                "from private batches, which no noise covers, and the learning rate would tell of "
+                "it; use a schedule, or unison.public(value) if it is public"
+            )
+        frame = frame and frame.f_back
+
+
 def _number_type(base: type) -> type:
     names = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")
     methods: dict[str, Any] = {"__reduce__": lambda self: (base, (base(self),))}
@@ -705,6 +724,7 @@ def _number_type(base: type) -> type:
     for name in names:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
     methods["__hash__"] = base.__hash__
+    methods["__float__"] = _as_float
     return type(base.__name__, (base, FollowedNumber), methods)
 
 
@@ -745,5 +765,5 @@ def _plain(leaf: Any) -> Any:
     """An argument as torch gets it: a number without our mark."""
     kind = type(leaf)
     if kind is _Float or kind is PublicNumber:
-        return float(leaf)
+        return float.__float__(leaf)
     return int(leaf) if kind is _Int else leaf
