@@ -64,7 +64,7 @@ def captured(
 def check(
     case: Case, inner: str, dtype: torch.dtype = torch.float64, *, is_factored: bool = False
 ) -> None:
-    model, batch = case.make().double().train(), case.batch(BATCH)
+    model, batch = case.make().double(), case.batch(BATCH)
     expected = per_sample_gradients(model, case.loss, batch)
     found = captured(model, case, batch, BATCH, inner, is_factored=is_factored)
     largest = max(float(each.abs().max()) for each in expected.values())

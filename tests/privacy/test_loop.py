@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
+import unison
 from tests.privacy.common import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -624,3 +625,31 @@ def test_rows_that_are_counted_are_seen_in_rounding_too():
     each = _divergence(module(x), reference(x))
     with pytest.raises(UnsupportedOperation, match="changes by neither 1 nor"):
         (each.sum() / torch.ones_like(each).sum().sqrt()).backward()
+
+
+READINGS = {
+    "number": lambda loss: loss.item(),
+    "tensor": lambda loss: loss.detach(),
+    "mean": lambda loss: loss.item() / 2,
+}
+
+
+@pytest.mark.parametrize("how", READINGS)
+def test_a_scheduler_that_asks_for_the_loss_is_refused(how):
+    _, module, optimizer, private = attach()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    read, message = READINGS[how], r"ReduceLROnPlateau was given a number that was read from"
+    found = 0.0
+    for x, y in private:
+        loss = cross_entropy(module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(BadInput, match=message):
+            scheduler.step(read(loss))
+        found = found + read(loss)
+    if how != "tensor":  # which is followed where a batch is in somebody's hands
+        with pytest.raises(BadInput, match=message):
+            scheduler.step(found)
+    scheduler.step(unison.public(float(found)))
+    scheduler.step(2.5)

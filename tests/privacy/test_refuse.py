@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from unison.errors import BadInput, UnsupportedOperation
+from unison.privacy import PrivacyEngine
 from unison.privacy.loader import PrivateLoader
 from unison.privacy.sampling import Poisson, Shuffled, TruncatedPoisson
 from unison.rng import Key
@@ -105,6 +106,20 @@ def test_what_would_be_replaced_is_refused(kind, sampling):
     with pytest.raises(UnsupportedOperation, match=message) as caught:
         PrivateLoader(build(), sampling, KEY)
     assert "Remedy" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_engine_refuses_it_too(kind):
+    build, message = REFUSED[kind]
+    module = torch.nn.Linear(1, 1)
+    made = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    made |= {"data_loader": build(), "max_grad_norm": 1.0}
+    with pytest.raises(UnsupportedOperation, match=message):
+        PrivacyEngine().make_private(**made, noise_multiplier=1.0)
+    with pytest.raises(UnsupportedOperation, match=message):
+        PrivacyEngine().make_private_with_epsilon(
+            **made, target_epsilon=1.0, target_delta=1e-2, epochs=1
+        )
 
 
 CONTRADICTIONS = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.privacy.common import NUM_FEATURES, attach, make_model, train
-from unison.errors import BadInput
+from unison.errors import BadInput, UnsupportedOperation
 from unison.shard.deal import current_plan
 
 
@@ -186,3 +186,49 @@ def test_a_module_that_is_given_back_leaves_no_plan_behind():
     assert current_plan() is not None
     engine.detach()
     assert current_plan() is None
+
+
+def remove_layer(module: Any) -> None:
+    module[2] = nn.Identity()
+
+
+def tie_layers(module: Any) -> None:
+    module[2].weight = module[0].weight
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("change", [remove_layer, tie_layers])
+def test_a_parameter_that_leaves_the_module_is_refused(change, steps):
+    """The optimizer would train it on noise alone."""
+    torch.manual_seed(0)
+    square = nn.Sequential(*(nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=False) for _ in range(3)))
+    engine, module, optimizer, private = attach(square)
+    train(module, optimizer, private, steps)
+    change(module)
+    with pytest.raises(BadInput, match=r"2\.weight has left the module since make_private"):
+        train(module, optimizer, private, 1)
+    assert engine.ledger.num_intents == steps
+
+
+HOOKS = {
+    "gradient": lambda parameter: parameter.register_hook(lambda gradient: gradient.clamp(-1, 1)),
+    "accumulated": lambda parameter: parameter.register_post_accumulate_grad_hook(print),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": {"backend": "aot_eager"}}])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_would_never_be_called_is_refused(kind, when, settings):
+    module = make_model()
+    if when == "before":
+        handle = HOOKS[kind](module[2].bias)
+    engine, module, optimizer, private = attach(module, **settings)
+    if when == "after":
+        handle = HOOKS[kind](module[2].bias)
+    with pytest.raises(UnsupportedOperation, match=r"2\.bias has a hook of its gradient.*Remove"):
+        train(module, optimizer, private, 1)
+    assert engine.ledger.num_intents == 0
+    handle.remove()
+    train(module, optimizer, private, 1)
+    assert engine.ledger.num_intents == 1

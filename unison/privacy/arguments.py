@@ -174,6 +174,8 @@ def resized(
 
 def sampling_of(data_loader: DataLoader[Any], is_poisson: bool) -> Sampling:
     """How records are drawn, from the loader's settings: the rate is its batch size's."""
+    if isinstance(data_loader, DataLoader):
+        refuse_unknown_loader(data_loader)  # one whose records have no number has no length
     num_records = len(data_loader.dataset)  # type: ignore[arg-type]
     if num_records == 0:
         raise BadInput("the data set is empty")

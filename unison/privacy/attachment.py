@@ -31,7 +31,7 @@ from unison.clip import Clipping, Plan
 from unison.clip.bounds import Grid
 from unison.errors import BadInput, UnsupportedOperation
 from unison.ops import Record
-from unison.parallel import MakeSums, ParallelAdapter
+from unison.parallel import MakeSums, ParallelAdapter, private_trainings
 from unison.privacy.compiled import CompiledPasses
 from unison.privacy.inputs import (
     BufferVersions,
@@ -46,7 +46,7 @@ from unison.privacy.inputs import (
 )
 from unison.privacy.learning import ClippingSettings, Learning
 from unison.privacy.loss_check import label_check
-from unison.privacy.loss_tape import LossRecorder, refuse_unseen
+from unison.privacy.loss_tape import EARLIER, LossRecorder, refuse_unseen
 from unison.privacy.sampling import (
     BatchDealer,
     Part,
@@ -367,6 +367,8 @@ class Attachment:
                 "over the loader that make_private returned; for anything else call module.eval() "
                 "or use torch.no_grad()"
             )
+        if self._recorder.unknown_inputs and self._follows_loss:
+            self._refuse_foreign(args, kwargs)
         joined = self._pass if self._pass is not None and self._pass.batch is batch else None
         if joined is None:
             self.drop_pass()
@@ -382,6 +384,39 @@ class Attachment:
         self._pass = joined or self._begin_pass(batch, args, kwargs)
         if self._pass.captures[0].axes.is_traced:
             self._follow(self._following, self._pass, args, kwargs)
+
+    def _refuse_foreign(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse rows that are known to be others than those of the batch in the user's hands.
+
+        Raises:
+            BadInput: They are of an earlier step, or of another engine's loader.
+            UnsupportedOperation: They were made of the batch in a way that cannot be followed.
+        """
+        own, others = self._recorder, [each.recorder for each in private_trainings]
+        remedy = (
+            "Train on the batches of the loader that make_private returned for this module; for "
+            "anything else call module.eval() or use torch.no_grad()"
+        )
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor):
+                continue
+            slot, whose = own.slot_of(leaf), None
+            if slot == EARLIER:
+                whose = "is made of the rows of an earlier step"
+            elif slot is None and any(each.slot_of(leaf) is not None for each in others):
+                whose = "is made of rows that another engine's loader handed out"
+            if whose is not None:
+                raise BadInput(
+                    f"a tensor of shape {list(leaf.shape)} that the module is given {whose}: these "
+                    "rows were not drawn for this step, and the ledger would say otherwise. "
+                    + remedy
+                )
+            if slot is None and own.hidden and own.meets_hidden([leaf]):
+                raise UnsupportedOperation(
+                    f"a tensor of shape {list(leaf.shape)} that the module is given was made of "
+                    "the batch by torch.func or by a backward pass of its own, so that rows may "
+                    "meet in it. Use torch functions, or do it in the data set or in collate_fn"
+                )
 
     def _follow(
         self, context: ExitStack, running: RunningPass, args: tuple, kwargs: dict[str, Any]

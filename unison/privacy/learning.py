@@ -6,6 +6,7 @@ were frozen, thawed or replaced are refused by name.
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -165,6 +166,16 @@ class Learning:
                     "place instead (parameter.data.copy_), or detach the engine and make the "
                     "module private again"
                 )
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                if before is not None and hooks is not None and len(hooks) > 1:
+                    _refuse_hooks(name, hooks.values())
+        if missing := self._private.keys() - set(trained):
+            name = min(missing)
+            raise BadInput(
+                f"{name} has left the module since make_private (its layer was removed, or tied to "
+                "another), and the optimizer would train it on noise alone. Detach the engine and "
+                "make the module private again, with an optimizer of what it has now"
+            )
         return trained
 
     def _check(self, inputs: Inputs, key: Any, seed: int) -> None:
@@ -341,3 +352,20 @@ def _held_by(params: ParamRegistry, owner: ParallelAdapter) -> dict[str, nn.Para
         is_own = id(each.parameter) in own
         held[each.name] = None if is_dtensor(each.parameter) or not is_own else each.parameter
     return held
+
+
+def _refuse_hooks(name: str, hooks: Iterable[Callable[..., Any]]) -> None:
+    """Refuse a user's hook of a parameter, which autograd would never call.
+
+    Raises:
+        UnsupportedOperation: Naming the parameter.
+    """
+    homes = [str(getattr(each, "func", each).__module__) for each in hooks]  # of a partial, too
+    if not all(home.startswith(("unison.", "torch.")) for home in homes):
+        raise UnsupportedOperation(
+            f"{name} has a hook of its gradient (register_hook, or "
+            "register_post_accumulate_grad_hook, as layer-wise optimizers use it), which would "
+            "never be called: gradients of single samples are clipped and noised before they reach "
+            "a parameter. Remove the hook, and change parameter.grad between backward and "
+            "optimizer.step()"
+        )

@@ -35,12 +35,20 @@ from torch import Tensor
 from unison.errors import UnsupportedOperation
 from unison.privacy.loss_program import (
     ARITHMETIC,
+    FLOAT64_TOLERANCE,
     Gradients,
     Program,
     RecordLayout,
     Replay,
+    far_values,
+    is_close,
+    is_equal,
+    is_rounding,
+    is_same,
+    may_branch,
     numbers_of,
-    whole,
+    rows_differ,
+    where_rows_meet,
 )
 from unison.privacy.loss_tape import (
     EARLIER,
@@ -48,7 +56,6 @@ from unison.privacy.loss_tape import (
     Operation,
     PublicNumber,
     SlotRef,
-    may_branch,
     positions,
 )
 from unison.privacy.sampling import packed, unpacked
@@ -96,9 +103,6 @@ REMEDY = (
     "unison.per_sample_loss does it for tokens) and send back their mean or sum; if several rows "
     "belong to one record, say so with make_private(rows_per_sample=)"
 )
-FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
-ROUNDING = 16  # units of the usual gradient's largest element
 FEW_ELEMENTS = 1 << 24  # of all roots together: more are looked at in a part of the rows
 
 
@@ -177,6 +181,36 @@ class LossCheck:
                 "Keep no tensors or numbers made of private batches between steps; if the value is "
                 "public, detach it and declare a number with unison.public(value)",
             )
+        if (
+            tape.batch
+            and not tape.inputs
+            and tape.batch.isdisjoint(ref for each in path.values() for ref in each.refs)
+        ):
+            _refuse(
+                "neither what the module was given nor the loss is made of the batch that the "
+                "loader handed out last: these rows were not drawn for this step, and the ledger "
+                "would say otherwise",
+                "Train on the batches of the loader that make_private returned for this module; "
+                "for anything else call module.eval() or use torch.no_grad()",
+            )
+        mixed: set[int] = set()  # what holds more than rows of this batch, as they are
+        for each in tape.operations:
+            is_hidden = tape.hidden and tape.meets_hidden(each.leaves)
+            if EARLIER in each.refs or is_hidden or not mixed.isdisjoint(each.refs):
+                mixed.update(each.outs)
+        if not mixed.isdisjoint(tape.inputs):
+            _refuse(
+                "what the module is given is made of an earlier step's data, or of what torch.func "
+                "or a backward pass of its own made of the batch, so that other rows change it",
+                "Make it of this batch by torch functions, or in the data set or in collate_fn",
+            )
+        for each in path.values():
+            if tape.hidden and tape.meets_hidden(each.leaves):
+                _refuse(
+                    f"{each} brings what torch.func or a backward pass of its own made of the "
+                    "batch into the loss, so that rows may meet in it",
+                    "Make the loss of the module's outputs and of the batch, by torch functions",
+                )
         for place, labels, ignored, _, weight in tape.targets:
             if place in path:
                 self._refuse_uneven(path[place], labels, ignored, weight)
@@ -290,7 +324,7 @@ class LossCheck:
                 base = program.replay(program.first_records(left), left)
                 for factor in (1.0, num_left / rows.num_units):
                     if all(
-                        _is_close(left.matrix(base[0][slot]) * factor, grad[:num_left])
+                        is_close(left.matrix(base[0][slot]) * factor, grad[:num_left])
                         for slot, grad in rows.matrices(real)
                     ):
                         return base, left
@@ -300,10 +334,10 @@ class LossCheck:
         grads = base[0]
         for slot, grad in real.items():
             pairs = zip(unpacked(grads[slot]), unpacked(grad), strict=True)
-            if all(_is_close(a, b) for a, b in pairs):
+            if all(is_close(a, b) for a, b in pairs):
                 continue
             other = program.replay({}, seed=1)[0]
-            if all(_is_equal(grads[each], other[each]) for each in grads):
+            if all(is_equal(grads[each], other[each]) for each in grads):
                 # It draws no random numbers.
                 names = ", ".join(dict.fromkeys(map(str, program.path.values())))
                 _refuse(
@@ -354,7 +388,10 @@ class LossCheck:
                     first, again = base, other
                 if moved is not None:
                     what, remedy = moved
-                    _refuse(f"{what}: {_blame(program, first[2], again[2], kept, left)}", remedy)
+                    _refuse(
+                        f"{what}: {where_rows_meet(program, first[2], again[2], kept, left)}",
+                        remedy,
+                    )
         for key, error in failed.items():
             if key not in tried:  # no values at all could stand in the place of the others
                 _refuse(
@@ -393,7 +430,7 @@ class LossCheck:
             order = order[:1].expand(left.num_units)
         new = matrix[order.to(device)]
         if way == 1:
-            new = _far(matrix, generator)
+            new = far_values(matrix, generator)
         elif way == 2 and not matrix.is_floating_point():
             size = sum(each.numel() for each in unpacked(root))
             for _, labels, _, num_classes, _ in program.tape.targets:
@@ -416,7 +453,7 @@ class LossCheck:
         factor, first = rows.num_units / left.num_units, _without_last(rows, before)
         wrong = _wrong_factor(dict(left.matrices(now)), first, factor, is_mean=self._is_mean)
         usual = self._turned(program) if wrong is not None else None
-        if usual is not None and _is_rounding(first, usual[1]):
+        if usual is not None and is_rounding(first, usual[1]):
             values = program.first_records(left)
             for slot, own in _without_last(rows, usual[0]).items():
                 values[slot] = rows.like(usual[0][slot], own)
@@ -482,7 +519,7 @@ class LossCheck:
         wrong = _wrong_factor(first, grads, num_before / rows.num_rows, is_mean=self._is_mean)
         if wrong is not None:
             usual = self._turned(program)
-            if usual is None or not _is_rounding(first, usual[1]):
+            if usual is None or not is_rounding(first, usual[1]):
                 _refuse(*wrong)
 
 
@@ -600,9 +637,7 @@ def _refuse_other_path(program: Program, base: dict[int, Any], other: dict[int, 
         # The same truth here and now says little, if what it was found from has changed.
         is_other = len(truths) > 1 or (
             may_branch(where, here)
-            and any(
-                not _is_same(base.get(each), other.get(each)) for each in program.compared(slot)
-            )
+            and any(not is_same(base.get(each), other.get(each)) for each in program.compared(slot))
         )
         if is_other:
             _refuse(
@@ -629,10 +664,10 @@ def _moved(
     """Return what changed in the kept rows, with a remedy; None if nothing did."""
     for slot in program.tape.inputs - set(program.tape.roots):
         a, b = base[2].get(slot), other[2].get(slot)
-        if isinstance(a, Tensor) and _rows_differ(a, b, kept, rows, tolerance) is not None:
+        if isinstance(a, Tensor) and rows_differ(a, b, kept, rows, tolerance) is not None:
             return "what the module is given for one row depends on other rows", REMEDY
     for slot, a in base[0].items():
-        row = _rows_differ(a, other[0][slot], kept, rows, tolerance)
+        row = rows_differ(a, other[0][slot], kept, rows, tolerance)
         if row is None:
             continue
         if rows.dim_of(a) is None:
@@ -643,7 +678,7 @@ def _moved(
             )
         return f"the loss couples rows: the gradient of row {row} depends on other rows", REMEDY
     for tensor, a, b in zip(program.terms, base[1], other[1], strict=True):
-        if not _is_equal(a, b, tolerance):
+        if not is_equal(a, b, tolerance):
             return (
                 f"a trainable tensor of shape {list(tensor.shape)} meets the private batch outside "
                 "of the module's forward, so its gradient would be neither clipped nor noised",
@@ -651,30 +686,6 @@ def _moved(
                 "requires_grad_(False)",
             )
     return None
-
-
-def _blame(
-    program: Program,
-    base: dict[int, Any],
-    other: dict[int, Any],
-    kept: Tensor,
-    rows: RecordLayout,
-) -> str:
-    """Name the operation where rows meet."""
-    for operation in program.tape.operations:
-        for slot in operation.outs:
-            a, b = base.get(slot), other.get(slot)
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-                continue
-            is_by_row = rows.dim_of(a) is not None
-            if is_by_row and _rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
-                return f"rows meet in {operation}"
-    for place in sorted(program.path):
-        made = [base.get(slot) for slot in program.path[place].outs]
-        has_tensor = any(isinstance(each, Tensor) for each in made)
-        if has_tensor and all(rows.dim_of(each) is None for each in made):
-            return f"rows meet in or after {program.path[place]}"
-    return "see the loss"
 
 
 def _without_last(rows: RecordLayout, values: Gradients) -> Gradients:
@@ -689,7 +700,7 @@ def _wrong_factor(
 
     def changes_by(factor: float) -> bool:
         # Losses are often made in float32, whatever the module's dtype is.
-        return all(_is_close(now[slot], grad * factor, 1e-4) for slot, grad in before.items())
+        return all(is_close(now[slot], grad * factor, 1e-4) for slot, grad in before.items())
 
     if changes_by(factor if is_mean else 1.0):
         return None
@@ -705,102 +716,4 @@ def _wrong_factor(
         "with another number of rows the gradient of a row changes by neither 1 nor "
         f"{factor:.4g}, the factor of a mean, so it depends on how many others there are",
         REMEDY,
-    )
-
-
-def _is_rounding(grads: Gradients, usual: Gradients) -> bool:
-    """Whether gradients are no larger than what rounding leaves of usual ones."""
-
-    def largest(value: Tensor) -> float:
-        parts = (whole(each) for each in unpacked(value))
-        return max((float(each.abs().max()) for each in parts if each.numel()), default=0.0)
-
-    return all(
-        largest(grad) <= ROUNDING * torch.finfo(usual[slot].dtype).eps * largest(usual[slot])
-        for slot, grad in grads.items()
-    )
-
-
-def _far(matrix: Tensor, generator: torch.Generator) -> Tensor:
-    """Values far away, of a like kind: a probability stays one, a weight stays positive.
-
-    Integers stay in their range: not all kernels check it.
-    """
-    # Drawn where they are used: logits have hundreds of millions of elements.
-    shape, device = matrix.shape, matrix.device
-    own = torch.Generator(device=device)
-    own.manual_seed(int(torch.randint(0, 1 << 62, (), generator=generator)))
-
-    def uniform() -> Tensor:
-        return torch.rand(shape, generator=own, device=device)
-
-    if matrix.dtype == torch.bool:
-        return uniform() < 0.5
-    u = uniform()
-    pick = torch.randint(0, matrix.numel(), shape, generator=own, device=device)
-    mixed = matrix.flatten()[pick]
-    if not matrix.is_floating_point():
-        high = max(0, int(matrix.max())) + 1
-        return torch.where(uniform() < 0.5, mixed, (u * high).to(matrix.dtype))
-    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
-    low, high = (float(each) for each in finite.aminmax())
-    if low >= 0 and high <= 1:
-        return u.to(matrix.dtype)
-    largest = math.log10(torch.finfo(matrix.dtype).max) / 2  # its square is finite
-    power = min(6.0, largest - math.log10(max(abs(low), abs(high), 1.0)))
-    scale = 10 ** (power * u) if low < 0 else 10 ** (power * (u - 0.5))
-    return (mixed * scale).to(matrix.dtype)
-
-
-def _rows_differ(
-    a: Tensor, b: Any, kept: Tensor, rows: RecordLayout, tolerance: float
-) -> int | None:
-    """The first kept row in which two tensors differ; None if none does."""
-    if rows.dim_of(a) is None:
-        return None if _is_equal(a, b, tolerance) else 0
-    if not isinstance(b, Tensor) or rows.dim_of(b) is None:
-        return 0
-    kept = kept.to(unpacked(a)[0].device)
-    x, y = rows.matrix(a)[kept], rows.matrix(b)[kept]
-    if x.shape != y.shape:
-        return 0
-    is_same = (x == y) | ((x != x) & (y != y))
-    if tolerance and x.is_floating_point():
-        scale = torch.nan_to_num(x.abs(), posinf=0.0).amax(1, keepdim=True)
-        is_same |= (x - y).abs() <= tolerance * scale
-    is_wrong = ~is_same.all(1)
-    if not bool(is_wrong.any()):
-        return None
-    return int(kept.nonzero().flatten()[is_wrong.nonzero().flatten()[0]])
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return _is_equal(a, b)
-    return a == b or (a != a and b != b)
-
-
-def _is_equal(a: Tensor, b: Any, tolerance: float = 0.0) -> bool:
-    if not isinstance(b, Tensor) or a.shape != b.shape:
-        return False
-    for x, y in zip(map(whole, unpacked(a)), map(whole, unpacked(b)), strict=True):
-        is_same = (x == y) | ((x != x) & (y != y))
-        if tolerance and x.is_floating_point() and x.numel():
-            is_same |= (x - y).abs() <= tolerance * x.abs().max()
-        if not bool(is_same.all()):
-            return False
-    return True
-
-
-def _is_close(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
-    tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
-    # In parts: logits in float64 would take four times the memory that they do.
-    parts = [whole(each).reshape(-1).split(1 << 22) for each in (a, b)]
-    largest = [
-        torch.nan_to_num(each.double().abs(), posinf=0.0).max() for each in parts[1] if len(each)
-    ]
-    scale = float(torch.stack(largest).max()) if largest else 0.0
-    return all(
-        torch.allclose(x.double(), y.double(), tolerance, tolerance * scale, equal_nan=True)
-        for x, y in zip(*parts, strict=True)
     )

@@ -1,15 +1,20 @@
 """A loss as a program that can be run again: what the tape holds, on other values.
 
 `RecordLayout` says where the records of a batch lie in its tensors, `Program.replay` runs the
-user's operations once more with other records in the place of some. What that is for stands in
-loss_check.py.
+user's operations once more with other records in the place of some; how two runs are compared, and
+whether code may have run differently, comes after it. What that is for stands in loss_check.py.
 """
 
+import dis
 import inspect
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from unison.privacy.loss_tape import (
     EARLIER,
+    OURS,
     Handling,
     LossRecorder,
     Operation,
+    Position,
     SlotRef,
     leaves_in,
     mapped,
@@ -335,3 +342,218 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 def _to_double(value: Tensor) -> Tensor:
     parts = [each.double() if each.is_floating_point() else each for each in unpacked(value)]
     return packed(value, parts)
+
+
+# --- comparing replays ----------------------------------------------------------------------------
+
+FLOAT64_TOLERANCE = 1e-9  # of a row's largest element
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # of the self-check
+ROUNDING = 16  # units of the usual gradient's largest element
+
+
+def where_rows_meet(
+    program: Program,
+    base: dict[int, Any],
+    other: dict[int, Any],
+    kept: Tensor,
+    rows: RecordLayout,
+) -> str:
+    """Name the operation where rows meet."""
+    for operation in program.tape.operations:
+        for slot in operation.outs:
+            a, b = base.get(slot), other.get(slot)
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+                continue
+            is_by_row = rows.dim_of(a) is not None
+            if is_by_row and rows_differ(a, b, kept, rows, FLOAT64_TOLERANCE) is not None:
+                return f"rows meet in {operation}"
+    for place in sorted(program.path):
+        made = [base.get(slot) for slot in program.path[place].outs]
+        has_tensor = any(isinstance(each, Tensor) for each in made)
+        if has_tensor and all(rows.dim_of(each) is None for each in made):
+            return f"rows meet in or after {program.path[place]}"
+    return "see the loss"
+
+
+def is_rounding(grads: Gradients, usual: Gradients) -> bool:
+    """Whether gradients are no larger than what rounding leaves of usual ones."""
+
+    def largest(value: Tensor) -> float:
+        parts = (whole(each) for each in unpacked(value))
+        return max((float(each.abs().max()) for each in parts if each.numel()), default=0.0)
+
+    return all(
+        largest(grad) <= ROUNDING * torch.finfo(usual[slot].dtype).eps * largest(usual[slot])
+        for slot, grad in grads.items()
+    )
+
+
+def far_values(matrix: Tensor, generator: torch.Generator) -> Tensor:
+    """Values far away, of a like kind: a probability stays one, a weight stays positive.
+
+    Integers stay in their range: not all kernels check it.
+    """
+    # Drawn where they are used: logits have hundreds of millions of elements.
+    shape, device = matrix.shape, matrix.device
+    own = torch.Generator(device=device)
+    own.manual_seed(int(torch.randint(0, 1 << 62, (), generator=generator)))
+
+    def uniform() -> Tensor:
+        return torch.rand(shape, generator=own, device=device)
+
+    if matrix.dtype == torch.bool:
+        return uniform() < 0.5
+    u = uniform()
+    pick = torch.randint(0, matrix.numel(), shape, generator=own, device=device)
+    mixed = matrix.flatten()[pick]
+    if not matrix.is_floating_point():
+        high = max(0, int(matrix.max())) + 1
+        return torch.where(uniform() < 0.5, mixed, (u * high).to(matrix.dtype))
+    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
+    low, high = (float(each) for each in finite.aminmax())
+    if low >= 0 and high <= 1:
+        return u.to(matrix.dtype)
+    largest = math.log10(torch.finfo(matrix.dtype).max) / 2  # its square is finite
+    power = min(6.0, largest - math.log10(max(abs(low), abs(high), 1.0)))
+    scale = 10 ** (power * u) if low < 0 else 10 ** (power * (u - 0.5))
+    return (mixed * scale).to(matrix.dtype)
+
+
+def rows_differ(
+    a: Tensor, b: Any, kept: Tensor, rows: RecordLayout, tolerance: float
+) -> int | None:
+    """The first kept row in which two tensors differ; None if none does."""
+    if rows.dim_of(a) is None:
+        return None if is_equal(a, b, tolerance) else 0
+    if not isinstance(b, Tensor) or rows.dim_of(b) is None:
+        return 0
+    kept = kept.to(unpacked(a)[0].device)
+    x, y = rows.matrix(a)[kept], rows.matrix(b)[kept]
+    if x.shape != y.shape:
+        return 0
+    is_same = (x == y) | ((x != x) & (y != y))
+    if tolerance and x.is_floating_point():
+        scale = torch.nan_to_num(x.abs(), posinf=0.0).amax(1, keepdim=True)
+        is_same |= (x - y).abs() <= tolerance * scale
+    is_wrong = ~is_same.all(1)
+    if not bool(is_wrong.any()):
+        return None
+    return int(kept.nonzero().flatten()[is_wrong.nonzero().flatten()[0]])
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two results of an operation are the same; NaN is."""
+    if isinstance(a, Tensor):
+        return is_equal(a, b)
+    return a == b or (a != a and b != b)
+
+
+def is_equal(a: Tensor, b: Any, tolerance: float = 0.0) -> bool:
+    """Whether two tensors are equal, up to a part of the largest element; NaN is equal to NaN."""
+    if not isinstance(b, Tensor) or a.shape != b.shape:
+        return False
+    for x, y in zip(map(whole, unpacked(a)), map(whole, unpacked(b)), strict=True):
+        is_same = (x == y) | ((x != x) & (y != y))
+        if tolerance and x.is_floating_point() and x.numel():
+            is_same |= (x - y).abs() <= tolerance * x.abs().max()
+        if not bool(is_same.all()):
+            return False
+    return True
+
+
+def is_close(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
+    """Whether two tensors differ by what rounding in their dtype may do."""
+    tolerance = max(least, TOLERANCE.get(b.dtype, 1e-9))
+    # In parts: logits in float64 would take four times the memory that they do.
+    parts = [whole(each).reshape(-1).split(1 << 22) for each in (a, b)]
+    largest = [
+        torch.nan_to_num(each.double().abs(), posinf=0.0).max() for each in parts[1] if len(each)
+    ]
+    scale = float(torch.stack(largest).max()) if largest else 0.0
+    return all(
+        torch.allclose(x.double(), y.double(), tolerance, tolerance * scale, equal_nan=True)
+        for x, y in zip(*parts, strict=True)
+    )
+
+
+# --- conditions in the user's code ----------------------------------------------------------------
+
+
+def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
+    """Whether user code between a read and `backward` may depend on the truth of what was read.
+
+    Args:
+        read: Where all frames were when a value left torch.
+        backward: Where they are when gradients are to flow.
+    """
+    common = 0
+    for (frame, code, offset, _), then in zip(read, backward, strict=False):
+        if frame != then[0] or code is not then[1]:
+            break
+        common += 1
+        if offset != then[2]:  # it has run on: what it called then has returned since
+            break
+    # Functions of the user's that have returned since: to their ends.
+    for _, code, offset, line in read[common:]:
+        if line is not None and _has_jump(code, offset, None):
+            return True
+    if not common:
+        return True
+    # Of all frames that both share, the innermost one alone has run on between them. Where that is
+    # a loop of ours, as in unison.train, no code of the user's has.
+    _, code, offset, _ = read[common - 1]
+    if code.co_filename.startswith(OURS):
+        return False
+    return _has_jump(code, offset, backward[common - 1][2])
+
+
+@lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> dict[int, dis.Instruction]:
+    return {each.offset: each for each in dis.get_instructions(code)}
+
+
+@lru_cache(maxsize=256)
+def _has_jump(code: CodeType, start: int, stop: int | None) -> bool:
+    """Whether a conditional jump can be reached from an offset without passing another."""
+    instructions = _instructions(code)
+    order = sorted(instructions)
+    # A frame that calls Python code stands in the inline cache behind the call, or at the call
+    # itself where a debugger or Dynamo evaluates frames: it is the same instruction.
+    start = order[bisect_right(order, start) - 1]
+    stop = None if stop is None else order[bisect_right(order, stop) - 1]
+    following = dict(itertools.pairwise(order))
+    waiting, seen = [following.get(start)], set()
+    while waiting:
+        offset = waiting.pop()
+        if offset is None or offset == stop or offset in seen:
+            continue
+        seen.add(offset)
+        name, target = instructions[offset].opname, instructions[offset].argval
+        if "JUMP" in name and "IF" in name:
+            ways = [way for way in (target, following.get(offset)) if not _raises(code, way)]
+            if len(ways) > 1:
+                return True
+            waiting.extend(ways)  # an assertion: whoever does not go on sends nothing back
+            continue
+        if name.startswith(("RETURN", "RERAISE", "RAISE")):
+            continue
+        if "JUMP" in name or name in ("FOR_ITER", "SEND"):
+            waiting.append(target)
+        if "JUMP" not in name:
+            waiting.append(following.get(offset))
+    return False
+
+
+@lru_cache(maxsize=256)
+def _raises(code: CodeType, start: int | None) -> bool:
+    """Whether code ends in an exception from here on, whatever happens."""
+    instructions = _instructions(code)
+    for offset in sorted(instructions):
+        if start is None or offset < start:
+            continue
+        name = instructions[offset].opname
+        if name.startswith(("RAISE", "RERAISE")):
+            return True
+        if "JUMP" in name or name.startswith("RETURN") or name in ("FOR_ITER", "SEND"):
+            return False
+    return False

@@ -14,24 +14,28 @@ alive, so that recording costs microseconds per operation and no memory.
 compared, other rows decide which loss is sent back, and the program that was written down looks as
 if nothing had happened. So the bytecode that runs between the read and `backward` is looked at: if
 it has no conditional jump, no truth of the value can matter.
+
+Gradients that the user's own backward pass leaves at a copy of the model, and what torch.func
+makes, cannot be run again: they are *hidden*. They are known by their memory, as is all that is
+made of them, so that they neither enter a loss nor are written to what is trained or saved.
 """
 
-import dis
 import itertools
 import operator
 import sys
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import cache, lru_cache
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -68,86 +72,6 @@ def _line_of(frame: FrameType) -> str | None:
     if file.startswith(NOT_THE_USERS):
         return None
     return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-
-
-def may_branch(read: Sequence[Position], backward: Sequence[Position]) -> bool:
-    """Whether user code between a read and `backward` may depend on the truth of what was read.
-
-    Args:
-        read: Where all frames were when a value left torch.
-        backward: Where they are when gradients are to flow.
-    """
-    common = 0
-    for (frame, code, offset, _), then in zip(read, backward, strict=False):
-        if frame != then[0] or code is not then[1]:
-            break
-        common += 1
-        if offset != then[2]:  # it has run on: what it called then has returned since
-            break
-    # Functions of the user's that have returned since: to their ends.
-    for _, code, offset, line in read[common:]:
-        if line is not None and _has_jump(code, offset, None):
-            return True
-    if not common:
-        return True
-    # Of all frames that both share, the innermost one alone has run on between them. Where that is
-    # a loop of ours, as in unison.train, no code of the user's has.
-    _, code, offset, _ = read[common - 1]
-    if code.co_filename.startswith(OURS):
-        return False
-    return _has_jump(code, offset, backward[common - 1][2])
-
-
-@lru_cache(maxsize=256)
-def _instructions(code: CodeType) -> dict[int, dis.Instruction]:
-    return {each.offset: each for each in dis.get_instructions(code)}
-
-
-@lru_cache(maxsize=256)
-def _has_jump(code: CodeType, start: int, stop: int | None) -> bool:
-    """Whether a conditional jump can be reached from an offset without passing another."""
-    instructions = _instructions(code)
-    order = sorted(instructions)
-    # A frame that calls Python code stands in the inline cache behind the call, or at the call
-    # itself where a debugger or Dynamo evaluates frames: it is the same instruction.
-    start = order[bisect_right(order, start) - 1]
-    stop = None if stop is None else order[bisect_right(order, stop) - 1]
-    following = dict(itertools.pairwise(order))
-    waiting, seen = [following.get(start)], set()
-    while waiting:
-        offset = waiting.pop()
-        if offset is None or offset == stop or offset in seen:
-            continue
-        seen.add(offset)
-        name, target = instructions[offset].opname, instructions[offset].argval
-        if "JUMP" in name and "IF" in name:
-            ways = [way for way in (target, following.get(offset)) if not _raises(code, way)]
-            if len(ways) > 1:
-                return True
-            waiting.extend(ways)  # an assertion: whoever does not go on sends nothing back
-            continue
-        if name.startswith(("RETURN", "RERAISE", "RAISE")):
-            continue
-        if "JUMP" in name or name in ("FOR_ITER", "SEND"):
-            waiting.append(target)
-        if "JUMP" not in name:
-            waiting.append(following.get(offset))
-    return False
-
-
-@lru_cache(maxsize=256)
-def _raises(code: CodeType, start: int | None) -> bool:
-    """Whether code ends in an exception from here on, whatever happens."""
-    instructions = _instructions(code)
-    for offset in sorted(instructions):
-        if start is None or offset < start:
-            continue
-        name = instructions[offset].opname
-        if name.startswith(("RAISE", "RERAISE")):
-            return True
-        if "JUMP" in name or name.startswith("RETURN") or name in ("FOR_ITER", "SEND"):
-            return False
-    return False
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -193,7 +117,7 @@ def handling_of(func: Any) -> tuple[Handling, str]:
             return (Handling.WRITE if name == "data" else Handling.QUESTION), name
         if name == "grad":  # not to be taken for torch.autograd.grad
             return Handling.QUESTION, name
-    if func is Tensor.backward:
+    if func is Tensor.backward or func is torch.autograd.backward:
         return Handling.BACKWARD, name
     if name in _SIZES:
         return Handling.SIZE, name
@@ -203,6 +127,7 @@ def handling_of(func: Any) -> tuple[Handling, str]:
         return Handling.READ, name
     if name == "item":
         return Handling.ITEM, name
+    name = name.split(".")[0]  # torch.ops.aten.add_.Tensor
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         return Handling.WRITE, name
     return Handling.OPERATION, name
@@ -312,6 +237,7 @@ class LossRecorder(TorchFunctionMode):
             was handed to the user.
         edges: Where the gradients of the module's outputs arrive, by slot, one per granule; empty
             if it takes none.
+        batch: Slots of the batch; empty if it is not made of tensors alone.
         reads: Values that left torch: by which function, before which operation, and where.
         items: Values that were read or printed, and are followed as far as Python's arithmetic
             goes.
@@ -322,6 +248,7 @@ class LossRecorder(TorchFunctionMode):
         inputs: Slots that the module was given.
         unknown_inputs: Tensors that it was given and nobody followed.
         memory: Where the values of a slot lie.
+        hidden: Memory of what was made of data and is not on the tape, in this pass or before.
         has_read: Whether values have left torch in this pass or before, nobody knows where to.
         has_hooks: Whether users have put hooks of their own, which may change gradients.
     """
@@ -335,6 +262,7 @@ class LossRecorder(TorchFunctionMode):
         self._num_suspended = 0
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._earlier: dict[int, weakref.ref[Tensor]] = {}
+        self.hidden: dict[int, StorageWeakRef] = {}  # by memory
 
     # --- when ------------------------------------------------------------------------------------
 
@@ -344,6 +272,7 @@ class LossRecorder(TorchFunctionMode):
         for key, (ref, _) in self._slots.items():
             self._earlier[key] = ref
         self._earlier = {key: ref for key, ref in self._earlier.items() if ref() is not None}
+        self.hidden = {key: ref for key, ref in self.hidden.items() if not ref.expired()}
         self._slots = {}
         self._next_slot = itertools.count()
         self.number += 1
@@ -360,9 +289,12 @@ class LossRecorder(TorchFunctionMode):
         self.memory: dict[int, int] = {}
         self.is_open, self.is_judged, self.has_hooks = True, False, False
         self._num_suspended, self._is_left, self._is_over = 0, False, False
-        for leaf in tree_leaves(batch):
+        leaves = tree_leaves(batch)
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self.roots[self._slot_for(leaf)] = leaf
+        # What is made of texts, or of what else is no tensor, is not known as the batch's.
+        self.batch = set(self.roots) if len(self.roots) == len(leaves) else set()
         self._switch(is_on=True)
 
     def remove(self) -> None:
@@ -429,7 +361,7 @@ class LossRecorder(TorchFunctionMode):
         """
         if is_on == self._is_on or (is_on and not self.number):
             return
-        if sys.is_finalizing():
+        if sys is None or sys.is_finalizing():
             return  # a loop was left with the program, and torch is gone
         self._is_on = is_on
         if is_on:
@@ -462,7 +394,7 @@ class LossRecorder(TorchFunctionMode):
         if self._is_over:
             return func(*args, **kwargs)
         if handling is Handling.BACKWARD:
-            return self._backward(*args, **kwargs)
+            return self._backward(func, *args, **kwargs)
         if handling is not Handling.QUESTION and handling is not Handling.SIZE:
             return self.call(func, handling, name, args, kwargs)
         if handling is Handling.SIZE or name in ("register_hook", "__format__"):
@@ -474,11 +406,16 @@ class LossRecorder(TorchFunctionMode):
                     self.has_hooks = True
                 elif args[0].numel() == len(unpacked(args[0])) == 1:
                     self.items.append(float(args[0].detach()))  # text may be read again
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name == "grad" and id(args[0]) in self._slots and self.slot_of(args[0]) is not None:
+            self._hide(result)  # of an output that retains it
+        return result
 
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, func: Callable[..., None], loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Send a loss back; one that leads to the private module is judged before."""
         slot = self.slot_of(loss)
-        if self.is_open and slot is not None and slot != EARLIER:
+        is_loss = False
+        if self.is_open and slot is not None and slot != EARLIER and func is Tensor.backward:
             made_of, memory = {slot}, {self.memory[slot]}
             path: dict[int, Operation] = {}
             for place, operation in reversed(list(enumerate(self.operations))):
@@ -492,9 +429,11 @@ class LossRecorder(TorchFunctionMode):
             if any(edges and slot in made_of for slot, edges in self.edges.items()):
                 gradient = args[0] if args else kwargs.get("gradient")
                 self._judge(self, loss, path, mapped(self._stored, gradient))
-                self.is_judged = True
+                self.is_judged = is_loss = True
                 self._close()
-        Tensor.backward(loss, *args, **kwargs)
+        func(loss, *args, **kwargs)
+        if not is_loss and (slot is not None or func is not Tensor.backward or self.hidden):
+            self._hide_gradients([each for each in leaves_in(loss) if isinstance(each, Tensor)])
         # Torch puts a mode back that is taken away while it is told of a function.
         self._is_over = self.is_judged and self._is_left
 
@@ -533,7 +472,15 @@ class LossRecorder(TorchFunctionMode):
     ) -> Any:
         """Run a function; if it touches data, write it down unless the tape has ended."""
         given = leaves_in((args, kwargs))
-        if all(self.slot_of(leaf) is None for leaf in given if isinstance(leaf, _FOLLOWED)):
+        # What torch.func wraps cannot be written down.
+        is_inside = torch._C._are_functorch_transforms_active()
+        is_hidden = (self.hidden or is_inside) and self.meets_hidden(given)
+        is_followed = any(
+            self.slot_of(leaf) is not None for leaf in given if isinstance(leaf, _FOLLOWED)
+        )
+        if is_hidden and (is_inside or not is_followed):
+            return self._call_hidden(func, handling, args, kwargs)
+        if not is_followed:
             return func(*args, **kwargs)
         if handling is Handling.WRITE or kwargs.get("out") is not None:
             self._before_write(kwargs.get("out", args[0] if args else None))
@@ -541,7 +488,10 @@ class LossRecorder(TorchFunctionMode):
         if any(isinstance(leaf, FollowedNumber | PublicNumber) for leaf in given):
             args, kwargs = mapped(_plain, (args, kwargs))
         result = func(*args, **kwargs)
+        if is_hidden:
+            self._hide(args[0] if handling is Handling.WRITE else result)
         if handling is Handling.READ:
+            _refuse_scheduler()
             self.has_read = True
             if self.is_open:
                 where = positions(sys._getframe(1))
@@ -551,13 +501,13 @@ class LossRecorder(TorchFunctionMode):
         if not self.is_open:
             if is_number:
                 return result if isinstance(result, bool) else _followed(result, self, EARLIER)
-            for leaf in tree_leaves(result):
+            for leaf in leaves_in(args[0]) if handling is Handling.WRITE else tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._slot_for(leaf)
             return result
         if handling is Handling.WRITE:
-            slot = self.slot_of(args[0])
-            outs = [] if slot is None or slot == EARLIER else [slot]
+            slots = [self.slot_of(leaf) for leaf in leaves_in(args[0])]
+            outs = [slot for slot in slots if slot is not None and slot != EARLIER]
         else:
             outs = [self._slot_for(leaf) for leaf in tree_leaves(result)]
         if func in _MEANS and kwargs["reduction"] == "mean" and not args[1].is_floating_point():
@@ -590,26 +540,87 @@ class LossRecorder(TorchFunctionMode):
             return _followed(result, self, outs[0])
         return result
 
-    def _before_write(self, target: Any) -> None:
-        """Copy roots before they are overwritten; register a constant that data is written into."""
-        if not isinstance(target, Tensor):
-            return
-        if self.slot_of(target) in (None, EARLIER):
-            self._before_outside_write(target)
-        if not self.is_open:
-            return
-        memory = memory_of(target)
-        for slot, value in self.roots.items():
-            if memory_of(value) == memory:
-                copies = [each.detach().clone() for each in unpacked(value)]
-                self.roots[slot] = packed(value, copies)
-        if self.slot_of(target) is None:
-            before, outs = target.detach().clone(), [self._slot_for(target)]
-            self.operations.append(
-                Operation(
-                    torch.clone, Handling.OPERATION, "clone", (before,), {}, [before], [], outs
+    def _before_write(self, targets: Any) -> None:
+        """Copy roots before they are overwritten; register constants that data is written into."""
+        for target in leaves_in(targets):
+            if not isinstance(target, Tensor):
+                continue
+            if self.slot_of(target) in (None, EARLIER):
+                self._before_outside_write(target)
+            if not self.is_open:
+                continue
+            memory = memory_of(target)
+            for slot, value in self.roots.items():
+                if memory_of(value) == memory:
+                    copies = [each.detach().clone() for each in unpacked(value)]
+                    self.roots[slot] = packed(value, copies)
+            if self.slot_of(target) is None:
+                before, outs = target.detach().clone(), [self._slot_for(target)]
+                self.operations.append(
+                    Operation(
+                        torch.clone, Handling.OPERATION, "clone", (before,), {}, [before], [], outs
+                    )
                 )
-            )
+
+    # --- what cannot be run again ----------------------------------------------------------------
+
+    def meets_hidden(self, given: Sequence[Any]) -> bool:
+        """Whether any of these values was made of data in a way that is not on the tape."""
+        is_inside = torch._C._are_functorch_transforms_active()
+        for leaf in given:
+            if isinstance(leaf, Tensor):
+                own = innermost(leaf)
+                if is_inside and not (self.slot_of(leaf) is None is self.slot_of(own)):
+                    return True
+                ref = self.hidden.get(memory_of(own))
+                if ref is not None and not ref.expired():
+                    return True
+        return False
+
+    def _hide(self, made: Any) -> None:
+        """Know values by their memory from here on."""
+        for leaf in tree_leaves(made):
+            for part in unpacked(innermost(leaf)) if isinstance(leaf, Tensor) else ():
+                memory = memory_of(part)
+                if memory:
+                    self.hidden[memory] = StorageWeakRef(part.untyped_storage())
+
+    def _hide_gradients(self, losses: Sequence[Tensor]) -> None:
+        """Hide what a backward pass of the user's own left at leaves, if it came from data."""
+        known = [self.slot_of(each) for each in losses]
+        if not any(each is not None for each in known) and not self.meets_hidden(losses):
+            return
+        waiting, seen = [each.grad_fn for each in losses], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._hide(getattr(getattr(node, "variable", None), "grad", None))  # of an accumulator
+            waiting += [each for each, _ in node.next_functions]
+
+    def _call_hidden(
+        self, func: Callable[..., Any], handling: Handling, args: tuple, kwargs: dict
+    ) -> Any:
+        """Run a function of hidden values alone, of which the tape learns nothing."""
+        targets = args[0] if handling is Handling.WRITE else kwargs.get("out")
+        for target in leaves_in(targets):
+            if isinstance(target, Tensor):
+                self._before_outside_write(innermost(target))
+        args, kwargs = mapped(_plain, (args, kwargs))
+        result = func(*args, **kwargs)
+        self.has_read |= handling is Handling.READ
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            return _followed(result, self, EARLIER)
+        self._hide(targets if handling is Handling.WRITE else result)
+        return result
+
+
+def innermost(value: Tensor) -> Tensor:
+    """What torch.func's wrappers hold, or the values of a sparse tensor."""
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value._values() if value.layout is torch.sparse_coo else value
 
 
 def memory_of(value: Tensor) -> int:
@@ -687,6 +698,24 @@ def _two(func: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Any, An
     return run
 
 
+def _as_float(self: Any) -> float:
+    _refuse_scheduler()
+    return float(_plain(self))
+
+
+def _refuse_scheduler() -> None:
+    """Refuse a scheduler that asks values of private batches for the learning rate."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):  # torch's own, and those of a mode
+        if frame is not None and frame.f_globals.get("__name__") == "torch.optim.lr_scheduler":
+            raise BadInput(
+                f"{type(frame.f_locals.get('self')).__name__} was given a number that was read "
+                "from private batches, which no noise covers, and the learning rate would tell of "
+                "it; use a schedule, or unison.public(value) if it is public"
+            )
+        frame = frame and frame.f_back
+
+
 def _number_type(base: type) -> type:
     names = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")
     methods: dict[str, Any] = {"__reduce__": lambda self: (base, (base(self),))}
@@ -695,6 +724,7 @@ def _number_type(base: type) -> type:
     for name in names:
         methods[f"__r{name}__"] = _two(getattr(operator, name), is_swapped=True)
     methods["__hash__"] = base.__hash__
+    methods["__float__"] = _as_float
     return type(base.__name__, (base, FollowedNumber), methods)
 
 
@@ -735,5 +765,5 @@ def _plain(leaf: Any) -> Any:
     """An argument as torch gets it: a number without our mark."""
     kind = type(leaf)
     if kind is _Float or kind is PublicNumber:
-        return float(leaf)
+        return float.__float__(leaf)
     return int(leaf) if kind is _Int else leaf

@@ -264,10 +264,24 @@ class PrivateTraining:
         The module's own passes are looked at where they run.
         """
         memory = memory_of(target)
+        if not memory:
+            return
+        for name, parameter in self._parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            held = {f"{name}.grad": parameter.grad}
+            held |= {f"the optimizer's {key} of {name}": each for key, each in state.items()}
+            for what, value in held.items():
+                if isinstance(value, Tensor) and memory_of(value) == memory:
+                    raise UnsupportedOperation(
+                        f"values of training rows that were neither clipped nor noised are written "
+                        f"to {what}, which the optimizer trains on. Let the private loss hold all "
+                        "that is to be trained on, and give gradients of copies of the model to "
+                        "nobody; a number that is public is declared with unison.public(value)"
+                    )
         for watched in self._watched:
             values = chain(watched.named_parameters(), saved_buffers(watched))
             name = next((name for name, each in values if memory_of(each) == memory), None)
-            if not memory or name is None or self._attachment.learning.is_public(name):
+            if name is None or self._attachment.learning.is_public(name):
                 continue
             raise UnsupportedOperation(
                 f"values of training rows are written to {name!r}, which is saved with the model "
