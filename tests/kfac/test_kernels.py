@@ -1,0 +1,102 @@
+"""The kernels of K-FAC: interpreted against float64, and compiled for an H100 or H200."""
+
+import json
+
+import pytest
+import torch
+
+from tests.kernels.interpreted import interpreted, printed_by
+from tests.kfac.common import relative
+
+
+def positive(batch: int, n: int, seed: int = 0) -> torch.Tensor:
+    """Symmetric matrices [batch, n, n] in float64, with condition numbers of a few hundred."""
+    u = torch.randn(batch, n, 2 * n, generator=torch.Generator().manual_seed(seed)).double()
+    return u @ u.mT / max(n, 1) + 0.01 * torch.eye(n).double()
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
+@interpreted
+def test_inverses_of_factors_in_their_place(n):
+    from unison.kernels.cholesky_triton import invert_factors_
+
+    matrices = positive(3, n)
+    expected = torch.linalg.inv(torch.linalg.cholesky(matrices))
+    around = torch.full((3, n + 8, n + 12), torch.nan)
+    place = around[:, 4 : 4 + n, 8 : 8 + n]
+    is_below = torch.ones(n, n).tril().bool()
+    place.copy_(torch.where(is_below, matrices.float(), torch.nan))  # the rest is not read
+    info = invert_factors_(place)
+    assert info.tolist() == [0, 0, 0]
+    assert relative(place.double(), expected) <= 2e-6
+    assert not place[:, ~is_below].any()
+    place.fill_(torch.nan)
+    assert around.isnan().all()  # nothing beside it was written
+    assert len(invert_factors_(place[:0])) == 0
+
+
+@interpreted
+def test_matrices_without_a_factor_are_told_apart():
+    from unison.kernels.cholesky_triton import invert_factors_
+
+    matrices = torch.eye(70).repeat(5, 1, 1)
+    for number, value in ((1, -1.0), (2, torch.nan), (3, torch.inf)):
+        matrices[number, 66, 66] = value
+    assert invert_factors_(matrices).tolist() == [0, 1, 1, 1, 0]
+    assert torch.equal(matrices[4], torch.eye(70))
+
+
+@interpreted
+def test_inverses_made_of_the_kernels_blocks():
+    from unison.kfac import linalg
+
+    linalg.BATCH_LEAF, before = 128, linalg.BATCH_LEAF
+    known, linalg.takes = linalg.takes, lambda *values: True
+    try:
+        matrices = list(positive(2, 150).float())
+        matrices[1] = matrices[1][:149, :149]
+        found, is_right = linalg.inverses_of_positive(matrices, [0.1, 1.0], 152)
+    finally:
+        linalg.BATCH_LEAF, linalg.takes = before, known
+    assert is_right.tolist() == [True, True]
+    for own, matrix, damping in zip(found, matrices, (0.1, 1.0), strict=True):
+        exact = torch.linalg.inv(matrix.double() + damping * torch.eye(len(matrix)).double())
+        assert relative(own.double(), exact) <= 1e-5
+
+
+COMPILED = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def compiled(kernel, options, types, **constants):
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    made = triton.compile(
+        ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    ptx = made.asm["ptx"]
+    return {"atomic": ptx.count("atom."), "shared": made.metadata.shared,
+            "barriers": ptx.count("bar.sync")}
+
+def cases():
+    from unison.kernels import cholesky_triton
+    yield cholesky_triton.invert_factors_kernel, {"num_warps": 8, "num_stages": 1}, {
+        "matrices": "*fp32", "lowers": "*fp32", "infos": "*i32"}, {"TILE": cholesky_triton.TILE}
+
+print(json.dumps({kernel.__name__: compiled(kernel, options, types, **constants)
+                  for kernel, options, types, constants in cases()}))
+"""
+
+
+@pytest.mark.full
+def test_all_kernels_compile():
+    found = json.loads(printed_by(COMPILED).splitlines()[-1])
+    for name, counts in found.items():
+        assert counts["atomic"] == 0, name
+        assert counts["shared"] <= 227 << 10, name
+    assert found["invert_factors_kernel"]["barriers"] > 0
