@@ -64,6 +64,45 @@ def test_inverses_made_of_the_kernels_blocks():
         assert relative(own.double(), exact) <= 1e-5
 
 
+def in_rows(rows: int, columns: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix and the column after it, of rows that are `width` elements apart."""
+    whole = torch.randn(rows, width)
+    return whole[:, :columns], whole[:, columns]
+
+
+@pytest.mark.parametrize("is_held", [None, 0.0, 1.0])
+@interpreted
+def test_averages_that_lie_in_rows_are_adams(is_held):
+    from unison.kernels.moments_triton import moments
+    from unison.kernels.multi_tensor import moments_reference
+
+    torch.manual_seed(0)
+    means = [
+        *in_rows(40, 264, 272),  # loaded wide, and its bias not
+        *in_rows(5, 3, 8),
+        in_rows(6, 12, 16)[0].view(6, 4, 3),
+        torch.randn(512),
+        torch.randn(7),
+        torch.randn(0, 2),
+    ]
+    gradients = [torch.randn(each.shape) for each in means]
+    variances = [torch.rand(each.shape) for each in means]
+    own = [each.clone() for each in (*means, *variances)]
+    flag = None if is_held is None else torch.tensor(is_held)
+    settings = (5, (0.8, 0.9), 1e-3, flag)
+    expected = moments_reference(gradients, own[: len(means)], own[len(means) :], *settings)
+    found = moments(gradients, means, variances, *settings)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+    for each, wanted in zip((*means, *variances), own, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=1e-6, atol=1e-7)
+    # What lies behind the rows is as it was.
+    torch.manual_seed(0)
+    before, after = torch.randn(40, 272)[:, 265:], means[0]._base
+    assert after is not None
+    assert torch.equal(after[:, 265:], before)
+
+
 COMPILED = """
 import json
 import triton
@@ -81,12 +120,20 @@ def compiled(kernel, options, types, **constants):
     )
     ptx = made.asm["ptx"]
     return {"atomic": ptx.count("atom."), "shared": made.metadata.shared,
-            "barriers": ptx.count("bar.sync")}
+            "barriers": ptx.count("bar.sync"), "wide": ptx.count("ld.global.v4")}
 
 def cases():
     from unison.kernels import cholesky_triton
     yield cholesky_triton.invert_factors_kernel, {"num_warps": 8, "num_stages": 1}, {
         "matrices": "*fp32", "lowers": "*fp32", "infos": "*i32"}, {"TILE": cholesky_triton.TILE}
+
+    from unison.kernels import moments_triton
+    types = {"table": "*i64", "tensors": "*i32", "first_tiles": "*i64", "squares": "*fp32",
+             "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
+             "scale2": "fp32", "eps": "fp32"}
+    height, length = moments_triton._LONG
+    yield moments_triton.moments_kernel, {"num_warps": 8}, types, {
+        "HAS_FLAG": True, "ALIGNED": True, "HEIGHT": height, "LENGTH": length}
 
 print(json.dumps({kernel.__name__: compiled(kernel, options, types, **constants)
                   for kernel, options, types, constants in cases()}))
@@ -100,3 +147,4 @@ def test_all_kernels_compile():
         assert counts["atomic"] == 0, name
         assert counts["shared"] <= 227 << 10, name
     assert found["invert_factors_kernel"]["barriers"] > 0
+    assert found["moments_kernel"]["wide"] > 0
