@@ -123,6 +123,27 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     assert {len(layers) for layers, _ in plan.stacks} == {1}
 
 
+def test_inverses_that_lie_equally_far_apart_are_not_copied():
+    whole = torch.randn(9, 5, 6)
+    lying = [{"a": whole[i, :5, :5], "g": whole[i + 1, :2, :2]} for i in (0, 3, 6)]
+    stacked = inverse.stack(lying)
+    for key, own in stacked.items():
+        assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert torch.equal(own, torch.stack([each[key] for each in lying]))
+    others = [
+        [whole[i] for i in (0, 3, 7)],
+        [whole[i] for i in (3, 0)],
+        [whole[0], whole[0]],
+        [whole[0, :5, :5], whole[1, :5, :5].mT],
+        [whole[0], whole.clone()[1]],
+    ]
+    for values in others:
+        (own,) = inverse.stack(given := [{"a": each} for each in values]).values()
+        assert torch.equal(own, torch.stack(values))
+        assert own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert torch.equal(given[1]["a"], values[1])
+
+
 def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
     model = Alike().double()
     kfac = after_one_step(model, settings(graft="sgd"))

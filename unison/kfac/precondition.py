@@ -240,12 +240,15 @@ def update_layers(
             unpacked(value, state.layer.side(key)) if key in "ag" and value.ndim == 1 else value
             for state, key, value, _ in group
         ]
-        torch._foreach_mul_(values, [share for *_, share in group])
-        known = [n for n, (state, key, *_) in enumerate(group) if key in state._averages]
-        if known:
+        by_share: dict[float | None, list[int]] = defaultdict(list)  # None for the first ones
+        for n, (state, key, _, share) in enumerate(group):
+            by_share[share if key in state._averages else None].append(n)
+        if first := by_share.pop(None, []):
+            torch._foreach_mul_([values[n] for n in first], [group[n][3] for n in first])
+        for share, known in by_share.items():  # one where there is a label for every token
             before = [group[n][0]._read(group[n][1]) for n in known]
             torch._foreach_mul_(before, group[0][0]._decay)
-            torch._foreach_add_(before, [values[n] for n in known])
+            torch._foreach_add_(before, [values[n] for n in known], alpha=share)
             for n, value in zip(known, before, strict=True):
                 values[n] = value
         for (state, key, *_), value in zip(group, values, strict=True):
