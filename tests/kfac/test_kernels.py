@@ -103,6 +103,46 @@ def test_averages_that_lie_in_rows_are_adams(is_held):
     assert torch.equal(after[:, 265:], before)
 
 
+@pytest.mark.parametrize("classes", [1, 37, 256, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@interpreted
+def test_drawn_labels_are_those_of_probabilities(classes, dtype):
+    from unison.kernels import labels_triton
+    from unison.kfac.labels import drawn_classes
+
+    torch.manual_seed(0)
+    labels_triton.BLOCK = 256
+    z = (3 * torch.randn(2, 6, classes + 3)).to(dtype)[..., :classes]
+    u = torch.rand(2, 6, dtype=torch.float64)
+    if classes > 10:  # none of probability 0 is drawn, at neither end
+        z[0, 0, :3] = z[1, 1, -3:] = z[1, 2, 255 : min(260, classes)] = -torch.inf
+        u[0, 0], u[1, 1] = 0.0, 1 - 2.0**-53
+    gradient = labels_triton.drawn(z, u)
+    p = torch.softmax(z.double(), dim=-1)
+    y = drawn_classes(p, u).unsqueeze(-1)
+    assert (p.gather(-1, y) > 0).all()
+    expected = p.scatter_add(-1, y, torch.full(y.shape, -1.0).double())
+    assert gradient.dtype == dtype
+    assert gradient.shape == z.shape
+    # The interpreter cuts bits off; the compiled kernel rounds, see below.
+    tolerance = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    assert relative(gradient.double(), expected) <= tolerance
+    z[0, 3, 0] = torch.nan
+    is_bad = labels_triton.drawn(z, u).isnan().all(dim=-1)
+    assert is_bad.nonzero().tolist() == [[0, 3]]
+    assert labels_triton.drawn(z[:0], u[:0]).shape == (0, 6, classes)
+
+
+@interpreted
+def test_labels_are_drawn_as_often_as_they_are_probable():
+    from unison.kernels.labels_triton import drawn
+
+    z = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log().expand(2, 500, 5)
+    u = (torch.arange(1000, dtype=torch.float64) + 0.5).view(2, 500) / 1000
+    counts = (drawn(z, u) < 0).sum(dim=(0, 1))
+    assert (counts - torch.tensor([100, 0, 400, 200, 300])).abs().max() <= 1
+
+
 COMPILED = """
 import json
 import triton
@@ -120,14 +160,17 @@ def compiled(kernel, options, types, **constants):
     )
     ptx = made.asm["ptx"]
     return {"atomic": ptx.count("atom."), "shared": made.metadata.shared,
-            "barriers": ptx.count("bar.sync"), "wide": ptx.count("ld.global.v4")}
+            "barriers": ptx.count("bar.sync"), "wide": ptx.count("ld.global.v4"),
+            "rounded": ptx.count("cvt.rn.bf16")}
 
 def cases():
     from unison.kernels import cholesky_triton
     yield cholesky_triton.invert_factors_kernel, {"num_warps": 8, "num_stages": 1}, {
         "matrices": "*fp32", "lowers": "*fp32", "infos": "*i32"}, {"TILE": cholesky_triton.TILE}
 
-    from unison.kernels import moments_triton
+    from unison.kernels import labels_triton, moments_triton
+    yield labels_triton.drawn_kernel, {"num_warps": 8}, {
+        "logits": "*bf16", "uniforms": "*fp64", "out": "*bf16"}, {"BLOCK": labels_triton.BLOCK}
     types = {"table": "*i64", "tensors": "*i32", "first_tiles": "*i64", "squares": "*fp32",
              "is_held": "*fp32", "beta1": "fp32", "beta2": "fp32", "scale1": "fp32",
              "scale2": "fp32", "eps": "fp32"}
@@ -148,3 +191,4 @@ def test_all_kernels_compile():
         assert counts["shared"] <= 227 << 10, name
     assert found["invert_factors_kernel"]["barriers"] > 0
     assert found["moments_kernel"]["wide"] > 0
+    assert found["drawn_kernel"]["rounded"] > 0
