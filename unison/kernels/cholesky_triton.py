@@ -1,8 +1,8 @@
 """Inverses of the Cholesky factors of many small matrices on CUDA, one program for each matrix.
 
 The blocks on the diagonal of K-FAC's factors have some 200 rows. Torch's own factorisation and
-triangular solve make dozens of launches for a batch of them, each of a few rows, and take longer
-than all products between the blocks.
+triangular solve make dozens of launches for a batch of them, each of a few rows: some 1,800 of the
+2,487 for all inverses of a GPT-2 of 124 M parameters.
 
 Here a matrix is cut into tiles T of 64 rows. With M = LL', X = L⁻¹ and P = L[j, j]:
 
@@ -15,6 +15,7 @@ Every product is one of float32 with all its digits. Each sum has one order.
 
 # Triton's own annotations do not describe what its compiler accepts.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 import torch
 import triton

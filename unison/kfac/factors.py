@@ -206,8 +206,9 @@ def _gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] 
         rows = F.pad(rows, (0, extra))
     product = wide_product if is_half(rows) else torch.matmul
     if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
+        found = product(rows.T, rows)
         # In one piece: one tensor that is not would make many launches of each for all layers.
-        return product(rows.T, rows)[:n, :n].contiguous()
+        return found if len(found) == n else found[:n, :n].contiguous()
     found = rows.new_zeros(n, n, dtype=wide_dtype(rows.dtype))
     for low in range(0, n, GRAM_ROWS):
         found[low : low + GRAM_ROWS, low:] = product(

@@ -240,10 +240,11 @@ def update_layers(
             unpacked(value, state.layer.side(key)) if key in "ag" and value.ndim == 1 else value
             for state, key, value, _ in group
         ]
-        by_share: dict[float | None, list[int]] = defaultdict(list)  # None for the first ones
+        first: list[int] = []
+        by_share: dict[float, list[int]] = defaultdict(list)  # of those that have an average
         for n, (state, key, _, share) in enumerate(group):
-            by_share[share if key in state._averages else None].append(n)
-        if first := by_share.pop(None, []):
+            (by_share[share] if key in state._averages else first).append(n)
+        if first:
             torch._foreach_mul_([values[n] for n in first], [group[n][3] for n in first])
         for share, known in by_share.items():  # one where there is a label for every token
             before = [group[n][0]._read(group[n][1]) for n in known]
