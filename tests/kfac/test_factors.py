@@ -12,7 +12,7 @@ import unison
 from tests.harness import per_sample_gradients
 from tests.kfac.common import CLASSES, Transformer, loss, observed, relative, settings
 from unison.errors import BadInput
-from unison.kfac import Method
+from unison.kfac import Method, factors
 from unison.kfac.factors import _gram, packed, token_weights
 from unison.rng import Key, draws_by_sample
 
@@ -220,6 +220,32 @@ def test_a_tied_head_is_factored_as_the_matrix_it_is():
     a, g = by_loop(model, "1", x, y)
     assert relative(kfac.factors()["0.weight"]["a"], a) <= EXACT
     assert relative(kfac.factors()["0.weight"]["g"], g) <= EXACT
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_tied_head_with_a_diagonal_counts_both_uses_of_its_rows(monkeypatch, at_once, has_mask):
+    model = nn.Sequential(nn.Embedding(CLASSES, 6), nn.Linear(6, CLASSES, bias=False)).double()
+    model[1].weight = model[0].weight
+    monkeypatch.setattr(factors, "MOST_AT_ONCE", at_once * CLASSES * 6)
+    x, y = torch.randint(0, CLASSES, (5, 4)), torch.randint(0, CLASSES, (5, 4))
+    x[:, 1] = x[:, 0]  # the same row twice in a sample
+    mask = torch.ones(5, 4)
+    if has_mask:
+        mask[1] = mask[2, 1:] = 0
+    config = settings(fisher="empirical", policy="small_only", max_factor_size=CLASSES - 1)
+    kfac = observed(model, x, config, y=y, mask=mask if has_mask else None)
+    assert kfac.layers[0].method is Method.DIAGONAL
+    expected: Tensor = torch.zeros(CLASSES, 6).double()
+    for row, labels, keep in zip(x, y, mask, strict=True):
+        model.zero_grad()
+        each = F.cross_entropy(model(row[None])[0], labels, reduction="none")
+        (each * keep).sum().backward()
+        gradient = model.get_parameter("0.weight").grad
+        assert gradient is not None
+        expected = expected + gradient.square() / mask.sum()
+    found = kfac.factors()["0.weight"]["d"].view(CLASSES, 6)
+    assert relative(found, expected) <= EXACT
 
 
 class Attention(nn.Module):

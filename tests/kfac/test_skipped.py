@@ -184,3 +184,20 @@ def test_it_is_counted_on(tmp_path):
     other = unison.KFAC(model, settings())
     other.load(tmp_path / "curvature")
     assert (other.num_steps, other.skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_gradient_is_the_one_whose_square_is_finite(dtype):
+    root = 2.0**64 if dtype == torch.float32 else 2.0**512
+    model = nn.Linear(2, 3, bias=False).to(dtype)
+    kfac = unison.KFAC(model, settings(policy="identity", graft="none"))
+    least = torch.tensor(root, dtype=dtype)
+    for value in (least, torch.nextafter(least, torch.zeros((), dtype=dtype))):
+        model.weight.grad = torch.zeros(3, 2, dtype=dtype)
+        model.weight.grad[1, 1] = -value
+        if bool(value.square().isfinite()):
+            kfac.step()
+        else:
+            with pytest.warns(UserWarning, match="the gradient of 'weight' .* is not finite"):
+                kfac.step()
+    assert (kfac.skipped, kfac.num_steps) == (1, 1)

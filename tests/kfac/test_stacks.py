@@ -123,6 +123,27 @@ def test_equal_shapes_share_a_stack_and_its_memory():
     assert {len(layers) for layers, _ in plan.stacks} == {1}
 
 
+def test_inverses_that_lie_equally_far_apart_are_not_copied():
+    whole = torch.randn(9, 5, 6)
+    lying = [{"a": whole[i, :5, :5], "g": whole[i + 1, :2, :2]} for i in (0, 3, 6)]
+    stacked = inverse.stack(lying)
+    for key, own in stacked.items():
+        assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert torch.equal(own, torch.stack([each[key] for each in lying]))
+    others = [
+        [whole[i] for i in (0, 3, 7)],
+        [whole[i] for i in (3, 0)],
+        [whole[0], whole[0]],
+        [whole[0, :5, :5], whole[1, :5, :5].mT],
+        [whole[0], whole.clone()[1]],
+    ]
+    for values in others:
+        (own,) = inverse.stack(given := [{"a": each} for each in values]).values()
+        assert torch.equal(own, torch.stack(values))
+        assert own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert torch.equal(given[1]["a"], values[1])
+
+
 def test_a_layer_without_a_gradient_is_left_out_of_its_stack():
     model = Alike().double()
     kfac = after_one_step(model, settings(graft="sgd"))
@@ -147,6 +168,40 @@ def test_what_is_not_finite_does_not_outlive_its_step(monkeypatch):
     steps.steps(broken, is_together=True)
     again = steps.steps(gradients, is_together=True)
     assert all(torch.equal(again[name], each) for name, each in expected.items())
+
+
+def test_averages_lie_as_products_read_them(monkeypatch):
+    take_for_gpu(monkeypatch, is_gpu=True)
+    model = Alike().double()
+    kfac = after_one_step(model, settings())
+    gradients, graft = gradients_of(model), kfac._graft
+    states = list(kfac._states.values())
+    plain = copy.deepcopy(graft)
+    for key, value in {**plain._m}.items():
+        plain._m[key] = value.clone()  # as they are loaded
+    plain._places.clear()
+    found, apart = (Preconditioner(states, each) for each in (graft, plain))
+    copied, cat = [], torch.cat
+    monkeypatch.setattr(
+        torch, "cat", lambda *args, **kwargs: copied.append(1) or cat(*args, **kwargs)
+    )
+    for number in range(3):
+        if number == 2:  # as after a step that was left out
+            for each in (graft, plain):
+                each._m.pop("equal.0.bias")
+        steps = found.steps(gradients, is_together=True)
+        num_copies = len(copied)
+        monkeypatch.setattr(apart, "_lay_out_means", lambda gradients: None)
+        expected = apart.steps(gradients, is_together=True)
+        assert num_copies < len(copied)
+        copied.clear()
+        for name, step in steps.items():
+            assert torch.equal(step, expected[name])
+        whole, places = found._means[("equal.0.weight", "equal.1.weight", "equal.2.weight"), 8]
+        assert whole.shape == (3, 7, 8)
+        assert all(graft._m[name] is place for name, place in places.items())
+    # Turned ones are copied together, as ever; other means are where they were.
+    assert not any("turned" in places for _, places in found._means.values())
 
 
 def test_going_on_goes_on_together():

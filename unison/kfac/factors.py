@@ -129,17 +129,40 @@ def diagonal_sums(records: Sequence[Record], is_counted: Tensor | None) -> Tenso
     batch = len(first.value) if isinstance(first, Dense) else len(first.g)
     total: Any = 0.0
     at_once = max(1, MOST_AT_ONCE // max(1, torch.Size(first.shape).numel()))
+    # Of a table that is the head too, what was looked up is added to the product, row by row.
+    is_head = any(isinstance(each, Product) for each in records)
+    lookups = [each for each in records if is_head and isinstance(each, Lookup)]
+    others = [each for each in records if not (is_head and isinstance(each, Lookup))]
+    looked_up = [_rows_of(each) for each in lookups]
     for low in range(0, max(batch, 1), at_once):
         some = slice(low, low + at_once)
-        parts = [_multiplied(take(each, some)) for each in records]
+        parts = [_multiplied(take(each, some)) for each in others]
+        summed = functools.reduce(torch.add, parts)
+        for ids, g in looked_up:
+            summed = _add_looked_up(summed, ids[some], g[some])
         keep = None if is_counted is None else is_counted[some]
-        gradients = _kept(functools.reduce(torch.add, parts)[None], keep)[0]
+        gradients = _kept(summed[None], keep)[0]
         if low and len(gradients) == 1:  # of a large table, which is read only once so
             total.addcmul_(gradients[0], gradients[0])
         else:
             squares = gradients.square().sum(dim=0)
             total = total.add_(squares) if low else squares
     return total
+
+
+def _rows_of(record: Lookup) -> tuple[Tensor, Tensor]:
+    """The rows that were looked up [batch, tokens], and their gradients, zeros where none was."""
+    return record.ids.clamp(min=0), _counted(_wide(record.g), record.ids >= 0)
+
+
+def _add_looked_up(gradients: Tensor, ids: Tensor, g: Tensor) -> Tensor:
+    """Add rows to per-sample gradients [batch, rows, features] that nobody else holds."""
+    gradients = gradients.contiguous()
+    batch, rows, features = gradients.shape
+    if batch > 1:
+        ids = ids + torch.arange(batch, device=ids.device)[:, None] * rows
+    add_rows_(gradients.view(-1, features), ids.reshape(-1), g.reshape(-1, features))
+    return gradients
 
 
 def _kept(gradients: Tensor, is_counted: Tensor | None) -> Tensor:  # [parameters, batch, *shape]
@@ -183,8 +206,9 @@ def _gram(value: Tensor, n: int | None = None) -> Tensor:  # [batch, tokens, d] 
         rows = F.pad(rows, (0, extra))
     product = wide_product if is_half(rows) else torch.matmul
     if n < 2 * GRAM_ROWS or is_gpu(rows):  # which would be half idle
+        found = product(rows.T, rows)
         # In one piece: one tensor that is not would make many launches of each for all layers.
-        return product(rows.T, rows)[:n, :n].contiguous()
+        return found if len(found) == n else found[:n, :n].contiguous()
     found = rows.new_zeros(n, n, dtype=wide_dtype(rows.dtype))
     for low in range(0, n, GRAM_ROWS):
         found[low : low + GRAM_ROWS, low:] = product(

@@ -250,13 +250,36 @@ def align(matrix: Tensor) -> Tensor:
 def stack(inverses: Sequence[Inverse]) -> Inverse:
     """Make one inverse for as many gradients, of equal shapes; each is a view of it afterwards."""
     whole = {}
-    for key, first in inverses[0].items():
-        # One side after the other: only one is there twice.
+    for key in inverses[0]:
         values = [each[key] for each in inverses]
-        whole[key] = torch.stack(values) if len(values) > 1 else first.unsqueeze(0)
+        joined = _joined(values)
+        if joined is not None:
+            whole[key] = joined
+            continue
+        # One side after the other: only one is there twice.
+        whole[key] = torch.stack(values)
         for each, value in zip(inverses, whole[key], strict=True):
             each[key] = value
     return whole
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of equal shape as one, where they lie equally far apart in one memory; else None.
+
+    So do the inverses of layers of one kind that were made together.
+    """
+    first, *others = values
+    if not others:
+        return first.unsqueeze(0)
+    places = [each.storage_offset() for each in values]
+    apart = places[1] - places[0]
+    if apart <= 0 or places != list(range(places[0], places[0] + len(places) * apart, apart)):
+        return None
+    memory, strides = first.untyped_storage().data_ptr(), first.stride()
+    for each in others:
+        if each.untyped_storage().data_ptr() != memory or each.stride() != strides:
+            return None
+    return first.as_strided((len(values), *first.shape), (apart, *strides))
 
 
 # --- many layers ----------------------------------------------------------------------------------

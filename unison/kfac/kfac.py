@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from unison.capture.torch_compile import uncompile, unwrapped
 from unison.errors import BadInput, UnsupportedOperation
-from unison.kernels.available import wide_dtype
 from unison.kfac.config import (
     Every,
     KFACConfig,
@@ -290,8 +289,9 @@ class KFAC:
             [each.gradient(each.shape if not each.is_part else (-1,)) for each in held]
         )
         largest_of = torch.stack(sizes) if held else torch.zeros(1, device=self._device)
-        # Squares, since Adam takes them.
-        is_finite = largest_of.to(wide_dtype(largest_of.dtype)).square().isfinite()
+        # Squares, since Adam takes them: those of 2^64 are no float32, those of 2^512 no float64.
+        is_double = largest_of.dtype == torch.float64
+        is_finite = largest_of < (2.0**512 if is_double else 2.0**64)
         is_overflow = ranks.max_((~is_finite).any().float())
         on_host = sent_to_host(torch.cat([is_overflow.view(1), is_finite.float()]))
 

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from unison.capture import RngAutocastState
 from unison.errors import BadInput
-from unison.kernels.available import wide_dtype
+from unison.kernels.available import takes, wide_dtype
 from unison.kfac.config import KFACConfig
 from unison.parallel.exchange import BatchRows, parts_of, tensors_of
 from unison.rng import BatchDraws, Box, Key, Stream, normal, uniform
@@ -125,6 +126,8 @@ class Pass:
 def _draw_categorical(z: Tensor, stream: Stream, first_row: int) -> Tensor:
     """Softmax(z) - e_y for drawn classes y, from logits; rows are numbered from `first_row`."""
     u = uniform(stream, _box(z[..., 0], first_row), dtype=torch.float64, device=z.device)
+    if z.is_cuda and takes(z) and z.stride(-1) == 1:  # in the dtype in which it is sent back
+        return import_module("unison.kernels.labels_triton").drawn(z, u)
     gradient = torch.softmax(z, dim=-1, dtype=wide_dtype(z.dtype))
     y = drawn_classes(gradient, u).unsqueeze(-1)
     return gradient.scatter_add_(-1, y, gradient.new_full((), -1.0).expand(y.shape))

@@ -26,8 +26,9 @@ so that almost all is products of batches:
 
     M = [A B'; B C],  A = PP',  Q = BP'⁻¹,  C - QQ' = RR',  L = [P 0; Q R]
 
-Only blocks of up to `BATCH_LEAF` rows are factorised and inverted as such, and Q is found with the
-inverses of those alone: with the inverse of the whole P, rounding would grow with its condition.
+Only blocks of up to `BATCH_LEAF` rows are factorised and inverted as such, in one launch for all of
+them, and Q is found with the inverses of those alone: with the inverse of the whole P, rounding
+would grow with its condition.
 """
 
 import functools
@@ -45,7 +46,7 @@ from unison.kernels.available import takes
 
 ALIGNED = 8  # elements that matrix units load at once
 LEAF = 1024  # rows up to which a triangle is solved whole
-BATCH_LEAF = 256  # rows up to which torch factorises a batch fast
+BATCH_LEAF = 256  # rows up to which a batch is factorised at once
 LEAST_SPLIT = 512  # rows and columns from which on three products in TF32 are faster than one
 STRIP = 512  # rows or columns of a product that are computed at once where it has zeros
 NUM_STREAMS = 8
@@ -285,9 +286,6 @@ def _half(n: int) -> int:
 
 # --- many matrices of one size --------------------------------------------------------------------
 
-Leaves = dict[int, tuple[Tensor, Tensor]]
-"""By the first row of a block on the diagonal: the inverses of its factors, and which failed."""
-
 
 def joint_sizes(sizes: Sequence[int]) -> list[int]:
     """What to pad sizes to so that few are left: those with and without a bias are a batch.
@@ -325,53 +323,63 @@ def inverses_of_positive(
     added = whole.new_tensor(dampings)[:, None]
     is_padding = rows >= torch.tensor(lengths, device=whole.device)[:, None]
     whole.diagonal(dim1=1, dim2=2).add_(torch.where(is_padding, 1.0, added))
-    leaves: Leaves = {}
-    _factorise_(whole, 0, size, leaves)
+    infos: list[Tensor] = []
+    _factorise_(whole, 0, size, infos)
     whole.tril_()
-    _invert_factors_(whole, 0, size, leaves)
+    _invert_factors_(whole, 0, size)
     # Blocks on the diagonal in one product of float32: of three, errors were ten times as large.
     found = gram_of_lower(whole, BATCH_LEAF)
-    is_right = torch.stack([info for _, info in leaves.values()]).eq(0).all(dim=0)
+    is_right = torch.stack(infos).eq(0).all(dim=0)
     largest = torch.linalg.vector_norm(found, torch.inf, dim=(1, 2))
     ends = [n + extra for n, extra in zip(lengths, paddings or [0] * len(lengths), strict=True)]
     inverses = [each[:end, :end] for each, end in zip(found, ends, strict=True)]
     return inverses, is_right & torch.isfinite(largest)
 
 
-def _factorise_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
-    """Put the factors of the rows and columns [low, high) of [batch, n, n] in their place."""
-    block = whole[:, low:high, low:high]
+def _factorise_(whole: Tensor, low: int, high: int, infos: list[Tensor]) -> None:
+    """Put the factors of the rows and columns [low, high) of [batch, n, n] in their place.
+
+    Of the smallest blocks on the diagonal the inverses of the factors are put there: all that is
+    read of them. `infos` gets which of the matrices have none, one tensor for each such block.
+    """
     if high - low <= BATCH_LEAF:
-        lower, info = torch.linalg.cholesky_ex(block)
-        leaves[low] = _inverse_of_lower(lower), info  # all that is read of this block from here on
+        infos.append(_invert_leaf_(whole[:, low:high, low:high]))
         return
     middle = low + _half(high - low)
     between = whole[:, middle:high, low:middle]
-    _factorise_(whole, low, middle, leaves)
-    _divide_(between, whole, low, middle, leaves)
+    _factorise_(whole, low, middle, infos)
+    _divide_(between, whole, low, middle)
     rest = whole[:, middle:high, middle:high]
     _multiply_into(rest, between, between.mT, alpha=-1, beta=1, zeros="symmetric")
-    _factorise_(whole, middle, high, leaves)
+    _factorise_(whole, middle, high, infos)
 
 
-def _divide_(rows: Tensor, whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+def _invert_leaf_(block: Tensor) -> Tensor:  # [batch, n, n] -> [batch]
+    """Put the inverses of the factors in the place of a block; returns 0 where there are some."""
+    if takes(block):
+        return import_module("unison.kernels.cholesky_triton").invert_factors_(block)
+    lower, info = torch.linalg.cholesky_ex(block)
+    block.copy_(_inverse_of_lower(lower))
+    return info
+
+
+def _divide_(rows: Tensor, whole: Tensor, low: int, high: int) -> None:
     """Multiply rows [batch, any, high - low] with the inverse of the factors there, transposed."""
     if high - low <= BATCH_LEAF:
-        rows.copy_(rows @ leaves[low][0].mT)
+        rows.copy_(rows @ whole[:, low:high, low:high].mT)
         return
     middle = low + _half(high - low)
     first, last = rows[:, :, : middle - low], rows[:, :, middle - low :]
-    _divide_(first, whole, low, middle, leaves)
+    _divide_(first, whole, low, middle)
     _multiply_into(last, first, whole[:, middle:high, low:middle].mT, alpha=-1, beta=1)
-    _divide_(last, whole, middle, high, leaves)
+    _divide_(last, whole, middle, high)
 
 
-def _invert_factors_(whole: Tensor, low: int, high: int, leaves: Leaves) -> None:
+def _invert_factors_(whole: Tensor, low: int, high: int) -> None:
     """Put the inverse of the factors' rows and columns [low, high) in their place."""
     if high - low <= BATCH_LEAF:
-        whole[:, low:high, low:high].copy_(leaves[low][0])
-        return
+        return  # there since it was factorised
     middle = low + _half(high - low)
-    _invert_factors_(whole, low, middle, leaves)
-    _invert_factors_(whole, middle, high, leaves)
+    _invert_factors_(whole, low, middle)
+    _invert_factors_(whole, middle, high)
     _join_(whole[:, low:high, low:high], middle - low)

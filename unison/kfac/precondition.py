@@ -21,6 +21,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from unison.errors import BadInput
 from unison.kernels import multi_tensor
+from unison.kernels.available import takes
 from unison.kfac.config import KFACConfig
 from unison.kfac.factors import phase, unpacked
 from unison.kfac.inverse import (
@@ -238,12 +240,16 @@ def update_layers(
             unpacked(value, state.layer.side(key)) if key in "ag" and value.ndim == 1 else value
             for state, key, value, _ in group
         ]
-        torch._foreach_mul_(values, [share for *_, share in group])
-        known = [n for n, (state, key, *_) in enumerate(group) if key in state._averages]
-        if known:
+        first: list[int] = []
+        by_share: dict[float, list[int]] = defaultdict(list)  # of those that have an average
+        for n, (state, key, _, share) in enumerate(group):
+            (by_share[share] if key in state._averages else first).append(n)
+        if first:
+            torch._foreach_mul_([values[n] for n in first], [group[n][3] for n in first])
+        for share, known in by_share.items():  # one where there is a label for every token
             before = [group[n][0]._read(group[n][1]) for n in known]
             torch._foreach_mul_(before, group[0][0]._decay)
-            torch._foreach_add_(before, [values[n] for n in known])
+            torch._foreach_add_(before, [values[n] for n in known], alpha=share)
             for n, value in zip(known, before, strict=True):
                 values[n] = value
         for (state, key, *_), value in zip(group, values, strict=True):
@@ -308,7 +314,26 @@ class Graft:
         self._counts: dict[str, int] = {}
         self._m: Values = {}
         self._v: Values = {}
+        self._places: Values = {}  # where means lie, of those that a product reads
         self._last: list[str] = []  # the parameters of the last step
+
+    @property
+    def has_means(self) -> bool:
+        """Whether averaged gradients are what is preconditioned."""
+        return self._kind == "adam"
+
+    def place(self, places: Values) -> None:
+        """Let the means of some parameters lie in given places, with what they are already.
+
+        Args:
+            places: By parameter, of its shape, or of as many elements.
+        """
+        for name, place in places.items():
+            mean = self._m.get(name)
+            if mean is not None and mean is not place:
+                place.copy_(mean.view(place.shape))
+                self._m[name] = place
+        self._places.update(places)
 
     def step(
         self,
@@ -333,7 +358,8 @@ class Graft:
         by_count: dict[int, list[str]] = defaultdict(list)  # one, unless some had no gradient
         for name, gradient in gradients.items():
             if name not in self._m:
-                self._m[name] = torch.zeros_like(gradient)
+                place = self._places.get(name)
+                self._m[name] = torch.zeros_like(gradient) if place is None else place.zero_()
                 self._v[name] = torch.zeros_like(gradient)
             self._counts[name] = self._counts.get(name, 0) + 1
             by_count[self._counts[name]].append(name)
@@ -369,7 +395,10 @@ class Graft:
             return None
         m, v = [self._m[name] for name in names], [self._v[name] for name in names]
         count, betas = counts.pop(), (self._beta1, self._beta2)
-        return multi_tensor.moments(gradients, m, v, count, betas, self._eps, is_overflow)
+        make = multi_tensor.moments
+        if takes(*gradients):  # and means that lie in rows
+            make = import_module("unison.kernels.moments_triton").moments
+        return make(gradients, m, v, count, betas, self._eps, is_overflow)
 
     def uncount(self) -> None:
         """Count the last step as none: its gradients were not finite."""
@@ -410,7 +439,11 @@ class Graft:
         others = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
         others |= {"found_inf": is_overflow}
         counts = [number] * len(steps)
-        torch._fused_adam_(steps, own, m, v, [], counts, lr=-1.0, **betas, **others)
+        whole = [each.contiguous() for each in m]  # those that a product reads lie in rows
+        torch._fused_adam_(steps, own, whole, v, [], counts, lr=-1.0, **betas, **others)
+        for each, place in zip(whole, m, strict=True):
+            if each is not place:
+                place.copy_(each)
         return steps, m
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -459,6 +492,7 @@ class Preconditioner:
         self._states, self._graft = list(states), graft
         self._planned_for: list[Any] = []
         self.stacks: list[tuple[list[Layer], Inverse]] = []
+        self._means: dict[object, tuple[Tensor, Values]] = {}  # of stacks, see `_lay_out_means`
 
     def steps(
         self,
@@ -482,7 +516,10 @@ class Preconditioner:
             is_spent: Whether steps may be written over the gradients.
         """
         states = [each for each in self._states if each.layer.name in gradients]
+        stacks = self.stacks
         self.plan(states, is_together=is_together)
+        if self.stacks is not stacks:
+            self._lay_out_means(gradients)
         with phase("graft"):
             curved = self._weights + self._biases
             own, source, squares = self._graft.step(gradients, is_overflow, curved)
@@ -536,25 +573,57 @@ class Preconditioner:
         # Where in `_weights` those are that the biases belong to.
         self._places_of_biases = torch.tensor(places, dtype=torch.int64, device=where)
 
+    def _lay_out_means(self, gradients: Mapping[str, Tensor]) -> None:
+        """Let the averaged gradients of a stack lie as its product reads them, if one launch can.
+
+        That is [layers, d_out, width], each layer's bias the column after its weight, and zeros up
+        to the width: nothing is copied together in a step.
+        """
+        known, self._means = self._means, {}
+        for layers, inverse in self.stacks:
+            key, first = _key_of(layers, inverse), layers[0]
+            own = [gradients[name] for layer in layers for name in layer.parameters]
+            is_in_rows = all(len(each) == first.rows for each in own if each.ndim)
+            if not (self._graft.has_means and is_gpu(own[0]) and is_in_rows):
+                continue
+            if first.is_transposed or any(each.ndim == 0 for each in own):
+                continue
+            if key not in known:
+                whole, places = own[0].new_zeros(len(layers), first.d_out, key[1]), {}
+                for layer, each in zip(layers, whole, strict=True):
+                    widths = [layer.columns, layer.d_in - layer.columns]
+                    parts = each[:, : layer.d_in].split(widths[: len(layer.parameters)], dim=1)
+                    for name, part in zip(layer.parameters, parts, strict=True):
+                        places[name] = part.view(gradients[name].shape)
+                known[key] = whole, places
+            self._means[key] = known[key]
+            self._graft.place(known[key][1])
+
+    def _side_by_side(self, layers: Sequence[Layer], width: int, source: Values) -> Tensor:
+        """What is preconditioned of a stack [layers, d_out, width], with zeros at the end."""
+        first = layers[0]
+        padding = source[first.name].new_zeros(first.d_out, width - first.d_in)
+        pieces: list[Tensor] = []  # side by side, which is one launch
+        sides = first.rows, first.columns
+        for layer in layers:
+            weight = source[layer.name]
+            if layer.is_transposed:
+                weight = weight.reshape(layer.columns, layer.rows).T
+            pieces.append(weight if weight.shape == sides else weight.reshape(sides))
+            if layer.bias is not None:
+                pieces.append(source[layer.bias].view(-1, 1))
+            if padding.shape[1]:
+                pieces.append(padding)
+        return torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
+
     def _directions(self, source: Values) -> Values:
         """What is preconditioned, by parameter: new memory."""
         found: Values = {}
         for layers, inverse in self.stacks:
-            first, like = layers[0], source[layers[0].name]
-            width = inverse["a"].shape[-1] if "a" in inverse else first.d_in
-            padding = like.new_zeros(first.d_out, width - first.d_in)
-            pieces: list[Tensor] = []  # side by side, which is one launch
-            sides = layers[0].rows, layers[0].columns
-            for layer in layers:
-                weight = source[layer.name]
-                if layer.is_transposed:
-                    weight = weight.reshape(layer.columns, layer.rows).T
-                pieces.append(weight if weight.shape == sides else weight.reshape(sides))
-                if layer.bias is not None:
-                    pieces.append(source[layer.bias].view(-1, 1))
-                if padding.shape[1]:
-                    pieces.append(padding)
-            whole = torch.cat(pieces, dim=1).unflatten(1, (len(layers), width)).transpose(0, 1)
+            key, first = _key_of(layers, inverse), layers[0]
+            whole, places = self._means.get(key, (None, {}))
+            if whole is None or any(source[name] is not each for name, each in places.items()):
+                whole = self._side_by_side(layers, key[1], source)
             columns = [first.columns, first.d_in - first.columns]
             found.update(_by_parameter(layers, apply(inverse, whole, columns)))
         if self._diagonals:
@@ -585,6 +654,12 @@ class Preconditioner:
         scales = torch.cat([scales, scales[self._places_of_biases]]).to(own[0].dtype)
         stretched = multiply_all(own, scales, [places[name] for name in names])
         directions.update(zip(names, stretched, strict=True))
+
+
+def _key_of(layers: Sequence[Layer], inverse: Inverse) -> tuple[tuple[str, ...], int]:
+    """The layers of a stack, and how wide the matrices are that it multiplies."""
+    width = inverse["a"].shape[-1] if "a" in inverse else layers[0].d_in
+    return tuple(layer.name for layer in layers), width
 
 
 def _squares(values: list[Tensor]) -> Tensor:
