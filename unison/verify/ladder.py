@@ -282,20 +282,24 @@ def _difference(
             "one counted twice under two names",
         )
     blocks = [place for place, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=False)) if p != q]
+    found = _located(x, y, blocks, _cause(_Pair(x, y, blocks, a, b)))
+    if conditions and found.distance < 1e-3:
+        said = f"they ran under different conditions: {', '.join(conditions)}"
+        return replace(found, cause=said)
+    return found
+
+
+def _located(x: Quantity, y: Quantity, blocks: Sequence[int], cause: str | None) -> Difference:
+    """The difference between two quantities, of which some blocks differ."""
     where, values = _where(x, y, blocks)
-    cause = _cause(_Pair(x, y, blocks, a, b))
-    distance = _distance(x, y)
-    if conditions and distance < 1e-3:
-        cause = f"they ran under different conditions: {', '.join(conditions)}"
-    ulps = None if values is None else ulps_between(*values, x.dtype)
     return Difference(
-        step=step,
-        rung=rung,
-        name=name,
+        step=y.step,
+        rung=y.rung,
+        name=y.name,
         where=where,
         values=values,
-        ulps=ulps,
-        distance=distance,
+        ulps=None if values is None else ulps_between(*values, x.dtype),
+        distance=_distance(x, y),
         cause=cause,
     )
 
@@ -621,14 +625,6 @@ def _broken_sums(run: Trace) -> Iterator[Difference]:
         if not run.is_private or rung != before or y is None or x.blocks == y.blocks:
             continue
         blocks = [i for i, (p, q) in enumerate(zip(x.blocks, y.blocks, strict=True)) if p != q]
-        where, values = _where(x, y, blocks)
-        yield Difference(
-            step=step,
-            rung=y.rung,
-            name=name,
-            where=f"{where}, before and after it in {run.source}",
-            values=values,
-            ulps=None if values is None else ulps_between(*values, x.dtype),
-            distance=_distance(x, y),
-            cause=_cause_at_rung(_Pair(replace(x, rung=y.rung), y, blocks, run, run)),
-        )
+        cause = _cause_at_rung(_Pair(replace(x, rung=y.rung), y, blocks, run, run))
+        found = _located(x, y, blocks, cause)
+        yield replace(found, where=f"{found.where}, before and after it in {run.source}")
