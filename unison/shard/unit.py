@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -107,22 +107,11 @@ Set where somebody else than autograd makes the gradients of parameters: the ten
 the unit sums none."""
 
 
-class GradientObserver(Protocol):
-    """Sees gradients before and after they are summed; `unison.verify` writes them down."""
-
-    def see_gradient(self, piece: nn.Parameter, granule: int, gradient: Tensor) -> None:
-        """Look at this rank's gradient of a whole parameter, of one granule or of its rows."""
-        ...
-
-    def see_sum(self, piece: nn.Parameter, part: Tensor) -> None:
-        """Look at this rank's part of the sum over ranks, divided [elements]."""
-        ...
-
-
 class Unit:
     """Parameters of one module (those that no unit below it took) and their storage."""
 
-    observer: GradientObserver | None = None
+    # Sees gradients before and after they are summed: `Tracer` in verify/trace.py.
+    observer: Any = None
 
     def __init__(
         self,

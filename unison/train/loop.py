@@ -179,8 +179,8 @@ def _train_in(world: World, config: TrainConfig, *, on_stderr: bool) -> TrainRes
         if goes_on:
             output = replace(output, resume=True, overwrite=False)
             config = replace(config, output=output)
-        model, *rows = open_model(config, world, stack)
-        run = Run(config, model, *rows, world)
+        model, train_rows, eval_rows, entropy = open_model(config, world, stack)
+        run = Run(config, model, train_rows, eval_rows, entropy, world)
         stack.callback(run.parallel.release)
         curvature = run.prepare()
 
